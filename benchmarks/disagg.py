@@ -10,8 +10,8 @@ begins with empty caches.
 aggregated   8 workers that do all.
 fixed p+d    p workers that compute prompts and d that decode: each prompt is handed over (`split_costs` is replaced).
 mixed p+d    the same workers, where the router compares a pair with a single worker for each request.
-steps        how long a step with parts of prompts may take (`worker.step_s`), in seconds: of aggregated workers 0.25,
-             the default, 0.05 or 0.03. Of the others it is the default, and their roles bound it: 0.05 where prompts
+steps        how long a step with parts of prompts may take (`worker.step_s`), in seconds: aggregated workers have 0.25,
+             the default, 0.05 or 0.03. The others have the default, and their roles bound it: 0.05 where prompts
              are computed, 0.03 where is decoded.
 
 load         The arrival times are stretched to 0.8 of what the 8 aggregated workers bear: the requests a second that
@@ -127,7 +127,7 @@ class SplitRow(Struct, frozen=True):
     itl_p99_s: float
     itl_p999_s: float
     second_p50_s: float
-    """0 where nothing is handed over."""
+    """0 if nothing is handed over."""
     second_p90_s: float
     handed_over: float
     """The share of the requests that were handed over."""

@@ -19,7 +19,7 @@ class Journey:
     last_attempt: int = -1
     """The highest attempt number in use: a worker that is to decode has one from the start."""
     decoder: str = ""
-    """The worker that will decode what the current attempt hands over; empty: none."""
+    """The worker that will decode what the current attempt hands over. Empty if there is none."""
     hand_overs: int = 0
     begun: int = -1
     """The attempt whose first token has come; -1 before it."""

@@ -2,7 +2,7 @@
 
 A kvbm in a process of its own and a real nats-server. Blocks are stored and committed once; then they are fetched and
 released, one request after another, as a worker's shell asks: the time from the request to the last reply, decoding
-included. Of that `in kvbm` is what passes there between request and answer, in the mean, and `round trip` what a
+included. `in kvbm` is the part that passes there between request and answer, in the mean, and `round trip` what a
 release takes, which costs kvbm next to nothing. The rest is a subscription, since a fetch may have many answers, and
 larger messages. `cpu` is the CPU time of this process and kvbm for one request, including kvbm's work after the answer.
 

@@ -5,7 +5,7 @@
     lmcache      `vllm serve` with LMCache's connector                   │ same machine
     headrace     `vllm serve` with our connector ─── a pool ─── kvbm    ─┘
 
-Of two models, a tiny one with random weights (prompts of 4,096 tokens) and `--model` (1,024):
+For two models, a tiny one with random weights (prompts of 4,096 tokens) and `--model` (1,024):
 
 - first token: a prompt is asked for, until the side's store has it. Then the device's prefix cache is emptied by vLLM's
   own `/reset_prefix_cache`, which leaves the store as it is, and the prompt is asked for again. A request that found
@@ -14,7 +14,7 @@ Of two models, a tiny one with random weights (prompts of 4,096 tokens) and `--m
   `idle` is the side headrace with `offload` off, which stores nothing; `empty` is a connector that does nothing, so
   what it costs is vLLM's own. Sides are compared round by round: the ratio is the median of the rounds' ratios.
 
-Of the tiny model alone, because the numbers of tokens do not depend on it:
+For the tiny model alone, because the numbers of tokens do not depend on it:
 
 - moved: a conversation takes turns between two engines of one side; another one stays with one of them. Shown are the
   tokens that were not computed.

@@ -56,9 +56,10 @@ class KeyEntry(Struct, frozen=True, forbid_unknown_fields=True):
     concurrency: Limit | None = None
     """Requests that may run at one time."""
     min_priority: Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)] | None = None
-    """The lowest `priority` that its requests may ask for; lower is served earlier. None: `access.min_priority`."""
+    """The lowest `priority` that its requests may ask for; lower is served earlier. None means
+    `access.min_priority`."""
     salt: Annotated[str, Meta(pattern=f"^{NAME.pattern}$")] | None = None
-    """The keys that share cached blocks with this one: no other (`own`), or those of the same salt. None: all keys
+    """The keys that share cached blocks with this one: no other (`own`), or those of the same salt. None means all keys
     without a salt."""
 
 

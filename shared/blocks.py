@@ -58,7 +58,7 @@ class Content(Struct, frozen=True, gc=False):
 
     key: ContentKey
     parent: ContentKey | None
-    """The key of the block before it; None: it is the first of its chain."""
+    """The key of the block before it. None if it is the first of its chain."""
     tokens: bytes
     """The token ids, packed u32."""
     lora: str = ""

@@ -77,13 +77,13 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 0
     """The port; 0 picks a free one, which the address book shows."""
     events: str = ""
-    """The directory of sockets for KV events, for processes of this machine that may enter it; empty: KV events use
+    """The directory of sockets for KV events, for processes of this machine that may enter it. Empty if KV events use
     ports of `host`."""
     hosts: tuple[str, ...] = ()
     """Host names by which scrapers reach this port, in addition to addresses, localhost and names without a dot. Counts
     only if `host` is a loopback address, or if this is not empty: other names then get 403."""
     url_file: str = ""
-    """The file to which the base URL is written, for a health check that must find the port; empty: none."""
+    """The file to which the base URL is written, for a health check that must find the port. Empty if there is none."""
     log_level: str = "info"
     """The least level that is logged: debug, info, warning or error. `headrace log` changes it at run time."""
     log_format: Literal["text", "json"] = "text"
@@ -99,10 +99,10 @@ class TraceConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `clients` and `clients_per_s` have an effect at frontends alone, which decide what is traced."""
 
     endpoint: str = ""
-    """The URL to which spans are sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: tracing is
+    """The URL to which spans are sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces. Empty if tracing is
     off."""
     token: str = ""
-    """The bearer token for the endpoint; empty: none."""
+    """The bearer token for the endpoint. Empty if there is none."""
     queue: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
     """The maximum number of spans that wait to be sent; further ones are dropped."""
     timeout_s: Annotated[float, Meta(gt=0, le=60)] = 10.0
@@ -312,7 +312,7 @@ def _parse_flags(
 
 
 def _entry(flag: str, known: Mapping[str, tuple[tuple[str, ...], FieldInfo]]) -> tuple[str, ...] | None:
-    """Return the path of one entry of a table of any values, such as --vllm.max_num_seqs; None: there is no such
+    """Return the path of one entry of a table of any values, such as --vllm.max_num_seqs. None if there is no such
     table."""
     table, dot, name = flag.partition(".")
     path, field = known.get(table.replace("_", "-"), ((), None))

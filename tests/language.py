@@ -2,7 +2,8 @@
 
     python -m tests.language [PATH …]     prints each finding as path:line: rule: text; without paths, of the whole tree
 
-Docstrings are held to all rules; other strings of the product, names of tests and documents to the list of words.
+Docstrings of the product are held to all rules, documents to the list of words and to the rules of grammar, other
+strings of the product and names of tests to the list of words.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ DOCUMENTS = (
     "ARCHITECTURE.md",
     "CONTRIBUTING.md",
     "docs/*.md",
+    "docs/decisions/*.md",
     "deploy/compose/README.md",
     "benchmarks/README.md",
 )
@@ -64,6 +66,18 @@ SENTENCE_WORDS = 36
 FEWEST_WORDS = 3
 """At least in a docstring: fewer say nothing that the name does not."""
 _CODE = re.compile(r"``?[^`]*``?")
+_SPECIAL = r"(?:empty|none|null|zero|0|-1|true|false|unset|unknown|absent)"
+_EMPTY_CASE = re.compile(rf"(?:[.;,(]\s+|\A|\n\s*\n\s*){_SPECIAL}:\s", re.IGNORECASE)
+"""`X; empty: Y`, which is two sentences: `X. Empty if Y.`"""
+_WHERE = re.compile(
+    rf"\braises?\s[A-Z]\w+(?:\s\([A-Z, ]+\))?(?:(?:,|\sand|\sor)+\s[A-Z]\w+)*,?\s+where\b"  # Raise X where …
+    rf"|\b{_SPECIAL},?\s+where\b"  # None where …
+    r"|\bwhere\s(?:there\s+(?:is|are|was|were)|none|nothing)\b",
+    re.IGNORECASE,
+)
+"""`where` for a condition."""
+_INVERTED = re.compile(r"(?:(?<=[.:;!?]\s)|\A|(?<=\n\n))(?:Of (?!these\b|those\b)|So long )(?=\w)")
+"""A sentence that begins with what belongs after its verb."""
 
 
 class Finding(NamedTuple):
@@ -81,6 +95,23 @@ def words(text: str) -> Iterator[tuple[int, str]]:
     for match in _FORBIDDEN.finditer(plain):
         found = match[0].lower()
         yield text.count("\n", 0, match.start()), f"{found!r}: say {WORDS.get(found) or PHRASES[found]}"
+
+
+def grammar(text: str) -> Iterator[tuple[int, str]]:
+    """Sentences of another order than English has, each with the number of lines before it.
+
+    Pictures, tables of two columns and what stands between backquotes are passed over.
+    """
+    kept = (" " * len(line) if re.search(r"\S\s{3,}\S|[│├└─]", line) else line for line in text.split("\n"))
+    plain = _CODE.sub(lambda match: re.sub(r"[^\n]", "x", match[0]), "\n".join(kept))
+    for pattern, wrong in (
+        (_EMPTY_CASE, "write a sentence of its own, such as 'Empty if …' or '0 means …'"),
+        (_WHERE, "say 'if' for a condition"),
+        (_INVERTED, "begin with the subject"),
+    ):
+        for match in pattern.finditer(plain):
+            lines = text.count("\n", 0, match.end() - 1)
+            yield lines, f"{' '.join(text[match.start() : match.end() + 20].split())!r}: {wrong}"
 
 
 def docstring(text: str) -> Iterator[tuple[int, str]]:
@@ -124,6 +155,8 @@ def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
         if in_product:
             for lines, wrong in docstring(text):
                 yield Finding(name, constant.lineno + lines, "docstring", wrong)
+            for lines, wrong in grammar(text):
+                yield Finding(name, constant.lineno + lines, "grammar", wrong)
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(text)) if is_shown and id(node) not in documented and " " in text:
@@ -145,6 +178,8 @@ def in_document(path: Path, root: Path = ROOT) -> Iterator[Finding]:
     )
     for lines, wrong in words(text):
         yield Finding(str(path.relative_to(root)), 1 + lines, "word", wrong)
+    for lines, wrong in grammar(text):
+        yield Finding(str(path.relative_to(root)), 1 + lines, "grammar", wrong)
 
 
 def findings(paths: Sequence[Path] = ()) -> Iterator[Finding]:

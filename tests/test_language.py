@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.language import docstring, findings, in_code, words
+from tests.language import docstring, findings, grammar, in_code, in_document, words
 
 
 def test_the_tree_keeps_the_rules() -> None:
@@ -41,6 +41,45 @@ def test_idioms_and_code_are_allowed(text: str) -> None:
 )
 def test_a_docstring_that_does_not_stand_by_itself_is_found(text: str) -> None:
     assert list(docstring(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The reason of the refusal; empty: none.",
+        "None: it runs.",
+        "Seconds that it waits. 0: no limit.",
+        "Return the slot. Raise PoolUnfit where it is too small.",
+        "Raise OSError (ENOSPC), Unavailable\n    where it does not answer.",
+        "The load of each rank; empty where the sums say it all.",
+        "It tries again where there is too little.",
+        "The newest comes first. Of two records with one key the newer counts.",
+        "So long do other answers stand still.",
+    ],
+)
+def test_a_sentence_of_another_order_is_found(text: str) -> None:
+    assert list(grammar(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The reason of the refusal. Empty if there is none.",
+        "Return where the blocks lie. Raise PeerFault.",
+        "`where` names the file; `empty: x` is its content.",
+        "The value 0: the first one of a list is meant.",
+        "blobs/DIGEST    None: a column of a table. Of no interest.",
+        "Of these models, one was run.",
+    ],
+)
+def test_places_code_tables_and_usual_sentences_are_allowed(text: str) -> None:
+    assert not list(grammar(text))
+
+
+def test_a_documents_finding_names_the_line_of_its_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("# Title\n\nA first line.\nA key; empty: no key is needed.\n\n```\nx; empty: y\n```\n")
+    assert [(finding.line, finding.rule) for finding in in_document(file, tmp_path)] == [(4, "grammar")]
 
 
 def test_a_picture_may_be_as_long_as_it_has_to_be() -> None:

@@ -411,8 +411,8 @@ def _url(flags: ClientFlags) -> str:
 
 
 def _api_key(flags: ClientFlags) -> str:
-    """Return the API key from a file or, as for all OpenAI clients, from the environment; empty: none. No flag takes
-    the key itself, because `ps` would show it."""
+    """Return the API key from a file or, as for all OpenAI clients, from the environment. Empty if there is none. No
+    flag takes the key itself, because `ps` would show it."""
     file = flags.api_key_file
     key = (os.environ.get("OPENAI_API_KEY", "") if file is None else _text(file)).strip()
     if not key.isascii() or not key.isprintable():

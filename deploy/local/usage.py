@@ -88,8 +88,8 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     cuda: Pairs = []
     """A setting of workers on GPUs, such as dtype=float16 or graphs=false."""
     kvbm_bytes: Size = ""
-    """The size of the memory for KV blocks that all workers share: 512M, 2G; 0: none (a 16th of the machine's memory,
-    at most 1G; with GPUs an 8th, at most 32G)."""
+    """The size of the memory for KV blocks that all workers share: 512M, 2G. 0 means none (a 16th of the machine's
+    memory, at most 1G; with GPUs an 8th, at most 32G)."""
     kvbm_disk: Directory | None = None
     """The directory for blocks that do not fit into that memory (none)."""
     kvbm_disk_bytes: Size = ""

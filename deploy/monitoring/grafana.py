@@ -39,7 +39,7 @@ class Panel(Struct, frozen=True):
     """What it shows, and what to do when it is high."""
     queries: Sequence[Query]
     lit_by: str = ""
-    """What must happen for it to show anything: a fault, or a GPU. Empty: requests are enough."""
+    """What must happen for it to show anything: a fault, or a GPU. Empty if requests are enough."""
 
 
 class Row(Struct, frozen=True):

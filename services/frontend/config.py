@@ -41,18 +41,18 @@ class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that a client may leave its answer unread; then its connection is closed."""
     silent_s: Seconds = 5.0
     """Longest time, in seconds, that a stream is silent: then it gets a comment, or what its API has for that. Its
-    headers are sent after half a second without text; an error after that is an event in place of a status. 0: headers
-    come with the first text, and no comments."""
+    headers are sent after half a second without text; an error after that is an event in place of a status. 0 if
+    headers come with the first text, and no comments."""
     drain_delay_s: Seconds = 0.0
     """Seconds after SIGTERM in which the port still accepts connections while /health says 503, so that a load balancer
     notices. `limits.drain_s` follows."""
     tls_cert: str = ""
     """Path of a PEM file with the certificate chain; the port then speaks only TLS 1.2 or newer. Read again when it
-    changes. Empty: no TLS."""
+    changes. Empty means no TLS."""
     tls_key: str = ""
     """Path of the PEM file with the certificate's key, without a passphrase."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose web pages may call this API, such as `https://example.org`; `*`: any. Empty: none but its own."""
+    """Origins whose web pages may call this API, such as `https://example.org`; `*`: any. Empty if none but its own."""
     hosts: tuple[str, ...] = ()
     """Host names by which clients reach this port, in addition to addresses, localhost and names without a dot. Counts
     only if no key is needed and `host` is a loopback address, or if this is not empty: other names then get 403."""
@@ -160,7 +160,7 @@ class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Access to the API, over HTTP and NATS."""
 
     keys_file: str = ""
-    """Path of the file with names, hashes and limits of API keys; read again when it changes. Empty: no keys."""
+    """Path of the file with names, hashes and limits of API keys; read again when it changes. Empty means no keys."""
     min_priority: Annotated[int, Meta(ge=-_INT32_MAX, le=_INT32_MAX)] = 0
     """Lowest `priority` that a request may ask for, if it has no key or its key sets none; lower is served earlier, and
     a request that asks for none has 0, or this if it is higher."""
@@ -199,13 +199,15 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     """Sampling parameters of requests that do not set them: those that the model recommends (generation_config.json),
     or OpenAI's (temperature 1, top_p 1)."""
     default_max_tokens: Natural = 0
-    """Largest number of tokens of a chat's answer, if the request does not limit it; 0: what is left of the context."""
+    """Largest number of tokens of a chat's answer, if the request does not limit it. 0 means what is left of the
+    context."""
     schema_objects: Literal["closed", "open"] = "closed"
     """Whether an object of a JSON Schema has only the properties that it declares, if the schema does not say: closed,
     as OpenAI's strict mode demands; open, by the letter of JSON Schema."""
     models: dict[str, str] = field(default_factory=dict)
     """Model name → directory with its tokenizer, if the path that the worker announces is not valid on this machine."""
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] = field(default_factory=dict)
-    """Model name → format of its tool calls, if its chat template does not show it; none: no requests with tools."""
+    """Model name → format of its tool calls, if its chat template does not show it. None means no requests with
+    tools."""
     reasoning_parser: dict[str, ReasoningName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → whether its reasoning is separated from its answer; auto: if its chat template has reasoning."""

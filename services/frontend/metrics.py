@@ -179,7 +179,7 @@ class Metrics:
         return found
 
     def count_request(self, operation: str, status: int, model: str, seconds: float) -> None:
-        """Count a request that ended. `model` is the base model's name; empty: unknown."""
+        """Count a request that ended. `model` is the base model's name. Empty if unknown."""
         self._requests.labels(operation, str(status), model).inc()
         if status == HTTPStatus.OK and model:
             self._request_s.labels(model).observe(seconds)

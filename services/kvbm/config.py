@@ -37,7 +37,7 @@ class DiskConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The disk tier."""
 
     directory: str = ""
-    """The directory of the disk tier; made if it is missing, but not its parents. Empty: there is no disk tier."""
+    """The directory of the disk tier; made if it is missing, but not its parents. Empty if there is no disk tier."""
     limit_bytes: Positive = 64 << 30
     """Bytes that all layouts together may have on disk, including layouts that are not served any more."""
     segment_bytes: Positive = 1 << 30
@@ -96,20 +96,21 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     listen: str = ""
     """The address at which kvbms of other machines may read blocks, as HOST:PORT, or PORT on 127.0.0.1; port 0 takes a
-    free one. Empty: none may, and this kvbm reads none. Without TLS, every process that reaches the port can
+    free one. Empty if none may, and this kvbm reads none. Without TLS, every process that reaches the port can
     read the blocks."""
     advertise: str = ""
-    """The host at which other machines reach this one, for the address book; empty: that of `listen`, or the machine's
-    name if that is any address."""
+    """The host at which other machines reach this one, for the address book. Empty means that of `listen`, or the
+    machine's name if that is any address."""
     backend: PeerBackend = "sockets"
     """What moves the bytes of blocks: sockets or nixl, the same for all machines. NIXL has no TLS: every process that
     reaches its ports can read and write this kvbm's pool."""
     nixl_device: str = ""
-    """The network device that NIXL uses, such as eth0 or mlx5_0:1; empty: the one that has the address of `listen`."""
+    """The network device that NIXL uses, such as eth0 or mlx5_0:1. Empty means the one that has the address of
+    `listen`."""
     nixl_transports: Annotated[str, Meta(min_length=1)] = "tcp"
     """The transports that NIXL may use, as UCX names them (UCX_TLS), such as tcp or rc."""
     tls_cert: str = ""
-    """Path of a PEM file with this machine's certificate; kvbms then speak only TLS 1.3 to each other. Empty: no
+    """Path of a PEM file with this machine's certificate; kvbms then speak only TLS 1.3 to each other. Empty means no
     TLS."""
     tls_key: str = ""
     """Path of a PEM file with the key of `tls_cert`, without a passphrase."""
@@ -133,7 +134,7 @@ class PeersConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds for which the blocks of one read by another machine are held at most."""
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 0.25
     """Seconds that a Fetch waits at most for blocks of other machines, and no longer than three quarters of its
-    worker's kvbm.timeout_s; 0: they are not asked."""
+    worker's kvbm.timeout_s. 0 means that they are not asked."""
     least_blocks: Positive = 8
     """The number of missing blocks, and of blocks that a machine has, from which on they are worth reading."""
 

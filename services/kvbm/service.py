@@ -74,14 +74,14 @@ _Operation = Callable[[Request], tuple[LayoutStore, bytes | None]]
 
 
 async def serve(runtime: Runtime, config: KvbmConfig) -> None:
-    """Serve until `runtime.stopping`. Raise ConfigError where the pool cannot be opened or a policy does not exist."""
+    """Serve until `runtime.stopping`. Raise ConfigError if the pool cannot be opened or a policy does not exist."""
     async with kvbm(runtime, config):
         settle_memory()
         await runtime.stopping.wait()
 
 
 def check_policies(config: KvbmConfig) -> None:
-    """Raise ConfigError where a policy cannot be made. Otherwise it would be found only when the first engine
+    """Raise ConfigError if a policy cannot be made. Otherwise it would be found only when the first engine
     attaches."""
     for name in (config.tiers.host_policy, config.tiers.disk_policy):
         policies.make_policy(name, 1)
@@ -289,7 +289,7 @@ class KvbmService:
         return self._fetch_here(request, ask, layout)
 
     def _missing(self, layout: LayoutStore, ask: wire.Fetch) -> list[ContentKey]:
-        """Return the blocks for which peers are asked before the Fetch is answered; empty: none are."""
+        """Return the blocks for which peers are asked before the Fetch is answered. Empty if none are."""
         if self.peers is None:
             return []
         layout.tickets.check_block_count(len(ask.keys) // KEY_BYTES)
@@ -458,7 +458,7 @@ class KvbmService:
         return subjects.kvbm(self._runtime.namespace, self._runtime.instance, operation)
 
     def validate(self) -> None:
-        """Raise AssertionError where anything contradicts itself. O(slots + records)."""
+        """Raise AssertionError if anything contradicts itself. O(slots + records)."""
         self.layouts.validate()
         if self.peers is not None:
             self.peers.validate()

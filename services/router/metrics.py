@@ -47,7 +47,7 @@ class RouterMetrics:
 
     # fmt: off
     _selects = counter("headrace_selects", "outcome model",
-        "Selects answered, by outcome: selected, or the code of the refusal; model is empty where it is unknown",
+        "Selects answered, by outcome: selected, or the code of the refusal; model is empty if it is unknown",
         "Anything but `selected`: no worker, or none that may be chosen.")
     _select_seconds = histogram("headrace_select_seconds", "model", ROUND_TRIP_SECONDS,
         "Seconds from the arrival of a Select to its answer", "The router's core is full: add routers.")

@@ -59,27 +59,27 @@ class SimulatedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     speed: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Factor by which everything is faster."""
     table: str = ""
-    """Path of a TOML file with measured times, which replace the formula; empty: the formula."""
+    """Path of a TOML file with measured times, which replace the formula. Empty means the formula."""
     copy_bytes_per_s: Annotated[float, Meta(gt=0)] = 50e9
     """Bytes a second, in each direction, of copies between the device and kvbm's pool."""
     kv_token_bytes: Positive = 131_072
     """Bytes of a token's KV, which copies of blocks move."""
     output_tokens: Natural = 200
     """Tokens after which an answer ends by itself, in the mean: half to one and a half times as many, depending on the
-    prompt; 0: answers end only at their limits."""
+    prompt. 0 if answers end only at their limits."""
     context_length: Natural = 0
-    """Tokens of the context; 0: as many as the model has."""
+    """Tokens of the context. 0 means as many as the model has."""
 
 
 class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sampling parameters of requests that do not set them, in place of those in the model's generation_config.json."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    """Temperature (0 to 2); 0: the likeliest token."""
+    """Temperature (0 to 2). 0 means the likeliest token."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of probability (above 0, to 1) of the likeliest tokens that are drawn from."""
     top_k: Natural | None = None
-    """Number of likeliest tokens that are drawn from; 0: all."""
+    """Number of likeliest tokens that are drawn from. 0 means all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Least probability of a token that is drawn, as a share of the likeliest one's."""
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
@@ -91,12 +91,12 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     the worker computes the blocks."""
 
     pool: str = ""
-    """Directory of kvbm's pool; empty: blocks are not exchanged."""
+    """Directory of kvbm's pool. Empty if blocks are not exchanged."""
     offload: Offload = "filled"
     """Blocks that kvbm is offered: filled: each as soon as it is full; evicted: only those that will soon be evicted
     from the device; off: none."""
     wait_s: Seconds = 0.0
-    """Most seconds that a request waits for blocks that kvbm holds; 0: as long as computing them would take."""
+    """Most seconds that a request waits for blocks that kvbm holds. 0 means as long as computing them would take."""
     timeout_s: Annotated[float, Meta(gt=0, le=4)] = 2.0
     """Most seconds until each of kvbm's answers. It must be less than the frontends' `frozen_s`, since no step is made
     while all requests wait for an answer."""
@@ -141,7 +141,7 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     together and by their shape."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where settings contradict each other."""
+        """Raise ValueError if settings contradict each other."""
         if self.graph_lower_bound > self.graph_upper_bound:
             raise ValueError(
                 f"graph_lower_bound is {self.graph_lower_bound}, above graph_upper_bound, {self.graph_upper_bound};"
@@ -154,7 +154,8 @@ class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     sign."""
 
     idle_s: Seconds = 60.0
-    """Seconds without a request after which the engine is asked for `max_tokens` tokens, or one embedding; 0: never."""
+    """Seconds without a request after which the engine is asked for `max_tokens` tokens, or one embedding. 0 means
+    never."""
     limit_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     """Seconds that it may take for that; afterwards it is ended, and another is started."""
     prompt: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=1024)] = (1, 1)
@@ -163,7 +164,7 @@ class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Tokens that it is asked for; an engine for embeddings makes one embedding."""
 
     def fault(self, *, vocab_size: int, context_length: int) -> str:
-        """Return why a model cannot be asked this; empty: it can."""
+        """Return why a model cannot be asked this. Empty if it can."""
         if max(self.prompt) >= vocab_size:
             return f"health.prompt: the model's tokens are 0 to {vocab_size - 1}, not {max(self.prompt)}"
         length = len(self.prompt) + self.max_tokens
@@ -180,14 +181,15 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kind: Literal["vllm", "sglang"] = "vllm"
     """What the server is: vllm or sglang."""
     model: str = ""
-    """Name of the model on the server; empty: the one that is named as the worker's model is."""
+    """Name of the model on the server. Empty means the one that is named as the worker's model is."""
     api_key_file: str = ""
-    """Path of a file with the server's API key; empty: it needs none."""
+    """Path of a file with the server's API key. Empty if it needs none."""
     events: str = ""
-    """ZeroMQ endpoint on which the server publishes its KV events, such as tcp://host:5557; empty: routers do not know
-    what it caches."""
+    """ZeroMQ endpoint on which the server publishes its KV events, such as tcp://host:5557. Empty if routers do not
+    know what it caches."""
     replay: str = ""
-    """ZeroMQ endpoint at which it sends old events again; empty: what it cached before this worker began is unknown."""
+    """ZeroMQ endpoint at which it sends old events again. Empty if what it cached before this worker began is
+    unknown."""
     grammars: bool = False
     """Whether the server takes the grammars of frontends: vLLM with the structured output backend guidance does."""
     priorities: bool = False
@@ -198,7 +200,7 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Seconds within which the server accepts a connection, and answers everything but a prompt."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a setting is malformed, or contradicts another."""
+        """Raise ValueError if a setting is malformed, or contradicts another."""
         parts = urlsplit(self.url)
         if self.url and not (parts.scheme in ("http", "https") and parts.hostname):
             raise ValueError("url is no http or https URL")
@@ -220,7 +222,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     model: str
     """A Hugging Face directory or a GGUF file."""
     model_name: str = ""
-    """Name of the model for clients; empty: the directory's or file's name."""
+    """Name of the model for clients. Empty means the directory's or file's name."""
     chat_template: str = ""
     """Chat template that replaces the model's own: a file, or one of the names in `shared/chat_templates`."""
     sampling: SamplingConfig = SamplingConfig()
@@ -233,9 +235,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     block_size: Positive = 16
     """Tokens of a block."""
     capacity_blocks: Natural = 0
-    """Blocks of the device tier; 0: as many as `capacity_bytes` holds, or 4096 where no arithmetic needs the bytes."""
+    """Blocks of the device tier. 0 means as many as `capacity_bytes` holds, or 4096 if no arithmetic needs the
+    bytes."""
     capacity_bytes: Natural = 0
-    """Bytes of the device tier; 0: 512 MiB, or on a GPU what `cuda.memory_share` leaves after the weights."""
+    """Bytes of the device tier. 0 means 512 MiB, or on a GPU what `cuda.memory_share` leaves after the weights."""
     kv_dtype: Dtype | Literal["auto"] = "auto"
     """Type in which the native engine keeps KV: float32 or, in half of the memory and of kvbm's pool, bfloat16. auto:
     float32, or on a GPU `cuda.dtype`, which is the only choice there."""
@@ -245,19 +248,19 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
     """Most sequences that a step computes. No GPU takes more than 65,535 blocks of threads in one direction."""
     step_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Seconds that a step with parts of prompts should take at most; 0: 0.25, or on a GPU 0.1. Other answers of the
-    worker pause for that long. Shorter steps compute fewer tokens of prompts a second; a step has room for 16 tokens of
-    one, or a block. Other roles than aggregated have shorter steps."""
+    """Seconds that a step with parts of prompts should take at most. 0 means 0.25, or on a GPU 0.1. Other answers of
+    the worker pause for that long. Shorter steps compute fewer tokens of prompts a second; a step has room for 16
+    tokens of one, or a block. Other roles than aggregated have shorter steps."""
     max_waiting: Positive = 256
-    """Most attempts in the queue; where there are more, Generate is refused as overloaded."""
+    """Most attempts in the queue; if there are more, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20
-    """Most uncomputed tokens in the queue; where there are more, Generate is refused as overloaded."""
+    """Most uncomputed tokens in the queue; if there are more, Generate is refused as overloaded."""
     simulated: SimulatedConfig = SimulatedConfig()
     kvbm: KVConnectorConfig = KVConnectorConfig()
     lora_rank: Positive = LORA_RANK
     """Highest rank of a LoRA that the native engine loads."""
     lora_bytes: Natural = LORA_BYTES
-    """Most bytes of all LoRAs that the native engine has loaded, counted as float32; 0: it loads none. On a GPU this
+    """Most bytes of all LoRAs that the native engine has loaded, counted as float32. 0 if it loads none. On a GPU this
     memory is left free by KV."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine by the names that AsyncEngineArgs gives them, such as max_num_seqs."""
@@ -267,18 +270,19 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
     connectors: tuple[Literal["headrace", "nixl", "lmcache"], ...] = ()
     """KV connectors of vLLM, in the order in which they are asked for blocks: headrace (kvbm, at kvbm.pool), nixl,
-    which moves no block, since requests have no kv_transfer_params, and lmcache. Empty: headrace if kvbm.pool is set,
-    else none."""
+    which moves no block, since requests have no kv_transfer_params, and lmcache. Empty means headrace if kvbm.pool is
+    set, else none."""
     engine_metrics: tuple[str, ...] = ENGINE_METRICS
-    """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty: none."""
+    """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty if there is
+    none."""
     vllm_gpus: str = ""
-    """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas; empty: as many as it needs
-    of those that are visible."""
+    """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas. Empty means as many as it
+    needs of those that are visible."""
     attached: AttachedConfig = AttachedConfig()
     health: HealthConfig = HealthConfig()
     threads: Natural = 0
-    """Threads of the engine's arithmetic; 0: one a core, or vLLM's own choice on a GPU. If workers share a machine, set
-    cores ÷ workers."""
+    """Threads of the engine's arithmetic. 0 means one a core, or vLLM's own choice on a GPU. If workers share a
+    machine, set cores ÷ workers."""
     stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
     """Seconds after which an engine that makes no step while requests wait is killed and started again. It may already
     happen after half of that time."""
@@ -286,7 +290,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds that running attempts may go on after SIGTERM."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError where settings contradict each other."""
+        """Raise ValueError if settings contradict each other."""
         if self.device == "cuda" and self.engine != "native":
             instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
@@ -319,7 +323,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         return self.role == "decode" and self.kvbm.lending
 
     def _role_fault(self) -> str:
-        """Return why the worker cannot have its role; empty: it can."""
+        """Return why the worker cannot have its role. Empty if it can."""
         if self.role == "aggregated":
             return ""
         if self.engine not in ("native", "simulated"):
@@ -333,7 +337,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         return ""
 
     def _connectors_fault(self) -> str:
-        """Return which settings of vLLM's connectors contradict each other; empty: none."""
+        """Return which settings of vLLM's connectors contradict each other. Empty if none do."""
         if self.connectors and self.engine != "vllm":
             return f"connectors is set, but engine is {self.engine}; they are vLLM's"
         if len(set(self.connectors)) < len(self.connectors):
@@ -358,7 +362,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def shown_device(self) -> str:
-        """The device as the model card names it; empty where the engine computes nothing."""
+        """The device as the model card names it; empty if the engine computes nothing."""
         if self.engine != "native":
             return ""
         return f"cuda:{self.cuda.gpu}" if self.device == "cuda" else "cpu"
@@ -371,8 +375,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The worker's instance id."""
     model_name: str
     worker: WorkerConfig
-    """The worker's settings, without those of NATS, discovery and metrics: their passwords would be in the argument. Of
-    `observe` it has those of the logs."""
+    """The worker's settings, without those of NATS, discovery and metrics: their passwords would be in the argument. It
+    has those settings of `observe` that are about logs."""
     parent_pid: int
     """Process id of the shell; the engine does not outlive it."""
 

@@ -53,11 +53,11 @@ class SchedulerLimits:
     offload: Offload = "filled"
     """Which blocks the kvbm is offered: each as soon as it is full, only those that are evicted next, or none."""
     offers_limit: int = 1024
-    """Most blocks that wait to be offered; where there are more, the oldest is left out."""
+    """Most blocks that wait to be offered; if there are more, the oldest is left out."""
     look_ahead: int = 8
     """Most waiting attempts, from the head of the queue, that may wait for blocks of the kvbm."""
     wait_s: float = 0.0
-    """Most seconds that such an attempt waits; 0: as long as computing the blocks would take."""
+    """Most seconds that such an attempt waits. 0 means as long as computing the blocks would take."""
 
     @property
     def least_step_tokens(self) -> int:

@@ -40,7 +40,7 @@ class WorkerMetrics:
         "Attempts waiting", "Too few workers, or too little memory for KV.")
     _running = gauge("headrace_inflight_requests", "", "Attempts running", "It is bounded by `worker.max_running`.")
     _oldest = gauge("headrace_oldest_queued_request_seconds", "",
-        "Age of the attempt that has waited longest for its first token; 0: none waits",
+        "Age of the attempt that has waited longest for its first token. 0 if none waits",
         "As `headrace_queued_requests`; or one request is too large to be begun.")
     _queue_s = histogram("headrace_queue_seconds", "", REQUEST_SECONDS,
         "Time of an attempt from its arrival to the first step that computes it", "Too few workers.")

@@ -88,7 +88,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
-    """Serve until `runtime.stopping`, then drain. Raise ModelError where the model cannot be served."""
+    """Serve until `runtime.stopping`, then drain. Raise ModelError if the model cannot be served."""
     worker = Worker(runtime, config)
     settle_memory()
     await worker.run()
@@ -404,7 +404,7 @@ class Worker:
         self._sender.wake()
 
     async def _snapshot(self, message: Message) -> None:
-        """Send a snapshot in chunks, or nothing where there is none: the router's time-out and the missing card say
+        """Send a snapshot in chunks, or nothing if there is none: the router's time-out and the missing card say
         so."""
         asked = SNAPSHOT_REQUEST.decode(message.payload, message.headers)
         epoch = self.engine.epoch
@@ -422,7 +422,7 @@ class Worker:
 
     async def _answer(self, message: Message, payload: bytes, *, last: bool = False) -> bool:
         """Send an answer in the encoding of the request. Return whether it was sent: one that was not is dropped, since
-        the client will ask again, or has gone. Raise ProtocolError where the request names no subject to answer to."""
+        the client will ask again, or has gone. Raise ProtocolError if the request names no subject to answer to."""
         if not message.reply:
             raise ProtocolError("no reply subject")
         try:

@@ -29,7 +29,7 @@ class Message(Struct, frozen=True):
     subject: str
     payload: bytes
     reply: str = ""
-    """The subject for the answer; empty: no answer is wanted."""
+    """The subject for the answer. Empty if no answer is wanted."""
     headers: Mapping[str, str] = {}
 
     def reply_headers(self, *, last: bool = False) -> Mapping[str, str]:

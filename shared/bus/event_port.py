@@ -168,7 +168,7 @@ class _Connection:
         self._rest = memoryview(b"")
         self._answers: deque[bytes] = deque()
         self.next: int | None = None
-        """The number of the message that it is sent next; None: it has not subscribed."""
+        """The number of the message that it is sent next. None if it has not subscribed."""
         self._blocked = False
         """Whether the socket is full; the event loop reports when it has room."""
         accepted.setblocking(False)

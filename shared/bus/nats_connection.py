@@ -233,7 +233,8 @@ def check_url(url: str) -> None:
 
 
 def refusal_text(wrong: Exception, config: NatsConfig) -> str:
-    """Return what to do if the server refuses the user: its text, and the settings to change. Empty: another error."""
+    """Return what to do if the server refuses the user: its text, and the settings to change. Empty for another
+    error."""
     said = str(wrong)
     if not any(word in said.lower() for word in ("authorization violation", "authentication")):
         return ""

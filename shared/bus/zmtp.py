@@ -98,7 +98,7 @@ class Subscriber:
         self.greeted = True
 
     def _next(self, at: int) -> tuple[int, bytes, int] | None:
-        """Return the frame at `at` and the position after it; None: it is not complete yet."""
+        """Return the frame at `at` and the position after it. None if it is not complete yet."""
         if len(self._unread) < at + 2:
             return None
         flags = self._unread[at]

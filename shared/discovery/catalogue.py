@@ -201,11 +201,11 @@ class Catalogue:
         return changes
 
     def _reason(self, card: ModelCard) -> str:
-        """Return why a card is refused; empty: it is accepted."""
+        """Return why a card is refused. Empty if it is accepted."""
         return self._fault(card) or _contradiction(card, self._reference[card.model])
 
     def _fault(self, card: ModelCard) -> str:
-        """Return what is wrong with a card by itself; empty: nothing."""
+        """Return what is wrong with a card by itself. Empty if nothing is."""
         if not 1 <= card.block_size <= BLOCK_SIZE_LIMIT:
             return f"block_size: {card.block_size} is not within 1 … {BLOCK_SIZE_LIMIT}"
         if not 1 <= card.ranks <= RANKS_LIMIT:

@@ -100,7 +100,7 @@ class Intake:
         return self.entries.pop(key, None) is not None
 
     def _fault(self, key: str, value: bytes) -> str:
-        """Return why a key gets no place; empty: it may have one."""
+        """Return why a key gets no place. Empty if it may have one."""
         if len(value) > self._limits.value_bytes:
             return f"its value has {len(value)} bytes, more than {self._limits.value_bytes}"
         if self._read is None:

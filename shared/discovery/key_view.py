@@ -76,7 +76,7 @@ class KeyView:
 
     @property
     def next_due(self) -> float | None:
-        """When `keys_to_verify` will return a key; None: not before the next update."""
+        """When `keys_to_verify` will return a key. None if it returns none before the next update."""
         return None if self._blind else min(self.missing.values(), default=None)
 
     def keys_to_verify(self, now: float) -> dict[str, bytes]:

@@ -14,7 +14,8 @@ PROTOCOL = 1
 ServiceName = Literal["frontend", "router", "worker", "kvbm"]
 Role = Literal["aggregated", "prefill", "decode"]
 Pooling = Literal["", "mean", "last"]
-"""How an embedding is made: from the mean of all positions' hidden states, or from the last one; empty: not at all."""
+"""How an embedding is made: from the mean of all positions' hidden states, or from the last one. Empty if it makes
+none."""
 
 
 class EventSource(Struct, frozen=True):
@@ -23,7 +24,7 @@ class EventSource(Struct, frozen=True):
     publish: str
     """The ZMQ endpoint of the PUB socket."""
     replay: str
-    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source; empty: there is no replay."""
+    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source. Empty if there is no replay."""
     topic: str = ""
     binds: Literal["source", "subscriber"] = "source"
     """Which side binds `publish`."""
@@ -53,18 +54,18 @@ class Instance(Struct, frozen=True):
     """The subject of each operation; every service has `control`."""
     events: EventSource | None = None
     http: str = ""
-    """The base URL of /live, /health and /metrics of the process; empty: there is none."""
+    """The base URL of /live, /health and /metrics of the process. Empty if there is none."""
     api: str = ""
     """The base URL at which clients reach this frontend; other processes may share it."""
     layouts: dict[str, EventSource] = {}
     """The source of KV events of each layout of a kvbm, by the layout's digest."""
     pid_namespace: int = 0
-    """The kernel's number of the PID namespace of `pid` (the inode of /proc/self/ns/pid); 0: unknown."""
+    """The kernel's number of the PID namespace of `pid` (the inode of /proc/self/ns/pid). 0 if unknown."""
     state: str = ""
-    """Why a worker takes no requests although it lives: draining, drained or asleep; empty: no operator asked for
+    """Why a worker takes no requests although it lives: draining, drained or asleep. Empty if no operator asked for
     that."""
     peers: str = ""
-    """HOST:PORT at which kvbms of other machines can read this kvbm's blocks; empty: they cannot."""
+    """HOST:PORT at which kvbms of other machines can read this kvbm's blocks. Empty if they cannot."""
     role: Role = "aggregated"
     """The role of a worker, which its card has too, for as long as it has one."""
 
@@ -79,9 +80,9 @@ class KvLayout(Struct, frozen=True, omit_defaults=True):
     block_size: int
     """The number of tokens in a block."""
     form: str = ""
-    """A digest of the order of the bytes in a block of another engine; empty: the native engine's order."""
+    """A digest of the order of the bytes in a block of another engine. Empty means the native engine's order."""
     form_bytes: Annotated[int, Meta(ge=0)] = 0
-    """The size of one block of that engine in bytes; 0: the size follows from the other fields."""
+    """The size of one block of that engine in bytes. 0 if the size follows from the other fields."""
 
     @property
     def block_bytes(self) -> int:
@@ -133,7 +134,7 @@ class ModelCard(Struct, frozen=True):
     lora: tuple[str, ...] = ()
     """The ids (`shared.lora`) of the LoRAs that are loaded; each one's name is also that of a model for clients."""
     kvbm: str = ""
-    """The instance id of the kvbm that this worker is attached to; empty: none."""
+    """The instance id of the kvbm that this worker is attached to. Empty if there is none."""
     kvbm_layout: str = ""
     """The digest of the worker's layout at that kvbm."""
     grammars: bool = False
@@ -147,23 +148,24 @@ class ModelCard(Struct, frozen=True):
     allowed_tokens: bool = False
     """Whether the instance applies `Sampling.allowed_tokens`; an instance without this flag ignores the field."""
     embedding_size: int = 0
-    """The length of an embedding in floats; 0: the instance ignores `Sampling.pooling`, and answers with text."""
+    """The length of an embedding in floats. 0 if the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""
-    """The pooling that the model was trained with; empty: it is one that is not implemented."""
+    """The pooling that the model was trained with. Empty if it is one that is not implemented."""
     generates: bool = True
-    """Whether the instance answers with text; False: it only makes embeddings."""
+    """Whether the instance answers with text. If false, it only makes embeddings."""
     device: str = ""
-    """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU; empty:
-    none."""
+    """The device of the engine, for people: cpu, or cuda:N, where N is that process's number of the GPU. Empty if
+    there is none."""
     sampling: SamplingDefaults = SamplingDefaults()
     """What the model's generation_config.json, or the worker's settings, recommend."""
     chat_template: str = ""
     """The chat template that replaces that of `path`: a name of `shared.chat_templates`, or a file's absolute path as
-    the worker sees it; empty: none does."""
+    the worker sees it. Empty if none does."""
     template_digest: str = ""
-    """The SHA-256, in hex, of the file with the chat template; empty: there is none, or an older worker wrote this."""
+    """The SHA-256, in hex, of the file with the chat template. Empty if there is none, or an older worker wrote
+    this."""
     template_text: str = ""
-    """The text of the template that `chat_template` names, so that each frontend renders the same; empty: there is
+    """The text of the template that `chat_template` names, so that each frontend renders the same. Empty if there is
     none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its
     digest."""
 

@@ -11,7 +11,8 @@ class Ping(Struct, frozen=True, tag="ping"):
     """Ask a process, on its `control` subject, whether it lives."""
 
     key: str = ""
-    """A key of discovery: the question is whether the process still publishes it. Empty: there is no such question."""
+    """A key of discovery: the question is whether the process still publishes it. Empty if there is no such
+    question."""
 
 
 class ChangeLogLevel(Struct, frozen=True, tag="change_log_level"):
@@ -20,16 +21,16 @@ class ChangeLogLevel(Struct, frozen=True, tag="change_log_level"):
     level: str
     """debug, info, warning or error."""
     for_s: float = 0.0
-    """The seconds after which the level is again what it was; 0: it stays."""
+    """The seconds after which the level is again what it was. 0 if it stays."""
 
 
 class FindNotes(Struct, frozen=True, tag="find_notes"):
     """Ask a process, on its `control` subject, what it remembers of requests, or of one block."""
 
     request: str = ""
-    """The id of a request, or what `shared.request_names` takes for one; empty: all requests are meant."""
+    """The id of a request, or what `shared.request_names` takes for one. Empty if all requests are meant."""
     block: str = ""
-    """The last 16 hex digits of a block's key, or all 32; empty: requests are meant."""
+    """The last 16 hex digits of a block's key, or all 32. Empty if requests are meant."""
 
 
 class Note(Struct, frozen=True):
@@ -40,7 +41,7 @@ class Note(Struct, frozen=True):
     age_s: float
     text: str
     attempt: int = 0
-    """The number of the request's attempt; 0: the request as a whole, or a block."""
+    """The number of the request's attempt. 0 means the request as a whole, or a block."""
 
 
 class FoundNotes(Struct, frozen=True, tag="found_notes"):
@@ -52,7 +53,7 @@ class FoundNotes(Struct, frozen=True, tag="found_notes"):
     places: list[str] = []
     """Where the block is now in this process, and why it stays or goes, one line a place; empty for a request."""
     failed: str = ""
-    """Why there is no answer; empty: there is one."""
+    """Why there is no answer. Empty if there is one."""
 
 
 class LogLevelChanged(Struct, frozen=True, tag="log_level_changed"):
@@ -60,7 +61,7 @@ class LogLevelChanged(Struct, frozen=True, tag="log_level_changed"):
 
     instance: str
     failed: str = ""
-    """Why the level was not changed; empty: it was."""
+    """Why the level was not changed. Empty if it was."""
 
 
 class Pong(Struct, frozen=True, tag="pong"):
@@ -71,7 +72,7 @@ class Pong(Struct, frozen=True, tag="pong"):
     progress: int = 0
     """The engine's number of steps so far, if there is an engine."""
     publishes: bool | None = None
-    """Whether this process publishes `Ping.key`; None: it was not asked, or does not say."""
+    """Whether this process publishes `Ping.key`. None if it was not asked, or does not say."""
 
 
 PING: Codec[Ping] = Codec(Ping, "ping")

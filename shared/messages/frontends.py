@@ -13,7 +13,7 @@ from shared.messages.codec import Codec
 class RequestWay(Struct, frozen=True):
     """How one request went through the services, as its frontend knows it: times and counts, and nothing of its text.
 
-    Each time is in seconds after the request's body was complete; None: not yet, or never."""
+    Each time is in seconds after the request's body was complete. None if not yet, or never."""
 
     name: str
     """The first digits of the frontend's own part of the request's id: too few to read a stored response with."""
@@ -27,7 +27,7 @@ class RequestWay(Struct, frozen=True):
     cached_host_tokens: int = 0
     cached_disk_tokens: int = 0
     attempt: int = 0
-    """The number of the current attempt, or of the last one; 0: none yet."""
+    """The number of the current attempt, or of the last one. 0 if there is none yet."""
     instances: tuple[str, ...] = ()
     """The workers that were chosen, in this order; the latest few."""
     tokenised_s: float = 0.0
@@ -38,7 +38,7 @@ class RequestWay(Struct, frozen=True):
     first_token_s: float | None = None
     ended_s: float | None = None
     outcome: str = ""
-    """What ended it: stop, length, tool_calls, cancelled, or the kind of the error; empty: it runs."""
+    """What ended it: stop, length, tool_calls, cancelled, or the kind of the error. Empty if it runs."""
 
 
 class RecentRequests(Struct, frozen=True):
@@ -58,7 +58,7 @@ class Recall(Struct, frozen=True, tag="recall"):
 
     response: str
     account: str
-    """The name of the API key that asks for it; empty: no keys are required."""
+    """The name of the API key that asks for it. Empty if no keys are required."""
     what: Literal["conversation", "response"]
 
 

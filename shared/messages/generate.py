@@ -32,18 +32,18 @@ class Sampling(Struct, frozen=True):
     repetition_penalty: float = 1.0
     """The repetition penalty, > 0, over prompt and output."""
     logprobs: int = -1
-    """Which log probabilities to return: -1: none; 0: that of the drawn token; n: also those of the n likeliest (≤
-    20)."""
+    """How many of the likeliest tokens have their log probabilities returned (≤ 20), in addition to the drawn token. -1
+    means none at all."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""
-    """The grammar that constrains the whole output, as llguidance reads it (JSON, or its dialect of Lark); empty: none.
-    Only for instances whose card has `grammars`, and never with `ignore_eos`."""
+    """The grammar that constrains the whole output, as llguidance reads it (JSON, or its dialect of Lark). Empty if
+    there is none. Only for instances whose card has `grammars`, and never with `ignore_eos`."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, each at most once (≤ 300), and the bias that is added to the logit first, -100 … 100. Only for
     instances whose card has `biases`."""
     pooling: Pooling = ""
-    """The pooling of an embedding; empty: the request generates text. With it, no token is drawn, and the attempt's
+    """The pooling of an embedding. Empty if the request generates text. With it, no token is drawn, and the attempt's
     only Part has finish "stop", no tokens and an `embedding`. Only for instances whose card has an `embedding_size`,
     and only for a prompt without output; the prompt may fill the context."""
     min_tokens: int = 0
@@ -55,8 +55,8 @@ class Sampling(Struct, frozen=True):
     `Part.prompt_logprobs`. Only for instances whose card has `prompt_logprobs`, and only for a prompt without
     output."""
     allowed_tokens: bytes = b""
-    """The token ids that alone may be drawn, packed u32 (≤ 16,384), unless the grammar allows none of them; empty: all.
-    Only for instances whose card has `allowed_tokens`."""
+    """The token ids that alone may be drawn, packed u32 (≤ 16,384), unless the grammar allows none of them. Empty
+    means all. Only for instances whose card has `allowed_tokens`."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):
@@ -80,7 +80,7 @@ class Generate(Struct, frozen=True, tag="generate"):
     """Attempts of a higher priority are computed first, and those of a lower one give their blocks back first."""
     wait_left_s: float | None = None
     """The time within which the worker must begin to compute the prompt, in seconds. If it does not, the attempt ends
-    with NOT_BEGUN. None: there is no such limit."""
+    with NOT_BEGUN. None if there is no such limit."""
     prefill_only: bool = False
     """Whether the attempt ends with its first token, as "handed_over", unless that token ends the request. The worker
     offers all full blocks of the prompt to its kvbm, also those that it found in its cache. Only for instances whose

@@ -55,7 +55,7 @@ class Attach(Struct, frozen=True, tag="attach"):
     """The name of the engine process. It holds the kernel lock on the file `owners/OWNER` of the pool's directory."""
     layout: StoreLayout
     reply_s: float = 0.0
-    """Seconds that the engine waits for each reply, after which it takes kvbm for lost; 0: it does not say."""
+    """Seconds that the engine waits for each reply, after which it takes kvbm for lost. 0 if it does not say."""
 
 
 class Attached(Struct, frozen=True, tag="attached"):
@@ -102,7 +102,7 @@ class Granted(Struct, frozen=True, tag="granted"):
     """Slots to write to. After `time_left_s` without a commit, the engine must not begin another write."""
 
     ticket: int
-    """The ticket to commit; 0: nothing was granted."""
+    """The ticket to commit. 0 if nothing was granted."""
     time_left_s: float
     blocks: list[int]
     """The indices of the granted blocks in the request. The others are stored already, come from another worker, or are
@@ -119,7 +119,7 @@ class Commit(Struct, frozen=True, tag="commit"):
     slots: bytes
     """The written slots, packed u32."""
     checksums: bytes = b""
-    """The XXH3-64 of the block in each of these slots, packed u64, 0 for one without a checksum; empty: none has
+    """The XXH3-64 of the block in each of these slots, packed u64, 0 for one without a checksum. Empty if none has
     one."""
 
 
@@ -151,7 +151,7 @@ class Fetched(Struct, frozen=True, tag="fetched"):
     worthless. The last reply has the LAST header."""
 
     ticket: int
-    """The ticket to release; 0: nothing was found."""
+    """The ticket to release. 0 if nothing was found."""
     time_left_s: float
     first: int
     """The index of the first of these blocks in the request."""
@@ -212,7 +212,7 @@ class LayoutReport(Struct, frozen=True, array_like=True):
 
     layout: str
     sequence: int
-    """The sequence of the last published batch; -1: none yet."""
+    """The sequence of the last published batch. -1 if there is none yet."""
     host_digest: int
     """The XOR of the event hashes of the blocks that can be found in host memory, as of `sequence`."""
     disk_digest: int
@@ -237,7 +237,7 @@ class KvbmReport(Struct, frozen=True):
     instance: str
     layouts: list[LayoutReport]
     peers: PeerRates | None = None
-    """How it reads other kvbms; None: it reads none."""
+    """How it reads other kvbms. None if it reads none."""
 
 
 # --- kvbm → people
@@ -254,7 +254,7 @@ class TierState(Struct, frozen=True):
     blocks: int
     """The number of blocks that can be found."""
     hit_rate: float | None
-    """Blocks found here ÷ blocks requested, within the window; None: none were requested."""
+    """Blocks found here ÷ blocks requested, within the window. None if none were requested."""
 
 
 class LayoutState(Struct, frozen=True):
@@ -265,7 +265,7 @@ class LayoutState(Struct, frozen=True):
     kv: KvLayout
     host: TierState
     disk: TierState | None
-    """The disk tier; None: there is none."""
+    """The disk tier. None if there is none."""
     owners: int
     """The number of attached engine processes."""
     tickets: dict[str, int]

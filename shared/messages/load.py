@@ -14,7 +14,7 @@ class KvState(Struct, frozen=True, array_like=True):
     epoch: int
     """The number of the engine's starts; a new start means an empty cache."""
     sequence: int
-    """The sequence of the last published batch, of any rank; -1: none yet."""
+    """The sequence of the last published batch, of any rank. -1 if there is none yet."""
     digest: int = 0
     """The XOR of the event hashes of all blocks in the cache, as of `sequence`."""
 
@@ -47,9 +47,9 @@ class LoadReport(Struct, frozen=True):
     cached_blocks: int
     """The number of blocks with reusable content that no sequence uses now."""
     prefill_tokens_per_s: float = 0.0
-    """The prefill speed measured lately, in tokens per second; 0: not measured yet."""
+    """The prefill speed measured lately, in tokens per second. 0 if not measured yet."""
     step_s: float = 0.0
-    """The duration of a step that only decodes, as measured lately, in seconds; 0: not measured yet."""
+    """The duration of a step that only decodes, as measured lately, in seconds. 0 if not measured yet."""
     kv: list[KvState] = []
     frames: dict[str, int] = {}
     """The sequence of the last step frame that was sent to each frontend."""

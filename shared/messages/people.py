@@ -29,16 +29,16 @@ class Explanation(Struct, frozen=True):
     prompt_tokens: int
     predicted_cached_tokens: int
     actual_cached_tokens: int | None = None
-    """The cached tokens that the worker counted; None: its first token is not reported yet."""
+    """The cached tokens that the worker counted. None if its first token is not reported yet."""
     first_token_s: float | None = None
-    """The time to the first token that the client saw, in seconds; None: not reported yet, or an earlier attempt
+    """The time to the first token that the client saw, in seconds. None if not reported yet, or an earlier attempt
     produced it."""
     ended_s: float | None = None
-    """The time from the choice to the reported end, in seconds; None: it has not ended."""
+    """The time from the choice to the reported end, in seconds. None if it has not ended."""
     lora: str = ""
-    """The id of the LoRA that was asked for; empty: none."""
+    """The id of the LoRA that was asked for. Empty if there is none."""
     trace: str = ""
-    """The id of the request's trace; empty: it is not traced, or an older router wrote this."""
+    """The id of the request's trace. Empty if it is not traced, or an older router wrote this."""
     passed_over: dict[str, str] = {}
     """Worker → why it could not be chosen: at most as many as candidates. Empty also where an older router wrote
     this."""
@@ -80,7 +80,7 @@ class SourceState(Struct, frozen=True):
     """Whether requests compute new blocks at the source, but no events arrive."""
     epoch: int | None = None
     applied: int = -1
-    """The sequence of the last batch that was applied; -1: none."""
+    """The sequence of the last batch that was applied. -1 if there is none."""
     gaps: int = 0
     resyncs: int = 0
     """The number of times that a snapshot of everything was requested."""
@@ -93,7 +93,7 @@ class SourceState(Struct, frozen=True):
     digests: dict[str, int] = {}
     """The number of digest comparisons so far, by result: agreed, differed, exempt."""
     heard_s_ago: float | None = None
-    """The time since the last published batch came, in seconds; None: none has come yet."""
+    """The time since the last published batch came, in seconds. None if none has come yet."""
 
 
 class RouterState(Struct, frozen=True):
@@ -104,7 +104,7 @@ class RouterState(Struct, frozen=True):
     models: list[ModelState]
     sources: list[SourceState]
     policy_trouble: str = ""
-    """Why the policy does not make every choice, for the model with the worst trouble; empty: it makes them all."""
+    """Why the policy does not make every choice, for the model with the worst trouble. Empty if it makes them all."""
     events: str = "on"
     """Whether the router follows KV events: on, or off; then it has no sources."""
 

@@ -28,14 +28,14 @@ class Select(Struct, frozen=True, tag="select"):
     priority: int = 0
     """Requests of a higher priority are computed first: the negative of what the client sent."""
     session: str = ""
-    """Requests of one session prefer one instance, if all else is nearly equal; empty: no session."""
+    """Requests of one session prefer one instance, if all else is nearly equal. Empty means no session."""
     explain: bool = False
     """Whether the answer must name the candidates that were not chosen."""
     time_left_s: float = 0.0
-    """The time left for the request, in seconds; 0: unknown."""
+    """The time left for the request, in seconds. 0 if unknown."""
     wait_limit_s: float = 0.0
     """The longest wait for earlier prompts, in seconds: if no candidate is predicted to begin the request by then, the
-    router refuses it as overloaded; 0: no limit."""
+    router refuses it as overloaded. 0 means no limit."""
     whole: bool = False
     """Whether one worker must compute the whole request: an embedding, or log-probabilities of the prompt."""
 
@@ -71,7 +71,7 @@ class Candidate(Struct, frozen=True):
     queued_tokens: int
     reason: str
     predicted_s: float | None = None
-    """The predicted time to the first token, in seconds; None: the worker has not reported its speed yet."""
+    """The predicted time to the first token, in seconds. None if the worker has not reported its speed yet."""
 
 
 class Selected(Struct, frozen=True, tag="selected"):
@@ -88,7 +88,7 @@ class Selected(Struct, frozen=True, tag="selected"):
     """The best few candidates, best first; empty unless `Select.explain` asked for them."""
     decode: str = ""
     """The worker that takes the request over after its first token, as attempt + 1, whose load is reserved there;
-    `instance` computes only the prompt. Empty: `instance` computes all of it."""
+    `instance` computes only the prompt. Empty if `instance` computes all of it."""
     decode_rank: int = 0
 
 
@@ -122,8 +122,8 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     priority: int = 0
     """The priority of its Select."""
     delay_s: float = 0.0
-    """The longest time, in seconds, until the worker hears of the attempt, which another one hands over; 0: it hears of
-    it at once."""
+    """The longest time, in seconds, until the worker hears of the attempt, which another one hands over. 0 if it hears
+    of it at once."""
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):
@@ -133,9 +133,9 @@ class Prefilled(Struct, frozen=True, tag="prefilled"):
     attempt: int
     cached_tokens: int
     first_token_s: float = 0.0
-    """The time from the request's arrival at the frontend to its first token, in seconds; 0: unknown."""
+    """The time from the request's arrival at the frontend to its first token, in seconds. 0 if unknown."""
     instance: str = ""
-    """The worker that computed the prompt; empty: unknown."""
+    """The worker that computed the prompt. Empty if unknown."""
     cached_host_tokens: int = 0
     """How many of `cached_tokens` came from a kvbm's host memory."""
     cached_disk_tokens: int = 0

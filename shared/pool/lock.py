@@ -98,7 +98,7 @@ class HeldLock:
     @staticmethod
     def join(path: Path) -> HeldLock:
         """Share the lock of a file that another process has made with `shared` and still holds. It is free when all of
-        them have ended. Raise OSError, FileNotFoundError where it was free, and so deleted."""
+        them have ended. Raise OSError, FileNotFoundError if it was free, and so deleted."""
         held = HeldLock(path, os.open(path, _OPEN))
         try:
             fcntl.flock(held._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -203,7 +203,7 @@ def hold_owner(directory: Path, owner: str, *, shared: bool = False) -> HeldLock
 
 
 def join_owner(directory: Path, owner: str) -> HeldLock:
-    """Share the lock of an engine whose other process holds it. Raise PoolUnfit where that has ended."""
+    """Share the lock of an engine whose other process holds it. Raise PoolUnfit if that has ended."""
     assert is_owner(owner), owner
     try:
         return HeldLock.join(directory / OWNERS / owner)

@@ -35,7 +35,7 @@ class LogLine(logging.Formatter):
     """Formats a record as one line."""
 
     def __init__(self, service: ServiceName, instance: str, *, model: str = "") -> None:
-        """`model` is that of a worker; empty: the process has none of its own."""
+        """`model` is that of a worker. Empty if the process has none of its own."""
         super().__init__()
         self._process = {"service": service, "instance": instance} | ({"model": model} if model else {})
 
@@ -90,8 +90,8 @@ class LogLevel:
         self._until: asyncio.TimerHandle | None = None
 
     def change(self, level: str, for_s: float = 0.0) -> str:
-        """Log from this level on, for `for_s` seconds, or for good if they are 0. Return why it was not done; empty: it
-        was."""
+        """Log from this level on, for `for_s` seconds, or for good if they are 0. Return why it was not done. Empty if
+        it was."""
         if level not in LEVELS:
             return f"level: {level[:64]!r} is not one of {', '.join(LEVELS)}"
         if not 0 <= for_s <= 86_400:

@@ -48,7 +48,7 @@ class ProcessHealth:
 
     @property
     def reasons(self) -> Sequence[str]:
-        """The reasons why the process is not ready; empty: it is ready."""
+        """The reasons why the process is not ready. Empty if it is ready."""
         if self._draining is not None:
             return [self._draining()]
         return self._reasons if self._judge is None else self._judge()

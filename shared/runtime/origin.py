@@ -37,7 +37,8 @@ class OriginRule(Struct, frozen=True):
     any_host: bool = False
     """Whether `Host` may be any name."""
     origins: frozenset[str] | None = None
-    """Origins whose pages may ask, in addition to the listener's own; `*`: any. None: there is no setting for them."""
+    """Origins whose pages may ask, in addition to the listener's own; `*`: any. None if there is no setting for
+    them."""
 
     def refusal(self, headers: Mapping[str, str], *, linkable: bool = False) -> str:
         """Return why a request is refused; empty if it is not. `linkable`: whether any page may link to what is asked

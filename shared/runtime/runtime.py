@@ -45,7 +45,7 @@ class Runtime:
     notes: ProcessNotes = field(default_factory=ProcessNotes)
     """What happened lately to requests, for `headrace explain`."""
     tracer: Tracer | None = None
-    """Makes the spans of traced requests; None: tracing is off."""
+    """Makes the spans of traced requests. None if tracing is off."""
     http: str = ""
     """The base URL of /live, /health and /metrics of this process, for the address book; empty in tests without one."""
     started: float = field(default_factory=time.time)

@@ -24,13 +24,13 @@ class SpanRecord(Struct, frozen=True):
     trace: str
     span: str
     parent: str
-    """The id of the span that caused it; empty: it is the first one of its trace."""
+    """The id of the span that caused it. Empty if it is the first one of its trace."""
     start_ns: int
     end_ns: int
     kind: SpanKind = "internal"
     attributes: dict[str, AttributeValue] = {}
     error: str = ""
-    """Why the work failed; empty: it did not."""
+    """Why the work failed. Empty if it did not."""
 
 
 class SpanIds:

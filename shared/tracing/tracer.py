@@ -32,7 +32,7 @@ class FirstSpan(TraceParent, frozen=True):
     """The place of the first span that this fleet makes of a request."""
 
     parent: str = ""
-    """The id of the client's span; empty: the trace begins here."""
+    """The id of the client's span. Empty if the trace begins here."""
 
 
 class Tracer:
@@ -62,7 +62,7 @@ class Tracer:
         register_metrics(self, registry)
 
     def begin(self, traceparents: Sequence[str]) -> FirstSpan | None:
-        """Return the first span of a request with these headers; None: the request is not traced."""
+        """Return the first span of a request with these headers. None if the request is not traced."""
         given = None
         if traceparents and (given := parse(traceparents)) is None:
             self._refused.inc()

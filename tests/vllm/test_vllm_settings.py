@@ -80,7 +80,7 @@ def test_values_arrive_typed(found: dict[str, object]) -> None:
         ("fraction", "vllm.max_num_seqs: invalid "),
         ("choice", "vllm.dtype: invalid choice"),
         ("nested", "vllm.structured_outputs_config: "),
-        ("backend", "vllm.structured_outputs_config.backend: xgrammar; it must be guidance"),
+        ("backend", "vllm.structured_outputs_config.backend: xgrammar: only guidance"),
         ("caching", "vllm.enable_prefix_caching: False; it must be True"),
         ("block", "vllm.block_size: 64, but the worker's block_size is 32"),
         ("running", "vllm.max_num_seqs: 3, but the worker's max_running is 4"),

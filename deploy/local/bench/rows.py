@@ -31,12 +31,12 @@ class Result(Struct, frozen=True):
     events: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    """The server's count; None: it sent no usage."""
+    """The server's count. None if it sent no usage."""
     retry_after_s: float = 0.0
 
 
 class Spread(Struct, frozen=True):
-    """Percentiles in seconds; None: no values."""
+    """Percentiles in seconds. None means no values."""
 
     p50: float | None = None
     p90: float | None = None

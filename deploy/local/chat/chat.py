@@ -138,7 +138,7 @@ class Answer:
         )
 
     def _think(self, text: str) -> None:
-        """Show reasoning, on stderr: dim, or where there are no colours between two marks."""
+        """Show reasoning, on stderr: dim, or if there are no colours between two marks."""
         if not text:
             return
         if not self._thinks and not coloured(sys.stderr):

@@ -31,7 +31,7 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def measure(directory: Path) -> DiskMeasured | Unmeasured:
-    """Return the rates of the disk that `directory` is on, or would be on. Raise OSError where it fails."""
+    """Return the rates of the disk that `directory` is on, or would be on. Raise OSError if it fails."""
     there = existing(directory)
     about = os.statvfs(there)
     free_bytes, kind = about.f_bavail * about.f_frsize, mounted(there)[0]

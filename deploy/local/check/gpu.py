@@ -80,7 +80,7 @@ def _copies(cupy: Any, runtime: Any, to: int, source: int, kind: int) -> float:
 
 
 def _pin(runtime: Any, directory: Path) -> str:
-    """Pin a file of the directory, as workers pin the pool. Return why it was refused; empty: it was not."""
+    """Pin a file of the directory, as workers pin the pool. Return why it was refused. Empty if it was not."""
     import ctypes
 
     file = unnamed(directory)

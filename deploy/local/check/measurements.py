@@ -14,7 +14,7 @@ class Unmeasured(Struct, frozen=True, tag="unmeasured"):
     wanted: bool = False
     """Whether someone named this part, so that its absence is a fault."""
     advice: str = ""
-    """What to set; empty: nothing."""
+    """What to set. Empty if there is nothing."""
 
 
 class ClockSample(Struct, frozen=True):
@@ -59,11 +59,11 @@ class BusMeasured(Struct, frozen=True, tag="bus"):
     payload_limit_bytes: int
     """Our limit of a payload, without headers."""
     echoed_bytes: int
-    """The size of the largest message that came back; 0: it did not."""
+    """The size of the largest message that came back. 0 if it did not."""
     echo_s: float
     jetstream: bool
     refused: str = ""
-    """What the server said when the user was not allowed to do something; empty: nothing."""
+    """What the server said when the user was not allowed to do something. Empty if there is nothing."""
     clock: ClockBounds | None = None
 
 
@@ -92,13 +92,13 @@ class MemoryMeasured(Struct, frozen=True, tag="memory"):
     filesystem: str
     mount_options: str
     free_bytes: int | None
-    """The free room of the file system; None: it has no limit."""
+    """The free room of the file system. None if it has no limit."""
     total_bytes: int
     available_bytes: int
     group_limit_bytes: int | None
-    """The least limit of this process's control groups; None: there is none."""
+    """The least limit of this process's control groups. None if there is none."""
     memlock_bytes: int | None
-    """The limit of locked memory; None: there is none."""
+    """The limit of locked memory. None if there is none."""
     overcommit: int
     """The value of vm.overcommit_memory."""
     commit_left_bytes: int
@@ -171,7 +171,7 @@ class PeerMeasured(Struct, frozen=True, tag="peer"):
     rates: tuple[Rate, ...]
     roads: tuple[Road, ...]
     fault: str = ""
-    """Why some rates are missing; empty: none is."""
+    """Why some rates are missing. Empty if none is."""
 
 
 class Measurements(Struct, frozen=True):

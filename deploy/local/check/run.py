@@ -130,7 +130,7 @@ def _here(part: Part, directory: Path, kind: type[T]) -> T | Unmeasured:
 
 
 def _say(part: str) -> None:
-    """Show on a terminal what is measured now, in one line that is replaced; empty: nothing more is."""
+    """Show on a terminal what is measured now, in one line that is replaced. Empty if nothing more is."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{plain(f'measures {part} …') if part else ''}")
         sys.stderr.flush()

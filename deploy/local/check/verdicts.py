@@ -77,7 +77,7 @@ class Verdict(Struct, frozen=True):
     """What was measured, with its unit, for people."""
     meaning: str
     advice: str = ""
-    """What to set; empty: nothing."""
+    """What to set. Empty if there is nothing."""
     value: float | None = None
     unit: str = ""
 

@@ -40,7 +40,7 @@ class InstanceRow(Struct, frozen=True):
     device: str = ""
     """The device on which a worker computes, such as cpu or cuda:0."""
     role: str = ""
-    """What a worker does of a request: aggregated, prefill or decode; empty: it is no worker, or has no card."""
+    """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
     """Why a worker takes no requests although it lives: draining, drained or asleep."""
     load: LoadReport | None = None

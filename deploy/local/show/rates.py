@@ -49,13 +49,13 @@ class Rates(Struct, frozen=True):
     """What all services did, per second of an interval."""
 
     over_s: float = 0.0
-    """The length of the interval; 0: there was none yet."""
+    """The length of the interval. 0 if there was none yet."""
     per_s: Mapping[str, float] = {}
     first_token_p50_s: float | None = None
-    """The time to the first token of half of the requests at most; None: no request had one."""
+    """The time to the first token of half of the requests at most. None if no request had one."""
     first_token_p90_s: float | None = None
     hits: Mapping[str, float] = {}
-    """Tier → the share of prompt tokens that were found cached there; empty: no request ended in the interval."""
+    """Tier → the share of prompt tokens that were found cached there. Empty if no request ended in the interval."""
 
 
 def sample(service: str, metrics: str, at_s: float) -> Sample:

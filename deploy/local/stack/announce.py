@@ -86,9 +86,9 @@ class Announcer:
                 " --set kvbm.peers.listen=HOST:PORT (docs/peers.md)"
             )
         served_s: float | None = None
-        """When `ready` is said without hand-overs; None: a frontend is missing."""
+        """When `ready` is said without hand-overs. None if a frontend is missing."""
         joined_s: float | None = None
-        """When `joined` is said; None: a service of this machine is missing."""
+        """When `joined` is said. None if a service of this machine is missing."""
         while self._waiting:
             for launch in list(self._waiting.values()):
                 if await self._is_ready(launch):

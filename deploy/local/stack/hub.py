@@ -111,7 +111,7 @@ def fetch(
     With `newest` that is the revision's present commit. Otherwise a commit in the cache that lacks nothing necessary
     is completed, and served as it is if the hub, asked once, does not list its files, or if the cache cannot be
     written. `check` runs before weights are fetched, with a directory in which they have only their heads; a GGUF
-    file is checked afterwards. Of several processes, one fetches. Raises ModelError, and what `check` raises.
+    file is checked afterwards. If several processes ask, one fetches. Raises ModelError, and what `check` raises.
     """
     if constants.HF_HUB_OFFLINE:
         return _offline(model, weights, check, notice)

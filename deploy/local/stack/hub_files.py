@@ -44,7 +44,7 @@ class HubModel(Struct, frozen=True):
     repository: str
     revision: str = "main"
     file: str = ""
-    """Path of a GGUF file in the repository; empty: the safetensors files and what belongs to them."""
+    """Path of a GGUF file in the repository. Empty means the safetensors files and what belongs to them."""
 
     def __str__(self) -> str:
         revision = "" if self.revision == "main" else f"@{self.revision}"
@@ -139,7 +139,7 @@ def chosen_file(model: HubModel, listing: HubListing) -> HubFile:
 def weight_files(model: HubModel, listing: HubListing, index: bytes | None) -> list[HubFile]:
     """Return the safetensors files; `index` is the content of their index, if the repository has one.
 
-    Raises ModelError where there are none: pickles (.bin, .pth) are never fetched.
+    Raises ModelError if there are none: pickles (.bin, .pth) are never fetched.
     """
     if SINGLE in listing.files:
         return [listing.files[SINGLE]]

@@ -142,7 +142,7 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
 
 
 def _chat_template(flags: UpFlags) -> str:
-    """Return the chat template for the workers: a name, or the absolute path of a file; empty: the model's own."""
+    """Return the chat template for the workers: a name, or the absolute path of a file. Empty means the model's own."""
     given = flags.chat_template or (CHAT_TEMPLATE if flags.model == DEFAULT_MODEL else "")
     if not given or given in NAMES:
         return given
@@ -198,7 +198,7 @@ def _gpus(flags: UpFlags) -> Gpus | None:
 
 
 def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return each worker's GPUs; none where vLLM computes on the CPU."""
+    """Return each worker's GPUs; none if vLLM computes on the CPU."""
     if install_vllm.device_of() != "cuda":
         return ()
     file = read_file("" if flags.vllm_args is None else str(flags.vllm_args))

@@ -33,7 +33,7 @@ class BlockStoreOptions(Struct, frozen=True):
     """Absolute path of a directory in memory."""
     pool_bytes: int
     disk: str = ""
-    """Absolute path of a directory; empty: no disk tier."""
+    """Absolute path of a directory. Empty means no disk tier."""
     disk_bytes: int = 0
     needed: bool = True
     """True if a flag asked for it: `up` stops when it cannot start, instead of going on without it."""
@@ -50,7 +50,7 @@ class Gpus(Struct, frozen=True):
 
 
 class AccessFiles(Struct, frozen=True):
-    """Absolute paths of the frontends' API keys, TLS certificate and TLS key; empty: none."""
+    """Absolute paths of the frontends' API keys, TLS certificate and TLS key. Empty if there is none."""
 
     keys: str = ""
     tls_cert: str = ""
@@ -69,9 +69,9 @@ class UpOptions(Struct, frozen=True):
     """Absolute path of a directory or GGUF file."""
     model_name: str
     cache: str = ""
-    """Absolute path of the directory of converted weights; empty: in the state directory."""
+    """Absolute path of the directory of converted weights. Empty means in the state directory."""
     chat_template: str = ""
-    """The absolute path of a chat template, or the name of one that Headrace has; empty: the model's own."""
+    """The absolute path of a chat template, or the name of one that Headrace has. Empty means the model's own."""
     sampling: Mapping[str, Value] = {}
     """Sampling parameters of requests that do not set them; those that are missing are the model's own."""
     port: int = 8000
@@ -89,18 +89,18 @@ class UpOptions(Struct, frozen=True):
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
     vllm_python: str = ""
-    """Path of the Python of vLLM's environment; empty: another engine."""
+    """Path of the Python of vLLM's environment. Empty with another engine."""
     vllm_args: str = ""
-    """Path of a file with arguments of vLLM; empty: none."""
+    """Path of a file with arguments of vLLM. Empty if there is none."""
     vllm_gpus: tuple[str, ...] = ()
-    """GPUs of each worker with vLLM; none: vLLM computes on the CPU."""
+    """GPUs of each worker with vLLM. None if vLLM computes on the CPU."""
     gpus: Gpus | None = None
-    """None: workers compute on the CPU."""
+    """None if workers compute on the CPU."""
     store: BlockStoreOptions | None = None
     nats: str = ""
-    """URL of a NATS that runs already; empty: start one."""
+    """URL of a NATS that runs already. Empty means that one is started."""
     etcd: str = ""
-    """host:port of an etcd that runs already; empty: start one."""
+    """host:port of an etcd that runs already. Empty means that one is started."""
     namespace: str = "default"
     access: AccessFiles = AccessFiles()
     log_level: str = "info"
@@ -279,7 +279,7 @@ def _names(service: str, count: int) -> list[str]:
 
 
 def _workers(options: UpOptions) -> list[tuple[str, str]]:
-    """Return the name and the role of each worker; the role is empty where each does all."""
+    """Return the name and the role of each worker; the role is empty if each does all."""
     if not options.prefill and not options.decode:
         return [(f"worker-{index}", "") for index in range(options.workers)]
     roles = {"prefill": options.prefill, "decode": options.decode}

@@ -186,7 +186,7 @@ class Supervisor:
 
     @property
     def next_due_s(self) -> float | None:
-        """Time of the next Tick that has an effect; None: wait for other events only."""
+        """Time of the next Tick that has an effect. None means to wait for other events only."""
         due_s = min(
             (each.due_s for each in self._children.values() if each.state in ("waiting", "stopping")), default=inf
         )

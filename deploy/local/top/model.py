@@ -77,12 +77,12 @@ class _Worker(Struct):
     """ready, starting, silent, gone, or what an operator asked for: draining, drained, asleep."""
     model: str
     role: str
-    """prefill or decode; empty: it does all of a request, or has no model card."""
+    """prefill or decode. Empty if it does all of a request, or has no model card."""
     device: str
     machine: str
     load: LoadReport | None
     old_s: float | None
-    """The age of what is known; None: it is of now."""
+    """The age of what is known. None if it is of now."""
     per_s: float | None
     """Tokens per second."""
 
@@ -187,7 +187,7 @@ class Known:
         return chosen[::-1] if controls.reversed else chosen
 
     def _stale_s(self) -> float:
-        """Return how old the answers of routers, stores and frontends are; 0: they are of now."""
+        """Return how old the answers of routers, stores and frontends are. 0 if they are of now."""
         return 0.0 if self._asked_s is None else self._at_s - self._asked_s
 
     def _sums(self, fresh: Sequence[_Worker]) -> list[str]:

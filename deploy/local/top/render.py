@@ -62,7 +62,7 @@ class Space(Struct, frozen=True):
     page: int
     """The number of workers."""
     others: tuple[int, ...]
-    """The lines of each other table; 0: it is not shown."""
+    """The lines of each other table. 0 if it is not shown."""
 
 
 def space(view: View, columns: int, rows: int) -> Space:

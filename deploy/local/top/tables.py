@@ -47,7 +47,7 @@ class Heading(Struct, frozen=True):
     title: str
     number: bool = False
     spare: int = 0
-    """The larger, the sooner a narrow terminal goes without the column; 0: it stays."""
+    """The larger, the sooner a narrow terminal goes without the column. 0 if it stays."""
 
 
 class Listing(Struct, frozen=True):

@@ -109,7 +109,7 @@ class CompactionBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 Texts = Annotated[list[TextBlock | ThinkingBlock], Meta(max_length=PARTS_LIMIT)]
-"""Texts. The other type is refused; it is here because msgspec asks for `type` only where there are several."""
+"""Texts. The other type is refused; it is here because msgspec asks for `type` only if there are several."""
 
 
 class ToolUseBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"):

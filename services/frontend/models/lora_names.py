@@ -46,7 +46,7 @@ class LoraNames:
                 del self._gone[next(iter(self._gone))]
 
     def find(self, name: str) -> LoraChoice | None:
-        """Return the LoRA that a name means now; None: no worker has one of that name."""
+        """Return the LoRA that a name means now. None if no worker has one of that name."""
         counts = self._counts.get(name)
         if counts is None:
             return None

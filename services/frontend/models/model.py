@@ -74,9 +74,9 @@ class Model(Struct, frozen=True):
     template_digest: str = ""
     """The digest of the chat template's file, as the worker's card has it."""
     parent: str = ""
-    """The name of the model that a LoRA changes, of which it is a copy here under its own name; empty: no LoRA."""
+    """The name of the model that a LoRA changes, of which it is a copy here under its own name. Empty means no LoRA."""
     lora: str = ""
-    """The id of the LoRA that its name means; empty: no LoRA."""
+    """The id of the LoRA that its name means. Empty means no LoRA."""
     characters_of_a_token: int | None = None
     """The largest number of characters of a text that become one token; None if there is no such number."""
     encodes_inline: bool = True

@@ -190,7 +190,7 @@ class ModelRegistry:
         raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
 
     def base_of(self, name: str | None) -> str:
-        """Return the name of the base model that a request means; empty: none that is known."""
+        """Return the name of the base model that a request means. Empty if it means none that is known."""
         if not name:
             names = self._unnamed()
             return names[0] if len(names) == 1 else ""

@@ -41,7 +41,7 @@ def _characters(token: FoundToken, joined: int) -> int:
 
 
 def _joined(step: TokenizerStep) -> int | None:
-    """Return how many characters become one at most; None: any number."""
+    """Return how many characters become one at most. None means any number."""
     match step.type:
         case "NFC" | "NFKC":
             return COMPOSED_CHARACTERS

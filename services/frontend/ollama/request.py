@@ -73,7 +73,7 @@ class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: str | dict[str, Any] | None = None
     """The text json, or a JSON Schema."""
     stream: bool | None = None
-    """False: one JSON object in place of lines."""
+    """False means one JSON object in place of lines."""
     think: bool | Literal["low", "medium", "high"] | None = None
     cache_salt: chat.CacheName | None = None
     """A chat has the same; Ollama has no such field."""
@@ -101,7 +101,7 @@ class OllamaGenerateRequest(OllamaBody, frozen=True, forbid_unknown_fields=True,
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """True: the prompt is completed without a chat template."""
+    """If true, the prompt is completed without a chat template."""
     images: Images = None
     template: Annotated[NotBuilt, Harmless("")] = None
     context: Annotated[NotBuilt, Harmless([])] = None
@@ -113,7 +113,7 @@ class OllamaEmbedRequest(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelName
     input: str | list[str]
     dimensions: chat.LeastTokens | None = None
-    """0: as many as the model has."""
+    """0 means as many as the model has."""
     cache_salt: chat.CacheName | None = None
     """Embeddings at OpenAI's door have the same; Ollama has no such field."""
     options: Hint = UNSET

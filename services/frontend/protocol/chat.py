@@ -110,11 +110,11 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     min_tokens: LeastTokens | None = None
     """Tokens before which no end of sequence and no stop counts."""
     skip_special_tokens: bool | None = None
-    """False: special tokens stand in the text in their written form."""
+    """If false, special tokens stand in the text in their written form."""
     include_stop_str_in_output: bool | None = None
     """Whether the answer ends with the stop string, or with the text of the stop token, that ended it."""
     allowed_token_ids: AllowedIds | None = None
-    """The tokens that alone may be drawn. Empty: all."""
+    """The tokens that alone may be drawn. Empty means all."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to the prompt. By default it does for a text, and does not for a
     chat, whose template writes them."""
@@ -123,7 +123,7 @@ class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     return_token_ids: bool | None = None
     """Whether the answer has the tokens of the prompt and its own."""
     truncate_prompt_tokens: TruncatedTokens | None = None
-    """Tokens of the prompt that are kept, the last ones; -1: as many as fit."""
+    """Tokens of the prompt that are kept, the last ones. -1 means as many as fit."""
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | Text | None = None
     """What older clients of vLLM send in place of `structured_outputs.json`; so are the next three."""
@@ -169,9 +169,9 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """False: the answer ends after its first call."""
+    """If false, the answer ends after its first call."""
     add_generation_prompt: bool | None = None
-    """False: the prompt does not end with the beginning of an answer. True by default, except with
+    """If false, the prompt does not end with the beginning of an answer. True by default, except with
     `continue_final_message`."""
     continue_final_message: bool | None = None
     """Whether the answer continues the last message instead of answering it."""

@@ -40,7 +40,7 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
     echo: bool | None = None
     """Whether each answer begins with its prompt."""
     suffix: str | None = None
-    """The text that follows the answer, so that the answer fills the gap between prompt and suffix. Empty: no
+    """The text that follows the answer, so that the answer fills the gap between prompt and suffix. Empty means no
     suffix."""
     best_of: Choices | None = None
     """Number of answers to choose `n` from. `n` itself asks for nothing, since all are returned; more is not built."""

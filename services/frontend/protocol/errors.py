@@ -35,7 +35,7 @@ class Failure(Struct, frozen=True):
     payload: bytes
     """The body, as JSON."""
     retry_after_s: int | None = None
-    """Seconds until a retry makes sense, at least 1. None: a retry would not change the result."""
+    """Seconds until a retry makes sense, at least 1. None if a retry would not change the result."""
 
     @property
     def headers(self) -> dict[str, str]:

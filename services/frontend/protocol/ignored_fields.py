@@ -86,7 +86,7 @@ class _Shape(Struct, frozen=True):
     """The Structs that a value may be, or may hold in a list."""
 
     structs: Mapping[bytes | None, type[Struct]]
-    """By their tag as JSON; None: without tag."""
+    """By their tag as JSON. None if there is no tag."""
     tag_field: str | None
     items: _Shape | None
     """The shape of a list's items; None if no list with Structs is allowed."""

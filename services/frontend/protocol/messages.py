@@ -194,7 +194,7 @@ class _Waiting:
 
     def first(self, tool: str | None) -> str | None:
         """Return the id of the oldest call that a result without an id may belong to; None if there is none. `tool`:
-        the tool's name; None: it is not known."""
+        the tool's name. None if it is not known."""
         return next(iter(self._tools if tool is None else self._of_tool.get(tool, ())), None)
 
 

@@ -28,7 +28,7 @@ class ReasoningPlan(Struct, frozen=True):
     template_kwargs: Mapping[str, Any]
     """Variables for the chat template."""
     budget: int | None = None
-    """Tokens of reasoning at most; None: no limit."""
+    """Tokens of reasoning at most. None means no limit."""
     param: str = "thinking_token_budget"
     """The field that set the budget, for errors."""
 

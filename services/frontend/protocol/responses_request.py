@@ -74,7 +74,7 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Instructions for this response alone; those of a previous response are not carried over."""
     previous_response_id: ResponseId | None = None
     store: bool | None = None
-    """False: the response is not stored, and cannot be continued by its id."""
+    """If false, the response is not stored, and cannot be continued by its id."""
     stream: bool | None = None
     stream_options: chat.StreamOptions | None = None
     max_output_tokens: chat.TokenLimit | None = None

@@ -164,7 +164,7 @@ class _Part(Struct, frozen=True):
     schema: dict[str, Any]
     types: set[str]
     values: frozenset[Any] | None
-    """The values that it allows but lists and objects; None: any."""
+    """The values that it allows but lists and objects. None means any."""
     joined: list[Any]
     """The lists and objects that it allows, if it has `values`."""
 
@@ -179,7 +179,7 @@ class _Comparison:
         """The parts of schemas of the document, by `id`."""
 
     def all_apart(self, schemas: Sequence[Any]) -> bool:
-        """Tell whether surely no value fits two of the schemas. False: it may, or this takes too long to say."""
+        """Tell whether surely no value fits two of the schemas. False if it may, or if this takes too long to say."""
         try:
             return all(self._apart(one, other) for at, one in enumerate(schemas) for other in schemas[:at])
         except _TooLong:

@@ -35,7 +35,7 @@ class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     """The name is for the client alone."""
     schema: dict[str, Any] | None = None
-    """None: any JSON."""
+    """None means any JSON."""
     description: str | None = None
     strict: bool | None = None
 

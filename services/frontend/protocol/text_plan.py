@@ -37,7 +37,7 @@ class TextPlan(Struct, frozen=True, kw_only=True):
     count: int
     """Answers for each prompt."""
     max_tokens: int | None
-    """Most tokens of each answer. None: any number, or the client does not say."""
+    """Most tokens of each answer. None means any number, or the client does not say."""
     limit_param: str
     """The field that says it."""
     min_tokens: int
@@ -47,7 +47,7 @@ class TextPlan(Struct, frozen=True, kw_only=True):
     include_stop: bool
     """Whether the text that ended an answer is part of it."""
     logprobs: int
-    """Likeliest tokens to report with each token. -1: none, not even the token itself."""
+    """Likeliest tokens to report with each token. -1 means none, not even the token itself."""
     prompt_logprobs: bool
     """Whether the prompts' tokens have log-probabilities, too."""
     numbered_tokens: bool
@@ -106,7 +106,7 @@ def stop_strings(request: TextRequest) -> tuple[str, ...]:
 
 
 def logprobs_of(request: TextRequest) -> int:
-    """Return how many likeliest tokens to report with each token, as in `Sampling.logprobs`; -1: no
+    """Return how many likeliest tokens to report with each token, as in `Sampling.logprobs`. -1 means no
     log-probabilities."""
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else -1

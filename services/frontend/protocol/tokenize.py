@@ -45,10 +45,10 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     itself."""
     return_token_strs: bool | None = None
     truncate_prompt_tokens: TruncatedTokens | None = None
-    """Tokens that are kept, the last ones; -1: as many as fit with one token of an answer."""
+    """Tokens that are kept, the last ones. -1 means as many as fit with one token of an answer."""
     # only with messages
     add_generation_prompt: bool | None = None
-    """False: the rendered text does not end with the beginning of an answer."""
+    """If false, the rendered text does not end with the beginning of an answer."""
     continue_final_message: bool | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

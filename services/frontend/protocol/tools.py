@@ -40,7 +40,7 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
     name: ToolName
     description: Annotated[str, Meta(max_length=DESCRIPTION_LIMIT_CHARACTERS)] | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON Schema of an object; None: the function has no parameters."""
+    """A JSON Schema of an object. None if the function has no parameters."""
     strict: bool | None = None
     """Whether arguments must follow the schema. They always do if `tool_choice` forces a call."""
 

@@ -38,7 +38,7 @@ class DispatchAttempt(Struct, frozen=True):
     instance: str
     rank: int
     wait_s: float = 0.0
-    """Seconds from the request's start within which the worker must begin; 0: the deadline alone counts."""
+    """Seconds from the request's start within which the worker must begin. 0 if the deadline alone counts."""
     prefill_only: bool = False
     """Whether another worker decodes: the attempt ends with its first token."""
 

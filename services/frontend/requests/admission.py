@@ -154,7 +154,7 @@ class Permit:
         self.served = Served()
         """What it got, for the log."""
         self.model = ""
-        """The base model that it asks for, for metrics; empty: not known yet, or no known one."""
+        """The base model that it asks for, for metrics. Empty if it is not known."""
 
     @property
     def key(self) -> str:

@@ -55,12 +55,12 @@ class AttemptSpans:
 
     @property
     def select_headers(self) -> Mapping[str, str] | None:
-        """The header of the Select that asks for the attempt's worker; None: the choice is over."""
+        """The header of the Select that asks for the attempt's worker. None if the choice is over."""
         return None if self._select is None else self._select.place.headers
 
     @property
     def attempt_headers(self) -> Mapping[str, str] | None:
-        """The header of the attempt's Generate; None: the attempt is over."""
+        """The header of the attempt's Generate. None if the attempt is over."""
         return None if self._attempt is None else self._attempt.place.headers
 
     def acted(self, action: Action, now_ns: int) -> None:

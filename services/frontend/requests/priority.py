@@ -1,6 +1,6 @@
 """How early a request is served: what its client asks for, within what its API key may ask for. Pure.
 
-the body's `priority`            lower is served earlier, as in vLLM; 0 where the client says nothing
+the body's `priority`            lower is served earlier, as in vLLM; 0 if the client says nothing
 Select, Generate and Submit      higher is served earlier: the negative of it
 
 A value that is too early is refused, not raised: its client would never learn why it waits. Nothing ages;

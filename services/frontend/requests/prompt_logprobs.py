@@ -16,7 +16,7 @@ class DuePromptLogprobs:
     """The log-probabilities of one request's prompt."""
 
     def __init__(self, count: int) -> None:
-        """`count`: how many must come; 0: none."""
+        """`count`: how many must come. 0 if none must."""
         self._count = count
         self.due = count
         """How many have not come, from any attempt."""

@@ -65,7 +65,7 @@ class RequestService:
         self._watchdog = Watchdog(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
         self.ways: WayLog | None = None
-        """Where the ways of requests are kept for the page; None: there is no page."""
+        """Where the ways of requests are kept for the page. None if there is no page."""
         self._limited_log = RateLimitedLog()
         self._failing_all = False
         self._idle = asyncio.Event()

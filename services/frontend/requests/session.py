@@ -99,8 +99,9 @@ class Session:
 
         `embedding_bytes`: the size of the embedding if one is asked for; such an answer has no tokens.
         `grammar_param`: the field of the body that the grammar comes from.
-        `wait_s`: the seconds that a request without a lost attempt may wait in workers' queues; 0: until its deadline.
-        `prompt_logprobs`: the prompt tokens whose log-probabilities must come before the first token; 0: none.
+        `wait_s`: the seconds that a request without a lost attempt may wait in workers' queues. 0 means until its
+        deadline. `prompt_logprobs`: the prompt tokens whose log-probabilities must come before the first token. 0 if
+        none must.
         """
         self._wait_s = wait_s
         self._grammar_param = grammar_param
@@ -120,7 +121,8 @@ class Session:
         self.prefilled = False
         """Whether this attempt has brought a token."""
         self._decoder: tuple[str, int] | None = None
-        """The (instance, rank) that decodes after this attempt, as the attempt after it; None: this attempt decodes."""
+        """The (instance, rank) that decodes after this attempt, as the attempt after it. None if this attempt
+        decodes."""
         self._prefill_only = False
         """Whether this attempt ends with its first token."""
         self._last_attempt = 0

@@ -71,15 +71,15 @@ class InferenceRequest(Struct, frozen=True):
     repeats_prompt: bool = False
     """The request that comes first has the same prompt."""
     lora: str = ""
-    """The id of the LoRA, which all attempts have; empty: none."""
+    """The id of the LoRA, which all attempts have. Empty if there is none."""
     prompt_entries: PromptEntries | None = None
     """Makes entries of the prompt's log-probabilities, if they are asked for."""
     received_s: float = 0.0
-    """When the request's body was complete, on the loop's clock; 0: unknown."""
+    """When the request's body was complete, on the loop's clock. 0 if unknown."""
     served: Served | None = None
-    """Where the log's sums of the whole request are; None: there is no log of it."""
+    """Where the log's sums of the whole request are. None if there is no log of it."""
     trace: RequestTrace | None = None
-    """The trace of the whole request; None: it is not traced."""
+    """The trace of the whole request. None if it is not traced."""
     prompt_only: bool = False
     """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
 
@@ -142,7 +142,7 @@ class Stream:
         self.last_sign = started
         """When the current attempt last gave a sign of life."""
         self.worker = ""
-        """The worker of the latest attempt; empty: there was none."""
+        """The worker of the latest attempt. Empty if there was none."""
         self.accepted = started
         """When a worker accepted the current attempt, or was asked to."""
         self.first_tokens: float | None = None
@@ -165,7 +165,7 @@ class Stream:
         """The embedding as `Part.embedding` has it, once the request has ended with one."""
         self.output = request.output
         self.spans = None if request.trace is None else request.trace.attempts(request.id)
-        """Makes the spans of the attempts; None: the request is not traced."""
+        """Makes the spans of the attempts. None if the request is not traced."""
         self._selector = StreamSelector() if selector is None else selector
         self._waiting: list[Delta] = []
         self._encode: Callable[[Delta], Any] | None = None
@@ -254,7 +254,7 @@ class Stream:
 
     @property
     def log_fields(self) -> dict[str, str] | None:
-        """The fields of a log line about this request; None: it is not traced, and the line names it itself."""
+        """The fields of a log line about this request. None if it is not traced, and the line names it itself."""
         return None if self.request.trace is None else {"trace": self.request.trace.id}
 
     @property

@@ -27,7 +27,7 @@ def note_end(
     *,
     log_every: bool,
 ) -> None:
-    """Note that a request ended after `seconds`. `permit` is None where it was refused before it had one, `trace` where
+    """Note that a request ended after `seconds`. `permit` is None if it was refused before it had one, `trace` if
     it is not traced; `log_every`: whether also requests have a line that did not fail in the service."""
     metrics.count_request(operation, status, "" if permit is None else permit.model, seconds)
     _log_end(request, operation, status, seconds, permit, "" if trace is None else trace.id, every=log_every)

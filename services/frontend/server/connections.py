@@ -46,7 +46,7 @@ class Connections(Generic[C]):
         return list(self._idle)
 
     def to_evict(self, now: float) -> C | None:
-        """Return the connection to close so that a new one fits. None: there is room, or no connection may be closed;
+        """Return the connection to close so that a new one fits. None if there is room, or no connection may be closed;
         `full` tells which."""
         if len(self) < self._limit or not self._idle:
             return None

@@ -35,7 +35,8 @@ class ClientInbox:
 
     def __init__(self, bus: Bus, subject: str, end: asyncio.Timeout) -> None:
         self.keepalive: bytes | None = None
-        """A message that the client ignores, sent as a probe. None: only messages of the answer probe the inbox."""
+        """A message that the client ignores, sent as a probe. None means only messages of the answer probe the
+        inbox."""
         self._bus = bus
         self._connections: int | None = None
         """The bus's count of connections when the first message of the answer was sent."""

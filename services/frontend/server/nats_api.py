@@ -85,11 +85,11 @@ class _NatsRequest(Struct):
     message: Message
     id: RequestId
     account: Account | None
-    """None: no key is required, or the request has no valid one."""
+    """None if no key is required, or the request has no valid one."""
     permit: Permit | None = None
-    """What it has of the frontend's limits; None: it was refused."""
+    """What it has of the frontend's limits. None if it was refused."""
     trace: RequestTrace | None = None
-    """None: the request is not traced."""
+    """None if the request is not traced."""
 
     def last_headers(self) -> dict[str, str]:
         """Return the headers of the answer's last message."""
@@ -190,7 +190,7 @@ class NatsApi:
             await self._publish(message.reply, self._exchange.models(), headers=request.last_headers())
 
     async def _accept(self, message: Message) -> _NatsRequest | None:
-        """Check a request's reply subject and key. None: it has been refused, or must not be answered."""
+        """Check a request's reply subject and key. None if it has been refused, or must not be answered."""
         if not self._answerable(message):
             return None
         request = _NatsRequest(message, request_id(message.headers.get(REQUEST_ID_HEADER, "")), None)

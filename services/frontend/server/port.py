@@ -114,7 +114,8 @@ class Port:
             response.headers["Connection"] = "close"
 
     def admit_connection(self, connection: AnyConnection) -> bool:
-        """Add a new connection and return True; False: it must be closed. At the limit an idle one is closed for it."""
+        """Add a new connection and return True. False if it must be closed. At the limit an idle one is closed for
+        it."""
         now = self._now()
         if (evicted := self.connections.to_evict(now)) is not None:
             self._close(evicted, "room")

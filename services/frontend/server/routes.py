@@ -75,11 +75,11 @@ class HttpApi(Struct):
     port: Port
     middleware: Middleware
     tracer: Tracer | None = None
-    """None: tracing is off."""
+    """None if tracing is off."""
     url: str = ""
     """The base URL where the application listens, set once it does."""
     page_url: str = ""
-    """The base URL of the page at /ui, set once it is there; empty: there is none."""
+    """The base URL of the page at /ui, set once it is there. Empty if there is none."""
 
     def app(self, document_json: bytes) -> web.Application:
         """Make the application with all routes. `document_json` is the OpenAPI document that it serves."""

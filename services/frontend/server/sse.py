@@ -59,7 +59,7 @@ class ResponseBody:
         self._chunked = request.version >= HttpVersion11
         self._unread_s = unread_s
         self._lead = _LEADS[framing]
-        """What precedes an event; None: its name, which differs."""
+        """What precedes an event. None means its name, which differs."""
         self._end = b"\n" if framing == "line" else b"\n\n"
         self._held = b""
         """Events that leave together with the next one."""
@@ -77,7 +77,7 @@ class ResponseBody:
             self._response.headers.update(headers)
 
     def try_send(self, payload: bytes) -> bool:
-        """Send an event now. False: the client has not read the one before, or has disconnected. The body must have
+        """Send an event now. False if the client has not read the one before, or has disconnected. The body must have
         begun."""
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size():

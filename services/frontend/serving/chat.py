@@ -95,7 +95,7 @@ class ServingChat(Struct, frozen=True):
         self, request: TextRequest, plan: TextPlan, context: RequestContext, default_tokens: int | None = DEFAULT_TOKENS
     ) -> PreparedChat:
         """Check and tokenise a request, admit its tokens and charge them to its key. `default_tokens` is the limit of a
-        completion that has none; None: the rest of the context. Raise InvalidRequest, Overloaded, RateLimited,
+        completion that has none. None means the rest of the context. Raise InvalidRequest, Overloaded, RateLimited,
         Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)

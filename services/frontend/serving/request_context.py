@@ -74,13 +74,13 @@ class RequestContext(Struct, frozen=True):
     """When its body was complete, on the loop's clock."""
     deadline_header: str | None = None
     session: str = ""
-    """The name of its conversation, of the header; empty: the body may name it."""
+    """The name of its conversation, of the header. Empty if the body may name it."""
     salt_header: str = ""
     """The salt of its cached blocks that the header gives; empty if it is missing."""
     lowest_priority: int = 0
     """The lowest `priority` that its body may ask for."""
     trace: RequestTrace | None = None
-    """The request's trace; None: it is not traced."""
+    """The request's trace. None if it is not traced."""
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     """The fields of its body that have no effect."""
     announce: Callable[[Opening], None] = lambda _: None

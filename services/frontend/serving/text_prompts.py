@@ -80,8 +80,8 @@ def check_support(asked: AskedText) -> None:
 async def tokenise_text(
     asked: AskedText, pool: KeyPool, default_tokens: int | None, most_choices: int
 ) -> TokenisedText:
-    """Tokenise the prompts. `default_tokens` is the limit of an answer that has none; None: the rest of the context.
-    Raise InvalidRequest."""
+    """Tokenise the prompts. `default_tokens` is the limit of an answer that has none. None means the rest of the
+    context. Raise InvalidRequest."""
     request, plan, limits = asked.request, asked.plan, asked.limits
     prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
     choices = plan.count * (len(prompts) or 1)

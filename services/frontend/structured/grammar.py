@@ -41,7 +41,7 @@ class AnswerGrammar(Struct, frozen=True):
     """The grammar for the engine."""
     checked: str
     """The grammar of the answer alone, with its marks spelled out as text, since it is checked with a vocabulary that
-    has none. Empty: nothing in the grammar comes from the request."""
+    has none. Empty if nothing in the grammar comes from the request."""
     param: str
     """The field that it comes from."""
     parts: Sequence[ConstraintPart] = ()

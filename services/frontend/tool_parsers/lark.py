@@ -33,7 +33,7 @@ class CallableTool(Struct, frozen=True):
 
     name: str
     arguments: dict[str, Any] | None
-    """A JSON Schema of an object; None: any object is allowed."""
+    """A JSON Schema of an object. None if any object is allowed."""
 
 
 class UnsupportedSchema(Exception):

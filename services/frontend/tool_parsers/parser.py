@@ -14,7 +14,7 @@ class ParsePlan(Struct, frozen=True):
     """What an answer may have in addition to content."""
 
     calls: FormatName | None = None
-    """The format of calls; None: the answer has no calls."""
+    """The format of calls. None if the answer has no calls."""
     reasoning: bool = False
     reasoning_open: bool = False
     """Whether the prompt ends within reasoning."""

@@ -168,7 +168,7 @@ class TextReader:
             yield
 
     def read_until(self, literal: str, out: Callable[[str], None], *others: str) -> Reading[bool]:
-        """Pass text on up to `literal`, or one of `others`, which is not read, and return True. False: none came, and
+        """Pass text on up to `literal`, or one of `others`, which is not read, and return True. False if none came, and
         all was passed on."""
         while True:
             places = [self._text.find(one, self._at) for one in (literal, *others)]

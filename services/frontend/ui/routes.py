@@ -133,7 +133,7 @@ class PageApi:
 def _asked_for(request: web.Request) -> str:
     """Return the id in the query. Raise InvalidRequest."""
     if stranger := next((name for name in request.query if name != "request"), ""):
-        raise field_error(ascii(stranger[:80]), "there is no such parameter; there is `request`")
+        raise field_error(ascii(stranger[:80]), "unknown query parameter; use `request`")
     names = request.query.getall("request", [])
     if len(names) != 1 or not bare_id(names[0]) or not names[0].isprintable():
         raise field_error("request", "must be the id of one request")

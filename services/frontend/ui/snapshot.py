@@ -59,7 +59,7 @@ class SeenLoad(Struct, frozen=True):
     report: LoadReport
     age_s: float
     tokens_per_s: float | None
-    """Tokens drawn per second since the view before; None: there was no report then."""
+    """Tokens drawn per second since the view before. None if there was no report then."""
 
 
 class Facts(Struct, frozen=True):

@@ -21,13 +21,13 @@ class WorkerView(Struct, frozen=True):
     state: str
     """ready, silent (no report for a while, or none yet), or what an operator asked for: draining, drained, asleep."""
     role: str
-    """prefill or decode; empty: it does all of a request, or serves no model yet."""
+    """prefill or decode. Empty if it does all of a request, or serves no model yet."""
     device: str
     model: str
-    """The model that it serves; empty: none yet."""
+    """The model that it serves. Empty if there is none yet."""
     kvbm: str
     reported_s: float | None
-    """Age of the last report in seconds; None: none has come."""
+    """Age of the last report in seconds. None if none has come."""
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0

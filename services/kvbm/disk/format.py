@@ -101,7 +101,7 @@ def padded(size_bytes: int) -> int:
 
 def disk_geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_bytes: int) -> DiskGeometry:
     """Return a geometry of as many records as fit `limit_bytes`, in segments of about `segment_bytes`. Raises
-    ValueError where not one record fits, or where the digest is not one."""
+    ValueError if not one record fits, or if the digest is not one."""
     if len(layout) != 2 * DIGEST_BYTES or layout.strip("0123456789abcdef"):
         raise ValueError(f"a layout digest is {2 * DIGEST_BYTES} hex digits, not {layout!r}")
     if payload_bytes < 1:
@@ -109,7 +109,7 @@ def disk_geometry(layout: str, payload_bytes: int, limit_bytes: int, segment_byt
     record_bytes = PAGE_BYTES + padded(payload_bytes)
     capacity = limit_bytes // record_bytes
     if capacity < 1:
-        raise ValueError(f"a disk tier of {limit_bytes} bytes holds no record of {record_bytes}")
+        raise ValueError(f"the disk tier has {limit_bytes} bytes, a block takes {record_bytes}: raise disk.limit_bytes")
     return DiskGeometry(layout, payload_bytes, min(capacity, max(1, segment_bytes // record_bytes)), capacity)
 
 

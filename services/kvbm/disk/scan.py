@@ -26,7 +26,7 @@ Upkeep = Callable[[Segments, Callable[[memoryview], Headers]], Awaitable[Headers
 
 
 async def scan(segments: Segments, geometry: DiskGeometry, upkeep: Upkeep) -> tuple[list[FoundBlock], int]:
-    """Return the blocks that were found, oldest first, and the highest sequence. Of two records with one key the newer
+    """Return the blocks that were found, oldest first, and the highest sequence. The newer of two records with one key
     counts. Raise OSError."""
     newest: dict[ContentKey, tuple[int, int, Content]] = {}
     highest = 0

@@ -132,7 +132,7 @@ class Segments:
         return headers
 
     def check(self) -> None:
-        """Raise OSError where the directory or a segment is not there any more, or was replaced. A full disk may make
+        """Raise OSError if the directory or a segment is not there any more, or was replaced. A full disk may make
         segments again."""
         try:
             there = self._path.lstat()
@@ -261,7 +261,7 @@ def open_directory(path: Path, parent: int | None) -> int:
 
 
 def lock(directory: int, path: Path) -> None:
-    """Lock an open directory for as long as its descriptor is open. Raise OSError where another process has the
+    """Lock an open directory for as long as its descriptor is open. Raise OSError if another process has the
     lock."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -107,7 +107,7 @@ class EventLog:
         self._publisher.close()
 
     def validate(self) -> None:
-        """Raise AssertionError where the mark is not that of what can be found."""
+        """Raise AssertionError if the mark is not that of what can be found."""
         assert self._waiting or (self.mark.host_digest, self.mark.disk_digest) == self._digests(), (
             "an unpublished change"
         )

@@ -63,7 +63,7 @@ class LentBlock(Struct, frozen=True):
     slot: int
     content: Content
     checksum: int
-    """XXH3-64 of its bytes; 0: not known."""
+    """XXH3-64 of its bytes. 0 if not known."""
 
 
 _TICKET_BITS = 48
@@ -410,7 +410,7 @@ class LayoutStore:
         return self.tiers.digest("host"), self.tiers.digest("disk")
 
     def validate(self) -> None:
-        """Raise AssertionError where the store contradicts itself. O(slots + records)."""
+        """Raise AssertionError if the store contradicts itself. O(slots + records)."""
         self.tickets.validate()
         self.log.validate()
         self._window.validate()

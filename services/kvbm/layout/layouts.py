@@ -55,7 +55,7 @@ class Layouts:
 
     def get_or_open(self, layout: StoreLayout, former_owners: Collection[str]) -> LayoutStore:
         """Return the layout's store, opened if it is not open. `former_owners` are the engines of a former kvbm that
-        may still write to any slot. Raise ArenaMissing, and NotReady where a plug-in policy cannot be made for this
+        may still write to any slot. Raise ArenaMissing, and NotReady if a plug-in policy cannot be made for this
         size."""
         digest = layout.digest
         in_use = [other.digest for other in self.open.values() if other.in_use]
@@ -155,7 +155,7 @@ class Layouts:
         return ended
 
     def validate(self) -> None:
-        """Raise AssertionError where anything contradicts itself."""
+        """Raise AssertionError if anything contradicts itself."""
         self._pool.arenas.validate()
         assert set(self.open) <= set(self._pool.arenas.layouts), "a layout without an arena"
         for layout in self.open.values():

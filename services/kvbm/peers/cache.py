@@ -76,7 +76,7 @@ class PeerCache:
     def bring(self, layout: LayoutStore, keys: Sequence[ContentKey], reply_s: float) -> Bringing:
         """Begin to bring leading blocks of these keys, which are not here, from another machine. It counts as
         under way from now on: several Fetches may come in one turn of the loop. The engine waits `reply_s` for each
-        reply; 0: it does not say."""
+        reply. 0 if it does not say."""
         wait_s = min(self._config.wait_s, REPLY_SHARE * reply_s) if reply_s else self._config.wait_s
         task = asyncio.create_task(self._bring(layout, keys, wait_s))
         self._tasks.add(task)

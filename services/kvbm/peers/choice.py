@@ -44,7 +44,7 @@ class KnownPeer(Struct):
     """True once it was read."""
     rests_until_s: float = 0.0
     rest_s: float = 0.0
-    """The length of its last rest; 0: it has answered since."""
+    """The length of its last rest. 0 if it has answered since."""
     read_at_s: float = -RATE_S
     """When the last read of it began."""
     asked_at_s: float = 0.0
@@ -76,8 +76,8 @@ class PeerChoice:
         return self.known.pop(instance, None) is not None
 
     def candidates(self, layout: str, now_s: float) -> list[PeerAddress]:
-        """Return the peers to ask, the fastest first. Of more than are asked at once, those that are not among the
-        fastest have one place in turn: they may have become faster, and may have blocks that no other has."""
+        """Return the peers to ask, the fastest first. If there are more than are asked at once, those that are not
+        among the fastest have one place in turn: they may have become faster, and may have blocks that no other has."""
         fit = self._fit(layout, now_s)
         if len(fit) > self._asked:
             fit[self._asked - 1 :] = [min(fit[self._asked - 1 :], key=lambda peer: peer.asked_at_s)]
@@ -99,7 +99,8 @@ class PeerChoice:
         return sorted(fit, key=lambda peer: -peer.shown_rate(now_s))
 
     def worth(self, instance: str, blocks: int, block_bytes: int, left_s: float, now_s: float) -> int:
-        """Return how many of these leading blocks to read from the peer in the time that is left; 0: none."""
+        """Return how many of these leading blocks to read from the peer in the time that is left. 0 if there is
+        none."""
         peer = self.known.get(instance)
         if peer is None or blocks < self._least_blocks:
             return 0
@@ -137,7 +138,7 @@ class PeerChoice:
             peer.rests_until_s = now_s + peer.rest_s
 
     def validate(self) -> None:
-        """Raise AssertionError where the peers contradict themselves."""
+        """Raise AssertionError if the peers contradict themselves."""
         assert len(self.known) <= PEERS_MOST, "too many peers"
         for instance, peer in self.known.items():
             assert peer.address.instance == instance, "a peer under another name"

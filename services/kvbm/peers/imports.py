@@ -112,7 +112,7 @@ class PeerImports:
         self._metrics.peer_read_bytes.inc(len(done.written) * layout.layout.kv.block_bytes)
 
     def validate(self) -> None:
-        """Raise AssertionError where the reads contradict themselves."""
+        """Raise AssertionError if the reads contradict themselves."""
         assert all(count > 0 for count in self._reads.values()), "a layout without a read"
         assert self.under_way <= self._config.reads, "too many reads"
         assert self.under_way <= len(self._tasks), "a read without a task"

@@ -63,7 +63,7 @@ class SendBlock(Struct, frozen=True):
     index: int
     slot: int
     checksum: int
-    """XXH3-64 of the block; 0: not known."""
+    """XXH3-64 of the block. 0 if not known."""
     generation: int
 
 
@@ -228,6 +228,6 @@ class KvbmLender:
             self._cut(connection)
 
     def validate(self) -> None:
-        """Raise AssertionError where loans and their owners differ."""
+        """Raise AssertionError if loans and their owners differ."""
         self.loans.validate()
         assert len(self._lent) == len(self.loans), "a loan without its slots"

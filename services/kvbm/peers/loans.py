@@ -155,7 +155,7 @@ class Loans:
         return LoanEnds(to_cut, released)
 
     def validate(self) -> None:
-        """Raise AssertionError where the loans contradict themselves."""
+        """Raise AssertionError if the loans contradict themselves."""
         assert self.size_bytes == sum(lent.size_bytes for lent in self._loans.values()), "bytes are counted wrong"
         assert self.size_bytes <= self.limits.size_bytes, "too much is lent"
         assert len(self._loans) <= self.limits.loans, "too many loans"

@@ -220,7 +220,7 @@ class BlockHeader(Struct, frozen=True):
     index: int
     """The index of the block in the loan."""
     size_bytes: int
-    """The size of the block; 0: a refusal follows in place of it."""
+    """The size of the block. 0 if a refusal follows in place of it."""
     checksum: int
     """XXH3-64 of the bytes."""
 

@@ -32,7 +32,7 @@ class NixlLender:
     def __init__(self, start: Callable[[], NixlProcess], ended: Callable[[], None]) -> None:
         """`ended` is called when the process has ended: what its peers were reading has no end otherwise."""
         self.ready: NixlReady | None = None
-        """What the running process is to peers; None: it does not run."""
+        """What the running process is to peers. None if it does not run."""
         self.process: NixlProcess | None = None
         self._start = start
         self._ended = ended

@@ -55,7 +55,7 @@ class KvbmPeers:
         layouts: Mapping[str, LayoutStore],
         metrics: StoreMetrics,
     ) -> None:
-        """`pool` is the descriptor of the pool's file. Raise ConfigError where a certificate cannot be read."""
+        """`pool` is the descriptor of the pool's file. Raise ConfigError if a certificate cannot be read."""
         tls = peer_tls(config)
         epoch = 1 + runtime.draw.getrandbits(_EPOCH_BITS)
         first_loan = 1 + runtime.draw.getrandbits(_LOAN_BITS)
@@ -163,7 +163,7 @@ class KvbmPeers:
         self._metrics.peer_lent_bytes.set(loans.size_bytes)
 
     def validate(self) -> None:
-        """Raise AssertionError where anything contradicts itself."""
+        """Raise AssertionError if anything contradicts itself."""
         self.server.lender.validate()
         self.imports.validate()
         self.cache.choice.validate()

@@ -47,7 +47,7 @@ class PeerRoad:
         self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], place: PlaceBlocks, limit_s: float
     ) -> ReadBlocks:
         """Read the leading blocks of these keys that the peer has into the slots that `place` returns. Raise PeerFault
-        where nothing was read."""
+        if nothing was read."""
         began_s = self._loop.time()
         async with self._connections.limited(limit_s) as parts:
             stream = await self._connections.connected(peer, layout, parts)

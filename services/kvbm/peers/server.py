@@ -91,7 +91,7 @@ class PeerServer:
         self.faults = RateLimitedLog()
         """Connections that were closed or refused for a fault."""
         self.port = 0
-        """The port that it listens at; 0: it does not."""
+        """The port that it listens at. 0 if it does not."""
         self._config = config
         self._tls = tls
         self._pool = pool
@@ -157,7 +157,7 @@ class PeerServer:
                 accepted.close()
 
     def _begin(self, stream: PeerStream, host: str) -> None:
-        """Serve a connection in a thread. Raise RuntimeError where there can be none."""
+        """Serve a connection in a thread. Raise RuntimeError if there can be none."""
         self._numbers += 1
         connection = _Connection(self._numbers, stream, host, self._loop.time())
         thread = threading.Thread(target=self._serve, args=(connection,), name=f"peer-{connection.number}", daemon=True)

@@ -74,7 +74,7 @@ class Arenas:
             self._index = {given.former_layout: index, **self._index}
 
     def validate(self) -> None:
-        """Raise AssertionError where the arenas contradict themselves."""
+        """Raise AssertionError if the arenas contradict themselves."""
         indices = list(self._index.values())
         assert len(set(indices)) == len(indices), f"an arena is given twice: {self._index}"
         assert all(0 <= index < self.count for index in indices), f"an arena that is not there: {self._index}"

@@ -67,8 +67,8 @@ class HostPool:
         """Open the pool under the directory's lock, in the name of `instance`; `size_bytes` is rounded down to what a
         pool can have. Blocks for a moment.
 
-        Raise ConfigError where the machine has no room for the size, or the size none for the arenas; where another
-        kvbm runs here; or where the directory cannot be used."""
+        Raise ConfigError if the machine has no room for the size, or the size none for the arenas; if another
+        kvbm runs here; or if the directory cannot be used."""
         with ExitStack() as closing:
             try:
                 size_bytes = usable(size_bytes)

@@ -16,7 +16,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
-    """Raise ConfigError where a pool of `size_bytes` in `directory` has no room. `there_bytes` of it are in memory
+    """Raise ConfigError if a pool of `size_bytes` in `directory` has no room. `there_bytes` of it are in memory
     already, or will be freed for it."""
     missing_bytes = max(0, size_bytes - there_bytes)
     rooms: list[tuple[str, int | None, int]] = [

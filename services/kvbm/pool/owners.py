@@ -43,7 +43,7 @@ class OwnerLocks:
 
     def is_alive(self, owner: str) -> bool:
         """Return whether the owner's lock is held now, and watch it from now on if there is room. False for a name that
-        no owner may have. Raise OSError where the lock cannot be checked."""
+        no owner may have. Raise OSError if the lock cannot be checked."""
         if not is_owner(owner):
             return False
         if owner not in self._watched and not self._watch(owner):
@@ -52,7 +52,7 @@ class OwnerLocks:
 
     def poll(self) -> list[str]:
         """Watch new owners, delete the files of dead ones, and return those that were watched and have died. Raises
-        OSError where the locks cannot be checked; a later call returns the dead then."""
+        OSError if the locks cannot be checked; a later call returns the dead then."""
         for file in self._directory.iterdir():
             if is_owner(file.name) and file.name not in self._watched:
                 self._watch(file.name)

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Prefault:
-    """Makes the memory of one pool in up to `threads` threads, and tries again where there is too little."""
+    """Makes the memory of one pool in up to `threads` threads, and tries again if there is too little."""
 
     def __init__(self, pool: HostPool, threads: int) -> None:
         self._descriptor = pool.descriptor
@@ -101,7 +101,7 @@ def _lower_priority() -> None:
 def make_memory(descriptor: int, start: int, length: int) -> None:
     """Allocate and touch these bytes of the file; what was written there stays. Blocking.
 
-    Raise OSError (ENOSPC, ENOMEM) where there is no memory for them.
+    Raise OSError (ENOSPC, ENOMEM) if there is no memory for them.
     """
     os.posix_fallocate(descriptor, start, length)
     with mmap.mmap(descriptor, length, offset=start) as mapping, memoryview(mapping) as memory:

@@ -66,7 +66,7 @@ class AwaitedBlocks:
             self._counts.update(keys)
 
     def validate(self, tickets: Collection[int]) -> None:
-        """Raise AssertionError where this contradicts itself or the open fetches."""
+        """Raise AssertionError if this contradicts itself or the open fetches."""
         assert self._keys.keys() <= set(tickets), "a fetch has ended and awaits blocks"
         assert all(self._keys.values()), "a fetch awaits nothing"
         assert self._counts == Counter(key for keys in self._keys.values() for key in keys), "blocks are counted wrong"

@@ -35,7 +35,7 @@ class AttachedEngine(Struct, frozen=True):
     layout: str
     """The layout's digest."""
     reply_s: float = 0.0
-    """Seconds that it waits for each reply; 0: it does not say."""
+    """Seconds that it waits for each reply. 0 if it does not say."""
 
 
 class AttachedEngines:
@@ -45,7 +45,7 @@ class AttachedEngines:
         self._attached: dict[str, AttachedEngine] = {}
 
     def check(self, attach: Attach) -> None:
-        """Raise BadRequest where the request makes no sense, WrongLayout where the owner is attached to another layout.
+        """Raise BadRequest if the request makes no sense, WrongLayout if the owner is attached to another layout.
         Whether the owner lives is decided by its lock."""
         if not subjects.is_id(attach.worker):
             raise BadRequest(f"{attach.worker[:64]!r} is not an instance id of a worker")
@@ -76,7 +76,7 @@ class AttachedEngines:
         return known.layout
 
     def reply_s(self, owner: str) -> float:
-        """Return the seconds that an attached engine waits for each reply; 0: it does not say."""
+        """Return the seconds that an attached engine waits for each reply. 0 if it does not say."""
         return self._attached[owner].reply_s
 
     def get(self, owner: str) -> AttachedEngine | None:

@@ -56,7 +56,7 @@ def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
 
 
 def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
-    """Convert blocks that a worker offers. Raise BadRequest where one does not have the tokens of a full block, or has
+    """Convert blocks that a worker offers. Raise BadRequest if one does not have the tokens of a full block, or has
     a label that is too long; `Tickets` checks the keys."""
     size_bytes = 4 * block_size
     for block in blocks:

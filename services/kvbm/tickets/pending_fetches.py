@@ -95,7 +95,7 @@ class PendingFetches:
         return wire.Fetched(ticket, time_left_s, first, packed, generations, disk, found, checksums)
 
     def validate(self) -> None:
-        """Raise AssertionError where the fetches contradict themselves."""
+        """Raise AssertionError if the fetches contradict themselves."""
         assert self.with_progress == {ticket for ticket, pending in self._waiting.items() if pending.progress}, (
             "progress is marked wrong"
         )

@@ -388,7 +388,7 @@ class Tickets:
     # --- questions
 
     def check_block_count(self, blocks: int) -> None:
-        """Raise BadRequest where one request has too many blocks. Call this before unpacking, which may be costly."""
+        """Raise BadRequest if one request has too many blocks. Call this before unpacking, which may be costly."""
         if blocks > self.limits.blocks_per_request:
             raise BadRequest(f"{blocks} blocks in one request, at most {self.limits.blocks_per_request} are allowed")
 
@@ -404,7 +404,7 @@ class Tickets:
         )
 
     def validate(self) -> None:
-        """Raise AssertionError where tickets, owners and slots contradict one another. O(slots + records)."""
+        """Raise AssertionError if tickets, owners and slots contradict one another. O(slots + records)."""
         tiers = self._tiers
         tiers.validate(slot for fetch in self._fetches.values() for slot in fetch.slots)
         stores = {**self._stores, **self._expired}

@@ -198,7 +198,7 @@ class DiskRecords:
         return [self.resident.remove(key) for key in list(self.resident.places)]
 
     def turn_on(self, found: Sequence[FoundBlock]) -> list[ContentStored]:
-        """Turn the tier on with the blocks found on disk, oldest first. Of two records with one key the newer
+        """Turn the tier on with the blocks found on disk, oldest first. The newer of two records with one key
         counts."""
         assert not self.on, "the disk is there already"
         self.on = True
@@ -214,7 +214,7 @@ class DiskRecords:
     # --- inside
 
     def validate(self) -> None:
-        """Raise AssertionError where the records contradict themselves. O(capacity)."""
+        """Raise AssertionError if the records contradict themselves. O(capacity)."""
         self.resident.validate()
         shelved = set(self.resident.places.values())
         free = {*self._free, *self._withheld}

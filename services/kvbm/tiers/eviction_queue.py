@@ -66,5 +66,5 @@ class EvictionQueue:
         return next(filter(may_go, self._refused), None) if every else None
 
     def validate(self) -> None:
-        """Raise AssertionError where the queue contradicts itself. O(length)."""
+        """Raise AssertionError if the queue contradicts itself. O(length)."""
         assert self._waiting.keys().isdisjoint(self._refused), "a key is in the queue twice"

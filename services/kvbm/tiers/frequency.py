@@ -65,6 +65,6 @@ class AccessFrequency:
         return seen
 
     def validate(self) -> None:
-        """Raise AssertionError where more is kept than the limits allow."""
+        """Raise AssertionError if more is kept than the limits allow."""
         assert len(self._counts) <= self._limit, "too much is remembered"
         assert len(self._uncounted) <= _UNCOUNTED_MOST, "too much is uncounted"

@@ -58,7 +58,7 @@ class HitWindow:
             self._steps.popleft()
 
     def validate(self) -> None:
-        """Raise AssertionError where the window contradicts itself."""
+        """Raise AssertionError if the window contradicts itself."""
         numbers = [step for step, _ in self._steps]
         assert numbers == sorted(set(numbers)), "steps out of order"
         assert len(numbers) <= STEPS, f"{len(numbers)} steps"

@@ -255,7 +255,7 @@ class HostSlots:
                     self._set_free(slot)
 
     def validate(self, holds: dict[int, int]) -> None:
-        """Raise AssertionError where the slots contradict themselves or the caller's count of holds. O(capacity)."""
+        """Raise AssertionError if the slots contradict themselves or the caller's count of holds. O(capacity)."""
         self.resident.validate()
         counts: dict[SlotState, int] = {"free": 0, "writing": 0, "loading": 0, "ready": 0}
         counts |= {"leaving": 0, "quarantined": 0}

@@ -78,14 +78,14 @@ class LruPolicy:
         return key in self._queue
 
     def validate(self) -> None:
-        """Raise AssertionError where the policy contradicts itself."""
+        """Raise AssertionError if the policy contradicts itself."""
         self._queue.validate()
 
 
 class GuardedPolicy:
     """A plug-in policy, with an LRU policy next to it that hears the same.
 
-        trusted ──raises; names a block that is not there or may not go, or none where one may──▶ off: LRU, for good
+        trusted ──raises; names a block that is not there or may not go, or none if one may──▶ off: LRU, for good
 
     The first failure is the last, since a policy that missed a call no longer knows its tier. Its calls are not timed.
     """

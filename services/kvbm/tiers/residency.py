@@ -109,7 +109,7 @@ class Residency:
         return place is not None and self._may_leave(place)
 
     def validate(self) -> None:
-        """Raise AssertionError where the residency contradicts itself. O(blocks)."""
+        """Raise AssertionError if the residency contradicts itself. O(blocks)."""
         assert self.places.keys() == self._contents.keys(), "a block without a place or a place without a block"
         assert len(set(self.places.values())) == len(self.places), "two blocks in one place"
         assert self.places.keys() >= set(self._unflushed_uses), "a use of a block that has left is recorded"

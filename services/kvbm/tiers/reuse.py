@@ -16,7 +16,7 @@ A block that the tier below has too can still be found after it is evicted, only
 both tiers belong to one store, this finds more in the two together than any policy that looks at one alone.
 
 Few observations say little: each rate is drawn to that of all blocks of the age, with the weight of _PRIOR uses. That
-common rate may only fall with age, so where nothing is known the oldest block is evicted. Half of what was learned is
+common rate may only fall with age, so if nothing is known the oldest block is evicted. Half of what was learned is
 forgotten within some 17 capacities of calls.
 
 The idea, uses by the room and time they take, by class and age, is LHD's (Beckmann, Chen, Cidon: NSDI 2018). That it
@@ -160,7 +160,7 @@ class ReusePolicy:
         self._ended = [[count * _KEPT for count in counts] for counts in self._ended]
 
     def validate(self) -> None:
-        """Raise AssertionError where the policy contradicts itself. O(capacity)."""
+        """Raise AssertionError if the policy contradicts itself. O(capacity)."""
         queues = [*self._queues, *self._backed_queues]
         for queue in queues:
             queue.validate()

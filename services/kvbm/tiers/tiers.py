@@ -407,7 +407,7 @@ class Tiers:
         return TierStatistics(self._host.statistics(), self._disk.statistics(), len(self._spill_queue))
 
     def validate(self, fetched: Iterable[int]) -> None:
-        """Raise AssertionError where the tiers contradict themselves, or the slots that fetches hold (a slot for each
+        """Raise AssertionError if the tiers contradict themselves, or the slots that fetches hold (a slot for each
         hold). O(slots + records)."""
         holds: dict[int, int] = {}
         for slot in [*fetched, *(spill.slot for spill in self._spills.values())]:

@@ -64,7 +64,7 @@ class RoutingRequest(Struct, frozen=True):
     priority: int = 0
     """Requests of a higher priority are computed first; 0 is the usual one."""
     lora: str = ""
-    """Id of the LoRA; empty: none."""
+    """Id of the LoRA. Empty if there is none."""
     fleet: FleetAverage = FleetAverage()
     host_s: float = 0.0
     """Seconds to fetch one block from host memory; 0 if unknown."""

@@ -48,7 +48,7 @@ class Decision(Struct):
     ended_s: float | None = None
     """Seconds from the choice to the reported end; None until then."""
     trace: str = ""
-    """The id of the request's trace; empty: it is not traced."""
+    """The id of the request's trace. Empty if it is not traced."""
 
 
 class Prediction(Struct, frozen=True):

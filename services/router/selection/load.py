@@ -170,7 +170,7 @@ class LoadTracker:
         """Progress by instance, with the same keys as `speeds`."""
         self._checked_s: float | None = None
         self._without_reservation: OrderedDict[AttemptId, bool] = OrderedDict()
-        """Attempts without a reservation; oldest first. True: the attempt ended; False: it was prefilled."""
+        """Attempts without a reservation, oldest first → whether the attempt ended; else it was prefilled."""
         self._forgotten = 0
 
     # --- events
@@ -216,8 +216,8 @@ class LoadTracker:
         self._remember(attempt, ended=True)
 
     def apply_report(self, report: LoadReport, now_s: float, *, ranks: int = 1) -> None:
-        """Apply a worker's own report. Of an instance with several ranks that does not report the load of each, only
-        the attempts are used: the other figures are sums over the ranks."""
+        """Apply a worker's own report. If an instance with several ranks does not report the load of each, only the
+        attempts are used: the other figures are sums over the ranks."""
         self._update_worker(report, now_s)
         reported = {each.rank: each for each in report.ranks if 0 <= each.rank < ranks}
         if ranks == 1:

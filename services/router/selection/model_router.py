@@ -328,8 +328,8 @@ class ModelRouter:
     def _speculate(
         self, candidates: _Candidates, chosen: CandidateState, known: int, remembered: Sequence[ExpectedRun] = ()
     ) -> None:
-        """Expect the prompt's blocks where the prompt was sent, except the `known` leading ones that are there. Of
-        `remembered` renew what is expected there."""
+        """Expect the prompt's blocks where the prompt was sent, except the `known` leading ones that are there. Renew
+        what is expected there of `remembered`."""
         now_s, rest = candidates.now_s, candidates.select.hashes[8 * known :]
         slot = self.caches.chains[chosen.id].slot
         if chosen.id[0] in self._without_events:

@@ -37,7 +37,7 @@ class PeerLink(Struct, frozen=True):
     least_blocks: int
 
     def blocks_in_time(self, blocks: int, block_bytes: int) -> int:
-        """Return how many of these leading blocks come in time; 0: they are not read."""
+        """Return how many of these leading blocks come in time. 0 if they are not read."""
         if block_bytes <= 0:
             return 0
         coming = min(blocks, int(self.bytes_per_s * self.wait_s / block_bytes))

@@ -34,7 +34,7 @@ class DigestCheck:
     def __init__(self, *, every_s: float) -> None:
         self._every_s = every_s
         self._due_s: float | None = None
-        """When the next comparison may begin; None: at once."""
+        """When the next comparison may begin. None means at once."""
         self._opened_s = 0.0
         self._claims: dict[_Mark, Digests] = {}
         self._states: dict[_Mark, Digests | None] = {}

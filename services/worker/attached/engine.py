@@ -222,7 +222,7 @@ class ServerEngine:
         self._end.flush_soon()
 
     async def _look(self) -> None:
-        """Look at the server again and again. Raise ConfigError, Unavailable where it does not serve."""
+        """Look at the server again and again. Raise ConfigError, Unavailable if it does not serve."""
         while True:
             try:
                 async with asyncio.timeout(self._config.attached.look_s):

@@ -21,7 +21,7 @@ from shared.messages.kv_events import AllBlocksCleared, KvEvent
 
 
 async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], None]) -> None:
-    """Read until cancelled, and pass each batch on. Raise Unavailable where the server was started again, ConfigError
+    """Read until cancelled, and pass each batch on. Raise Unavailable if the server was started again, ConfigError
     for an endpoint or for a batch that cannot be read."""
     context = zmq.asyncio.Context()
     try:

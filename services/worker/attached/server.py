@@ -43,7 +43,7 @@ class Server:
         await self._session.close()
 
     async def ask(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> bytes:
-        """Return an answer; empty where the path is `optional` and not there. Raise ConfigError, InvalidRequest,
+        """Return an answer; empty if the path is `optional` and not there. Raise ConfigError, InvalidRequest,
         Unavailable."""
         content = bytearray()
         try:
@@ -89,7 +89,7 @@ class Server:
             raise self._fault(self._api.path, f"broke off: {wrong}") from None
 
     async def load(self) -> ServerLoad | None:
-        """Return the load of a healthy server; None where it shows no metrics. Raise as `ask`."""
+        """Return the load of a healthy server; None if it shows no metrics. Raise as `ask`."""
         await self.ask("/health")
         metrics = await self.ask("/metrics", optional=True)
         try:

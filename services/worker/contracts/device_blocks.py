@@ -28,11 +28,11 @@ class FetchRequest(Struct, frozen=True):
     keys: list[ContentKey]
     """Content keys in the order of the chain, from the first missing block on."""
     attempt: int = 0
-    """`Submit.number` of the attempt that waits; 0: the engine is not ours, or no attempt waits."""
+    """`Submit.number` of the attempt that waits. 0 if the engine is not ours, or no attempt waits."""
     awaits: bool = False
     """Whether blocks that are not stored yet are waited for: another engine is computing them."""
     sharer: str = ""
-    """Instance id of the worker whose engine is computing them, which may share them; empty: not known."""
+    """Instance id of the worker whose engine is computing them, which may share them. Empty if not known."""
 
 
 class DeviceBlocks(Protocol):
@@ -57,7 +57,7 @@ class DeviceBlocks(Protocol):
         ...
 
     def pin(self, keys: Sequence[ContentKey]) -> list[int | None]:
-        """Return the device slots with these blocks, each held for a copy until `unpin`. None: the block was evicted,
+        """Return the device slots with these blocks, each held for a copy until `unpin`. None if the block was evicted,
         or its room is needed."""
         ...
 
@@ -73,8 +73,8 @@ class DeviceBlocks(Protocol):
 
     def begin_load(self, number: int, first: int, count: int, found: int, /) -> list[int] | None:
         """Return device slots for blocks first … first + count - 1 of fetch `number`, of which the kvbm has `found`;
-        leading ones only. They are fewer, or none, where there is no room, where the fetch was abandoned, or where a
-        block before them got no slot. None: it is not known yet which slots; to be asked again each step."""
+        leading ones only. They are fewer, or none, if there is no room, if the fetch was abandoned, or if a block
+        before them got no slot. None if it is not known yet which slots; to be asked again each step."""
         ...
 
     def end_loads(self, number: int, first: int, good: Sequence[bool], disk: bool, sharer: str = "", /) -> None:
@@ -86,7 +86,7 @@ class DeviceBlocks(Protocol):
     def end_fetch(self, number: int, round_trip_s: float, /) -> None:
         """Nothing more comes for fetch `number`, and all its loads have ended. Called exactly once for each fetch.
         `round_trip_s` is the time from the question to the kvbm's first answer, or until no answer was awaited any
-        longer; 0: not known."""
+        longer. 0 if not known."""
         ...
 
     def offer_shared(self, sharer: str, /) -> None:

@@ -43,8 +43,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     salt: str = ""
     priority: int = 0
     wait_left_s: float | None = None
-    """Seconds after which the attempt ends with NOT_BEGUN if it was in no step by then; None: only `time_left_s` bounds
-    its wait."""
+    """Seconds after which the attempt ends with NOT_BEGUN if it was in no step by then. None if only `time_left_s`
+    bounds its wait."""
     rank: int = 0
     """The data-parallel rank that computes it, less than `Ready.ranks`."""
     prefill_only: bool = False
@@ -59,7 +59,7 @@ class Prefetch(Struct, frozen=True, tag="prefetch"):
 
     expected: Submit
     sharer: str = ""
-    """Instance id of the worker that computes the prompt; empty: not known."""
+    """Instance id of the worker that computes the prompt. Empty if not known."""
 
 
 class CancelAttempt(Struct, frozen=True, tag="cancel"):
@@ -173,11 +173,11 @@ class Ready(Struct, frozen=True, tag="ready"):
     allowed_tokens: bool = False
     """Whether `Sampling.allowed_tokens` is kept to."""
     embedding_size: int = 0
-    """Number of floats of an embedding; 0: the engine makes none."""
+    """Number of floats of an embedding. 0 if the engine makes none."""
     generates: bool = True
-    """Whether the engine generates text; False: it only makes embeddings."""
+    """Whether the engine generates text. If false, it only makes embeddings."""
     pooling: Pooling = ""
-    """The only pooling of its embeddings; empty: it has each."""
+    """The only pooling of its embeddings. Empty if it has each."""
     weights: str = ""
     """A digest of the weights and of how they are computed with. Only engines with the same digest exchange blocks."""
     operations: tuple[EngineOperation, ...] = ()
@@ -198,7 +198,7 @@ class EngineLoad(Struct, frozen=True):
     cached_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
-    """Seconds that a step which only decodes takes, as measured lately; 0: not measured yet."""
+    """Seconds that a step which only decodes takes, as measured lately. 0 if not measured yet."""
     preemptions: int = 0
     """Preemptions since the engine started."""
     recomputed: int = 0
@@ -273,7 +273,7 @@ class Begun(Struct, frozen=True, array_like=True):
     """How many of `queued_s` its queue waited for free blocks, for a place among the running attempts, and for its
     share of a step's tokens."""
     first_missing: bytes = b""
-    """The key of its first full block that was in no cache; empty: there is none, or the engine does not say."""
+    """The key of its first full block that was in no cache. Empty if there is none, or the engine does not say."""
 
 
 class AttemptNote(Struct, frozen=True, array_like=True):
@@ -304,19 +304,19 @@ class Stepped(Struct, frozen=True, tag="stepped"):
     one_token_attempts: list[int]
     """`Submit.number` of the attempt of each other part, which brings the attempt one token further."""
     event_batch: bytes
-    """The encoded events of an EventBatch, with `event_sequence`; empty where there are none."""
+    """The encoded events of an EventBatch, with `event_sequence`; empty if there are none."""
     event_sequence: int
     """Number of the last event batch so far; -1 before the first."""
     digest: int
     load: EngineLoad
     steps: int = 0
-    """Number of steps that this reports; 0: the opening."""
+    """Number of steps that this reports. 0 for the opening."""
     tokens: int = 0
     """Tokens computed in these steps."""
     elapsed_s: float = 0.0
     """Seconds that the runner took for these steps, all together."""
     exchanged: Exchanged | None = None
-    """Totals; None: nothing was exchanged since they were reported last."""
+    """Totals. None if nothing was exchanged since they were reported last."""
     rank: int = 0
     begun: list[Begun] = []
     notes: list[AttemptNote] = []
@@ -404,14 +404,14 @@ class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
     timeout_s: float
     """Seconds that each answer may take."""
     attempt: int = 0
-    """`Submit.number` of the attempt that waits for a fetch; 0: there is none."""
+    """`Submit.number` of the attempt that waits for a fetch. 0 if there is none."""
 
 
 class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
     """Whether blocks are exchanged with a kvbm now; sent at each change."""
 
     kvbm: str
-    """Instance id of the kvbm; empty: there is no link."""
+    """Instance id of the kvbm. Empty if there is no link."""
     layout: str = ""
     """Digest of the layout there."""
     reason: str = ""

@@ -26,7 +26,7 @@ class Copy(Struct, frozen=True):
     """The generation that Fetched named for the pool's slot; used by loads."""
     checksum: int | None = None
     """A load compares the pool's slot with this checksum: where they differ, its bytes are damaged. For a save any
-    number asks the mover to make one. None: neither."""
+    number asks the mover to make one. None for neither."""
 
 
 class Copied(Struct, frozen=True):
@@ -38,7 +38,7 @@ class Copied(Struct, frozen=True):
     afterwards."""
     moved_bytes: int
     took_s: float
-    """Seconds from the begin of its first copy to the end of its last one; 0: none was made."""
+    """Seconds from the begin of its first copy to the end of its last one. 0 if none was made."""
     failed: str = ""
     """The error that the mover met; no copy of the batch is good then."""
     paths: dict[str, int] = {}
@@ -67,7 +67,7 @@ class Slots(Protocol):
         ...
 
     def generation(self, slot: int) -> int:
-        """Return the slot's generation. Raise PoolUnfit where there is no such slot."""
+        """Return the slot's generation. Raise PoolUnfit if there is no such slot."""
         ...
 
 
@@ -76,7 +76,7 @@ class Mover(Protocol):
 
     def attach(self, slots: Slots) -> None:
         """Copy to and from these slots of the pool. No copy is under way, and no slots are attached. Raise PoolUnfit
-        where they are too small."""
+        if they are too small."""
         ...
 
     def detach(self) -> None:
@@ -101,12 +101,12 @@ class Mover(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `ended` would return a batch; -1: there is none, see `ends_s`."""
+        """Return a descriptor that is readable when `ended` would return a batch. -1 if there is none, see `ends_s`."""
         ...
 
     @property
     def ends_s(self) -> float | None:
-        """When the next batch ends, by the engine's clock; None: not known, or none is under way."""
+        """When the next batch ends, by the engine's clock. None if not known, or none is under way."""
         ...
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Work(Struct):
     kept: object = None
     """State that the runner keeps from one step with this sequence to the next."""
     lora: str = ""
-    """Id of the LoRA that computes it, which is loaded; empty: none."""
+    """Id of the LoRA that computes it, which is loaded. Empty if there is none."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -91,18 +91,18 @@ class Runner(Protocol):
         ...
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
-        """Do an operation that `facts.operations` names, between steps. Return why it was not done, empty where it
+        """Do an operation that `facts.operations` names, between steps. Return why it was not done, empty if it
         was. At `clear` there is nothing to do. A runner that sleeps computes nothing until `wake`, and its KV is lost;
         its mover is detached then, and stays the same."""
         ...
 
     def memory_use(self) -> MemoryUse | None:
-        """Return what takes the device's memory; None where it is the host's."""
+        """Return what takes the device's memory; None if it is the host's."""
         ...
 
     def mover(self, clock: Callable[[], float]) -> Mover:
         """Return the mover between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called at most
-        once, before the first step; closed before the runner. Raise ConfigError where the runner has no KV to
+        once, before the first step; closed before the runner. Raise ConfigError if the runner has no KV to
         exchange."""
         ...
 
@@ -115,4 +115,4 @@ class Overlaps(Protocol):
 
     meanwhile: Callable[[Callable[[], bool]], None] | None
     """Called once in each step, while the device computes it, with a function that says whether it still does; the
-    step goes on when it returns. None: nothing is called."""
+    step goes on when it returns. None if nothing is called."""

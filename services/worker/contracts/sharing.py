@@ -65,7 +65,7 @@ class ShareReader(Protocol):
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` has something to do without any event; None: never."""
+        """When `turn` has something to do without any event. None means never."""
         ...
 
     def leave(self) -> None:
@@ -81,8 +81,8 @@ class Sharer(Protocol):
     """Shares this engine's blocks with other engines of the machine. Belongs to the engine's thread."""
 
     def turn(self, owner: str, now_s: float) -> None:
-        """Answer what other engines ask, and share what was computed since, as the holder of the lock `owner`; empty:
-        there is none yet, and nothing is shared."""
+        """Answer what other engines ask, and share what was computed since, as the holder of the lock `owner`. Empty
+        if there is none yet, and nothing is shared."""
         ...
 
     def is_shared(self, key: ContentKey) -> bool:
@@ -101,7 +101,7 @@ class Sharer(Protocol):
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` has something to do without any event; None: never."""
+        """When `turn` has something to do without any event. None means never."""
         ...
 
     def close(self) -> None:

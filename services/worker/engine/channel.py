@@ -57,7 +57,7 @@ class EngineEnd:
         self._awake.register(descriptor, select.POLLIN)
 
     def receive(self, limit_s: float | None) -> list[EngineCommand]:
-        """Return all commands that have come. Where there is none, wait for one up to `limit_s` (None: without a
+        """Return all commands that have come. If there is none, wait for one up to `limit_s` (None: without a
         limit), or until a watched descriptor is readable; so there may be none. Raise ChannelClosed."""
         if limit_s is None or limit_s > 0:
             self._awake.poll(None if limit_s is None else ceil(1000 * limit_s))

@@ -16,7 +16,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, command: Submit | Prefetch) -> bool:
-        """Send an attempt. Return False where the engine does not read, and nothing was sent."""
+        """Send an attempt. Return False if the engine does not read, and nothing was sent."""
         ...
 
     def send(self, command: EngineOrder) -> None:

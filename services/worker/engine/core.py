@@ -105,7 +105,7 @@ class EngineCore:
         self._step_tokens = 0
         """Tokens that the step under way computes."""
         self.expected_s = 0.0
-        """Seconds that the step under way will probably take; 0: not known."""
+        """Seconds that the step under way will probably take. 0 if not known."""
         self._begun_s = 0.0
         self._reported_s = float("-inf")
         self._pending = Outcome()
@@ -207,7 +207,7 @@ class EngineCore:
         return []
 
     def _refusal(self, command: Operate) -> str:
-        """Return why an operation cannot be done now; empty: the runner can try it."""
+        """Return why an operation cannot be done now. Empty if the runner can try it."""
         operation, name, scheduler = command.operation, command.name, self._scheduler
         if operation not in self._operations:
             return f"{operation}: this engine cannot do it"
@@ -267,8 +267,8 @@ class EngineCore:
         return [*reports, self._stepped(Outcome(), [AllBlocksCleared()])]
 
     def begin(self, now_s: float) -> tuple[list[Stepped], list[Work] | None]:
-        """Begin a step. Return what to report first, and what to compute now: empty where there is only something to
-        report, None where there is nothing to do."""
+        """Begin a step. Return what to report first, and what to compute now: empty if there is only something to
+        report, None if there is nothing to do."""
         if self._connector is not None:
             self._connector.poll_copies(now_s, MOST_LOADED if self._scheduler.decodes else inf)
         if not self._scheduler.busy:
@@ -300,12 +300,12 @@ class EngineCore:
 
     @property
     def exchange_due_s(self) -> float | None:
-        """When `exchange` has something to do without an event; None: never."""
+        """When `exchange` has something to do without an event. None means never."""
         return None if self._connector is None else self._connector.wait_until_s
 
     @property
     def wait_until_s(self) -> float | None:
-        """When there is something to do without a command, where the engine is not `busy`; None: never."""
+        """When there is something to do without a command, where the engine is not `busy`. None means never."""
         due_s = [self._scheduler.wait_until_s, self.exchange_due_s]
         return min([one_s for one_s in due_s if one_s is not None], default=None)
 
@@ -384,7 +384,7 @@ class EngineCore:
         )
 
     def validate(self) -> None:
-        """Raise AssertionError where the engine contradicts itself. O(everything); call it between steps."""
+        """Raise AssertionError if the engine contradicts itself. O(everything); call it between steps."""
         self._scheduler.validate()
         assert self._progress >= self._pending_steps >= 0
         assert not self._pending_steps or self._scheduler.busy, "pending outcomes would never be reported"

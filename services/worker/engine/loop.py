@@ -60,7 +60,7 @@ class EngineLoop:
             self._step()
 
     def _handle_commands(self) -> bool:
-        """Handle the commands that have come. Return False where Shutdown was among them."""
+        """Handle the commands that have come. Return False if Shutdown was among them."""
         self._commands.extend(self._channel.receive(self._limit_s()))
         while self._commands:
             command = self._commands.popleft()

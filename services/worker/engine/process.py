@@ -47,8 +47,8 @@ class EngineProcess:
     @staticmethod
     async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
         """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
-        the engine's program where it is not that of `config.engine`. It logs from the level on that this process has
-        now. Raise ModelError where vLLM's Python is not one that can run it."""
+        the engine's program if it is not that of `config.engine`. It logs from the level on that this process has
+        now. Raise ModelError if vLLM's Python is not one that can run it."""
         python = sys.executable
         if config.engine == "vllm":
             python = await asyncio.to_thread(check_vllm_python, config.vllm_python)
@@ -67,7 +67,7 @@ class EngineProcess:
         return self.process.pid
 
     def submit(self, command: Submit | Prefetch) -> bool:
-        """Send an attempt, or advice. Return False where the engine does not read, and nothing was sent."""
+        """Send an attempt, or advice. Return False if the engine does not read, and nothing was sent."""
         if self.channel.full:
             return False
         self.channel.send(command)

@@ -112,7 +112,7 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Id of the engine's process; None where there is none."""
+        """Id of the engine's process; None if there is none."""
         return None if self._engine is None else self._engine.pid
 
     async def run(self) -> None:
@@ -133,7 +133,7 @@ class EngineSupervisor:
             delay_s = min(2 * delay_s, BACK_OFF_MOST_S)
 
     def submit(self, submit: Submit | Prefetch) -> bool:
-        """Send an attempt, or advice. Return False where there is no engine, or where it does not read."""
+        """Send an attempt, or advice. Return False if there is no engine, or if it does not read."""
         return self.facts is not None and self._engine is not None and self._engine.submit(submit)
 
     def cancel(self, request: str, attempt: int) -> None:
@@ -146,7 +146,7 @@ class EngineSupervisor:
             self._engine.send(command)
 
     async def snapshot(self, limit_s: float, rank: int = 0) -> Snapshot:
-        """Return a snapshot of a rank's cache. Raise Unavailable without an engine, or where it does not answer in
+        """Return a snapshot of a rank's cache. Raise Unavailable without an engine, or if it does not answer in
         time, and ProtocolError for a rank that the engine does not have."""
         if self.facts is None:
             raise Unavailable("the engine is starting")
@@ -157,7 +157,7 @@ class EngineSupervisor:
         return taken
 
     async def explain_block(self, name: bytes, limit_s: float, rank: int = 0) -> BlockExplained:
-        """Return what a rank knows of a block, by the end of its key. Raise Unavailable without an engine, or where it
+        """Return what a rank knows of a block, by the end of its key. Raise Unavailable without an engine, or if it
         does not answer in time."""
         explained = await self._ask("explain block", lambda ticket: ExplainBlock(ticket, name, rank), limit_s)
         assert isinstance(explained, BlockExplained)
@@ -185,7 +185,7 @@ class EngineSupervisor:
         self, operation: EngineOperation, limit_s: float, *, name: str = "", path: str = "", level: int = 1
     ) -> str:
         """Have the engine do an operation; return why it was not done, or nothing. Raise Unavailable without an engine,
-        or where it does not answer in time: then it may still do it."""
+        or if it does not answer in time: then it may still do it."""
         if self.facts is None:
             raise Unavailable("the engine is starting")
         if operation not in self.facts.operations:

@@ -24,7 +24,7 @@ print(json.dumps([list(sys.version_info[:2]), lacking]))
 
 
 def check_vllm_python(setting: str) -> str:
-    """Return the absolute path of `vllm_python`. Blocks for some 50 ms. Raise ModelError, naming the setting, where it
+    """Return the absolute path of `vllm_python`. Blocks for some 50 ms. Raise ModelError, naming the setting, if it
     is not there, is no Python, is too old, or lacks a package."""
     python = str(Path(setting).absolute())
     where = f"worker.vllm_python is {python}"

@@ -21,9 +21,9 @@ class AskKvbm(Struct, frozen=True):
     payload: bytes
     """The request as `shared.messages.kvbm` encodes it."""
     attempt: int = 0
-    """`Submit.number` of the attempt that waits for a fetch; 0: there is none."""
+    """`Submit.number` of the attempt that waits for a fetch. 0 if there is none."""
     timeout_s: float = 0.0
-    """Seconds to wait for each answer; 0: the usual time."""
+    """Seconds to wait for each answer. 0 means the usual time."""
 
 
 class SaveBatch(Struct, frozen=True):
@@ -40,7 +40,7 @@ class LoadBatch(Struct, frozen=True):
     batch: int
     copies: Sequence[Copy]
     share: int = 0
-    """The share that they belong to; 0: they are in the pool."""
+    """The share that they belong to. 0 if they are in the pool."""
 
 
 class CancelBatch(Struct, frozen=True):
@@ -73,8 +73,8 @@ class LinkLost(HeadraceError):
 
 
 def unpack_slots(packed: bytes, pool_slots: int) -> list[int]:
-    """Return the slots that the kvbm named, of a pool with `pool_slots` slots. Raise LinkLost where the pool has no
-    such slots, or where one comes twice."""
+    """Return the slots that the kvbm named, of a pool with `pool_slots` slots. Raise LinkLost if the pool has no
+    such slots, or if one comes twice."""
     try:
         slots = unpack_tokens(packed)
     except ValueError as wrong:

@@ -67,7 +67,7 @@ class KvbmClient:
         self._link_changed = link_changed
         self._place_of = place_of
         self._kvbm = ""
-        """Instance id of the kvbm that is up; empty: none is."""
+        """Instance id of the kvbm that is up. Empty if none is."""
         self._trouble = ""
         """Why no kvbm is up."""
         self._trouble_s = 0.0
@@ -128,7 +128,7 @@ class KvbmClient:
 
     @property
     def missing(self) -> str:
-        """Why no blocks are exchanged; empty: they are, or are not to be."""
+        """Why no blocks are exchanged. Empty if they are, or are not to be."""
         if self._pool is None or self._link.kvbm:
             return ""
         return self._trouble or self._link.reason or "the engine has not attached yet"

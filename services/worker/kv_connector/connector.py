@@ -138,13 +138,13 @@ class KVConnector:
         self._state: Literal["detached", "quieting", "attaching", "attached"] = "detached"
         """Changed by `_enter` alone."""
         self._kvbm = ""
-        """Instance id of the kvbm that is up; empty: none is."""
+        """Instance id of the kvbm that is up. Empty if none is."""
         self._owner = ""
         """Name of the lock that this process holds in the pool's directory."""
         self._mapped = False
         """Whether the mover has slots."""
         self._most_discards = 0
-        """Most keys of one Discard, while attached; 0: the kvbm does not know Discard."""
+        """Most keys of one Discard, while attached. 0 if the kvbm does not know Discard."""
         self._try_s = 0.0
         """While detached: when to attach."""
         self._delay_s = BACK_OFF_FIRST_S
@@ -191,7 +191,7 @@ class KVConnector:
                 assert_never(command)
 
     def poll_copies(self, now_s: float, most_loaded: float = inf) -> None:
-        """Take up the copies that have ended, and what other engines share and read. Of loads take up batches until
+        """Take up the copies that have ended, and what other engines share and read. Take up batches of loads until
         they have `most_loaded` blocks; the others wait, in order."""
         if self._sharer is not None:
             if not self._paused:
@@ -252,7 +252,7 @@ class KVConnector:
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `step` or `poll_copies` will have something to do without any event. None: never, or when the mover's
+        """When `step` or `poll_copies` will have something to do without any event. None if never, or when the mover's
         descriptor is readable."""
         copies_s = self.mover.ends_s
         own_s: float | None = None
@@ -271,7 +271,7 @@ class KVConnector:
         return self._stats.changed
 
     def new_stats(self) -> Exchanged | None:
-        """Return what was exchanged since the engine started, or None where that is as it was at the last call."""
+        """Return what was exchanged since the engine started, or None if that is as it was at the last call."""
         return self._stats.new_totals()
 
     def pause(self, now_s: float) -> None:
@@ -332,7 +332,7 @@ class KVConnector:
         self._ask(AskKvbm(next(self._numbers), "attach", ATTACH.encode(attach)))
 
     def _finish_attach(self, attached: Attached, now_s: float) -> None:
-        """attaching → attached. Raise LinkLost where the pool is not as it must be."""
+        """attaching → attached. Raise LinkLost if the pool is not as it must be."""
         if attached.kvbm != self._kvbm or attached.layout != self._layout.digest or attached.blocks_per_request < 1:
             raise LinkLost(f"kvbm {self._kvbm} answered for {attached.kvbm}, layout {attached.layout}")
         if attached.slot_bytes < self._layout.kv.block_bytes:
@@ -479,7 +479,7 @@ class KVConnector:
             self._put_off(now_s)
 
     def validate(self) -> None:
-        """Raise AssertionError where the connector contradicts itself; call it between steps."""
+        """Raise AssertionError if the connector contradicts itself; call it between steps."""
         self._stores.validate()
         self._fetches.validate()
         assert self._state in ("detached", "quieting") or self._kvbm, "attached to no kvbm"
@@ -500,7 +500,7 @@ Answer = TypeVar("Answer")
 
 
 def _known(reply: Answer | KvbmRefused) -> Answer | KvbmRefused:
-    """Return the reply: a refusal is an answer. Raise LinkLost where the kvbm does not know this engine."""
+    """Return the reply: a refusal is an answer. Raise LinkLost if the kvbm does not know this engine."""
     if isinstance(reply, KvbmRefused) and reply.code == "unknown_owner":
         raise LinkLost(reply.reason)
     return reply

@@ -69,15 +69,15 @@ class _OpenFetch(Struct, eq=False):
     request: FetchRequest
     asked_s: float
     round_trip_s: float = 0.0
-    """Seconds to the first answer, or until it was clear that none would come; 0: neither yet."""
+    """Seconds to the first answer, or until it was clear that none would come. 0 if neither has happened yet."""
     ticket: int = 0
-    """0: not known yet, or released."""
+    """0 if not known yet, or released."""
     share: int = 0
-    """The share of another engine; 0: the kvbm is asked."""
+    """The share of another engine. 0 if the kvbm is asked."""
     shown: int = 0
     """Blocks that the kvbm's answers have named so far."""
     found: int = -1
-    """Blocks that the kvbm has, as its last answer says; -1: there was none."""
+    """Blocks that the kvbm has, as its last answer says. -1 if there was none."""
     unplaced: list[_Shown] = []
     """Shown blocks whose slots on the device are not known yet, in order."""
     batches: int = 0
@@ -119,7 +119,7 @@ class Fetches:
         self._owner = ""
         self._pool_slots = 0
         self._most_blocks = 0
-        """Most blocks of one Fetch; 0: closed."""
+        """Most blocks of one Fetch. 0 if closed."""
         self._queue: deque[FetchRequest] = deque()
         """Requests that were not sent yet; no longer than the scheduler looks ahead."""
         self._fetches: dict[int, _OpenFetch] = {}
@@ -200,7 +200,7 @@ class Fetches:
                 self._blocks.end_fetch(number, 0.0)
 
     def fetched(self, number: int, reply: Fetched | KvbmRefused | None, last: bool, now_s: float) -> Iterator[Action]:
-        """A Fetch was answered; `reply` is None where the answer did not come. Raise LinkLost where it does not fit.
+        """A Fetch was answered; `reply` is None if the answer did not come. Raise LinkLost if it does not fit.
 
         Yields each batch as soon as there is room for it, so that the first copies begin before there is room for the
         last.
@@ -265,7 +265,7 @@ class Fetches:
                 fetch.unplaced.append(shown)
 
     def _go_on(self, fetch: _OpenFetch) -> Iterator[Action]:
-        """Begin copies, as far as the device has room; settle the fetch where nothing more comes."""
+        """Begin copies, as far as the device has room; settle the fetch if nothing more comes."""
         while fetch.unplaced:
             shown = fetch.unplaced[0]
             count = len(shown.pool_slots)
@@ -327,7 +327,7 @@ class Fetches:
         return AskKvbm(next(self._numbers), "release", RELEASE.encode(Release(self._owner, ticket)))
 
     def validate(self) -> None:
-        """Raise AssertionError where the fetches contradict themselves."""
+        """Raise AssertionError if the fetches contradict themselves."""
         assert sum(not fetch.request.awaits for fetch in self._fetches.values()) <= FETCHES
         assert len(self._asked) + len(self._shares) <= MOST_ASKED
         if not self._most_blocks:
@@ -349,7 +349,7 @@ class Fetches:
 
 
 def _unpack_checksums(packed: bytes, count: int) -> list[int | None]:
-    """Return the checksums of `count` slots; None where there is none. Raise LinkLost."""
+    """Return the checksums of `count` slots; None if there is none. Raise LinkLost."""
     checksums = _unpack_numbers(packed, count, "checksums") if packed else [0] * count
     return [checksum or None for checksum in checksums]
 

@@ -50,7 +50,7 @@ class KvbmMetrics:
         "Blocks copied after a better path had failed, by its name and the reason",
         "[gpu.md](gpu.md) says what each path needs.")
     _differing = counter("headrace_kvbm_differing_blocks", "",
-        "Blocks that were loaded and differ from the pool's: a fault, looked for where kvbm.verify is set",
+        "Blocks that were loaded and differ from the pool's: a fault, looked for if kvbm.verify is set",
         "A fault: please report it.")
     _discarded = counter("headrace_kvbm_discarded_blocks", "",
         "Blocks that kvbm was asked to discard: damaged, or numbers computed with them were not finite",

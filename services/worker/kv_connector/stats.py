@@ -66,7 +66,7 @@ class TransferStats:
         return self._totals is not self._returned
 
     def new_totals(self) -> Exchanged | None:
-        """Return all sums, or None where they are as they were at the last call."""
+        """Return all sums, or None if they are as they were at the last call."""
         if not self.changed:
             return None
         self._returned = self._totals

@@ -59,7 +59,7 @@ class _Retry(Struct):
 
 class _Ending(Struct):
     committed: list[Content]
-    """The blocks of a Commit; none: it is an Abort."""
+    """The blocks of a Commit. None if it is an Abort."""
     tries: int
 
 
@@ -98,7 +98,7 @@ class Stores:
         self._owner = ""
         self._pool_slots = 0
         self._batch_blocks = 0
-        """Most blocks of one Store; 0: closed."""
+        """Most blocks of one Store. 0 if closed."""
         self._collected: list[Content] = []
         self._send_s = inf
         self._asked: dict[int, _AskedStore] = {}
@@ -164,7 +164,7 @@ class Stores:
         return self._under_way + self._batch_blocks <= self._most_blocks
 
     def step(self, now_s: float) -> list[Action]:
-        """Collect offered blocks, and ask for slots where there are enough blocks; before them for those that came too
+        """Collect offered blocks, and ask for slots if there are enough blocks; before them for those that came too
         late. Called after each step: it takes some 0.5 µs while nothing is offered."""
         actions: list[Action] = []
         while self._retries and not self._collected and self._has_room and not self._full:
@@ -190,7 +190,7 @@ class Stores:
         return AskKvbm(number, "store", STORE.encode(Store(self._owner, body)))
 
     def granted(self, number: int, reply: Granted | KvbmRefused) -> list[Action]:
-        """A Store was answered. Raise LinkLost where the answer does not fit it."""
+        """A Store was answered. Raise LinkLost if the answer does not fit it."""
         asked = self._asked.pop(number)
         self._under_way -= len(asked.blocks)
         if isinstance(reply, KvbmRefused) or not reply.ticket:
@@ -276,7 +276,7 @@ class Stores:
         return 0
 
     def validate(self) -> None:
-        """Raise AssertionError where the stores contradict themselves."""
+        """Raise AssertionError if the stores contradict themselves."""
         held = [slot for save in self._saves.values() for slot in save.device_slots]
         asked = sum(len(asked.blocks) for asked in self._asked.values())
         assert self._under_way == len(held) + asked

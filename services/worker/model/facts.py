@@ -88,7 +88,7 @@ def read_sampling(directory: Path, settings: SamplingConfig) -> SamplingDefaults
 
 def read_pooling(directory: Path) -> Pooling:
     """Return how sentence-transformers' files next to a model say that its embeddings are pooled: as the mean where no
-    file says anything; empty where they ask for what is not built here. Raise ModelError.
+    file says anything; empty if they ask for what is not built here. Raise ModelError.
 
     modules.json             [{"type": "sentence_transformers.models.Transformer", …}, …Pooling, …Normalize]
     1_Pooling/config.json    {"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true, …}

@@ -42,7 +42,7 @@ def check_files(directory: Path, most_bytes: int = 0) -> None:
 
 def digest_lora(directory: Path, given_up: threading.Event | None = None) -> str:
     """Return the SHA-256, in hexadecimal digits, of the names, sizes and contents of the two files. It reads them, so
-    it takes about a second for each GB. Raise ModelError where one is not there, cannot be read, is too large or is
+    it takes about a second for each GB. Raise ModelError if one is not there, cannot be read, is too large or is
     being written, or if `given_up` is set meanwhile."""
     digest = hashlib.sha256(b"headrace lora")
     try:

@@ -86,7 +86,7 @@ _NULL_SAYS = frozenset(
         *("attn_logit_softcapping", "final_logit_softcapping"),
     )
 )
-"""The settings in which null is a value. Of others it means that the file does not say it."""
+"""The settings in which null is a value. In others it means that the file does not say it."""
 
 
 class ModelConfig(Struct, frozen=True):

@@ -75,7 +75,7 @@ class LoraStore:
         place: Callable[[LoraLayers], LoraLayers] = lambda layers: layers,
     ) -> None:
         """Keep LoRAs of the model. `most_bytes` bounds all together, as float32. `place` moves one to the device; it
-        raises ModelError where there is no room."""
+        raises ModelError if there is no room."""
         self._config = config
         self._most_rank = most_rank
         self._most_bytes = most_bytes
@@ -88,7 +88,7 @@ class LoraStore:
         return sum(_size_bytes(layers) for layers in self._loaded.values())
 
     def load(self, name: str, directory: Path) -> None:
-        """Load a LoRA. Raise ModelError where it cannot be served."""
+        """Load a LoRA. Raise ModelError if it cannot be served."""
         if name in self._loaded:
             raise ModelError(f"{name} is loaded already")
         left_bytes = self._most_bytes - self.size_bytes
@@ -99,7 +99,7 @@ class LoraStore:
         self._loaded[name] = self._place(read)
 
     def unload(self, name: str) -> None:
-        """Free a LoRA. Raise ModelError where it is not loaded."""
+        """Free a LoRA. Raise ModelError if it is not loaded."""
         if self._loaded.pop(name, None) is None:
             raise ModelError(f"no LoRA {name} is loaded")
 
@@ -119,7 +119,7 @@ class LoraStore:
 
 
 def operate_loras(store: LoraStore, operation: str, name: str, path: str) -> str:
-    """Load or unload a LoRA; return why it was not done, empty where it was."""
+    """Load or unload a LoRA; return why it was not done, empty if it was."""
     try:
         if operation == "load_lora":
             store.load(name, Path(path))

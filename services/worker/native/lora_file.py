@@ -84,7 +84,7 @@ LoraLayers = tuple[Mapping[str, LoraPair], ...]
 
 def read_lora(directory: Path, config: ModelConfig, *, most_rank: int, most_bytes: int) -> LoraLayers:
     """Read a LoRA of the model. The arrays are copies in float32, so the files may go. Raise ModelError that names the
-    file and the field or tensor, also where it has a rank above `most_rank` or takes more than `most_bytes`."""
+    file and the field or tensor, also if it has a rank above `most_rank` or takes more than `most_bytes`."""
     if not (directory / TENSORS).exists() and (directory / "adapter_model.bin").exists():
         raise ModelError(f"{directory / 'adapter_model.bin'}: a pickle, which may run code; save it as {TENSORS}")
     path = directory / CONFIG
@@ -214,7 +214,7 @@ def _modules(file: TensorFile, config: ModelConfig) -> list[_Module]:
 
 
 def _check_target(path: Path, settings: _Json, module: _Module) -> None:
-    """Raise ModelError where the settings contradict that the module has a LoRA."""
+    """Raise ModelError if the settings contradict that the module has a LoRA."""
     targets, layers = settings.target_modules, settings.layers_to_transform
     if isinstance(targets, list) and not any(f".{module.name}".endswith(f".{target}") for target in targets):
         raise ModelError(f"{path}: target_modules does not name {module.name}, which has tensors")

@@ -81,7 +81,7 @@ def prepare(
 
 
 def check_source(source: Path, cache: Path) -> None:
-    """Check the heads of the files and raise ModelError where `prepare` would. Nothing that it writes stays."""
+    """Check the heads of the files and raise ModelError if `prepare` would. Nothing that it writes stays."""
     if source.is_dir():
         _checkpoint(source)
         return

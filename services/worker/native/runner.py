@@ -114,7 +114,7 @@ class NativeRunner:
         return step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
-        """Do an operation that the facts name, between steps; return why it was not done, empty where it was.
+        """Do an operation that the facts name, between steps; return why it was not done, empty if it was.
 
         Sleep gives the memory of the KV pages back to the system, at level 2 also that of the weights. The mapped file
         of the weights is host memory already, so level 1 keeps it.

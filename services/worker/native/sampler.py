@@ -110,7 +110,7 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
     """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask.
 
-    Only masks of grammars and of allowed tokens are as long as the vocabulary. Of all other rows the barred ids go to
+    Only masks of grammars and of allowed tokens are as long as the vocabulary. The barred ids of all other rows go to
     the device, in one array.
     """
     vocab = logits.shape[1]

@@ -67,7 +67,7 @@ class AwaitIdle(Struct, frozen=True):
     """Wait until no attempt runs, and hand those back that take too long; then call `on_idle`."""
 
     lora: str = ""
-    """Wait for the attempts with this LoRA only; empty: for all."""
+    """Wait for the attempts with this LoRA only. Empty means for all."""
 
 
 class ReadLora(Struct, frozen=True):
@@ -157,7 +157,7 @@ class Operations:
     # --- an operation from outside
 
     def refusal(self, asked: OperateWorker) -> str:
-        """Return why an operation cannot begin; empty: it can."""
+        """Return why an operation cannot begin. Empty if it can."""
         why = self._refusal(asked)
         return f"{asked.operation}: {why}" if why else ""
 
@@ -195,7 +195,7 @@ class Operations:
                 return "" if self._id_of(asked.name) else f"there is no LoRA {asked.name[:128]!r}"
 
     def _id_of(self, name: str) -> str:
-        """Return the id of the LoRA with a name; empty: there is none."""
+        """Return the id of the LoRA with a name. Empty if there is none."""
         return next((each for each in self.loras if name_of_lora(each) == name), "")
 
     def _lora_fault(self, asked: OperateWorker) -> str:
@@ -355,7 +355,7 @@ class Operations:
         return [AnnounceState(), *answer, *(self._restore() if self._restore_due else [])]
 
     def validate(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state contradicts itself."""
         assert len(self.loras) <= MOST_LORAS
         assert set(self.shown_loras) <= self.loras.keys()
         assert self.running is None or not self._restoring

@@ -139,7 +139,7 @@ class Operator:
         self._put(self._operations.begin(asked))
 
     def _refusal(self, asked: OperateWorker) -> str:
-        """Return why an operation cannot begin; empty: it can."""
+        """Return why an operation cannot begin. Empty if it can."""
         if self._asked is not None:  # it may be done, and wait until discovery has the card
             return f"{asked.operation}: {self._asked[1]} is running; try again when it has ended"
         return self._operations.refusal(asked)
@@ -212,7 +212,7 @@ class Operator:
         )
 
     async def _changed(self, action: AskEngine) -> str:
-        """Return why the files of a LoRA are not those of its id; empty: they are."""
+        """Return why the files of a LoRA are not those of its id. Empty if they are."""
         try:
             digest = await _digest(action.path)
         except ModelError as wrong:
@@ -221,7 +221,7 @@ class Operator:
         return "" if same else f"path: the files of {action.path} have changed"
 
     async def _await_idle(self, lora: str) -> str:
-        """Return what still runs after all limits; empty: nothing does."""
+        """Return what still runs after all limits. Empty if nothing does."""
         if await self.idle_within(self._drain_s, lora):
             return ""
         late = self._attempts.running_with(lora)

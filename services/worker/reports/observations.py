@@ -37,7 +37,7 @@ class EngineObservations:
     _waiting = gauge("headrace_rank_queued_requests", "rank",
         "Attempts waiting at a rank", "As `headrace_queued_requests`.")
     _step_s = gauge("headrace_rank_step_seconds", "rank",
-        "Seconds of a step of a rank that only decodes, lately; 0: not measured yet",
+        "Seconds of a step of a rank that only decodes, lately. 0 if not measured yet",
         "One rank far above the others: its GPU is slow.")
     _hit_rate = gauge("headrace_rank_hit_rate", "rank",
         "Share of prompt tokens that a rank of vLLM found in its prefix cache, since the engine started",
@@ -118,7 +118,7 @@ class OwnSeries(Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.text = ""
-        """Prometheus's text; empty: there are none."""
+        """Prometheus's text. Empty if there are none."""
         register_metrics(self, registry)
         self._logged = False
         registry.register(self)

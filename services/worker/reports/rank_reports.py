@@ -49,7 +49,7 @@ class RankReports:
 
     @property
     def rank_loads(self) -> list[RankLoad]:
-        """The load of each rank; empty where there is one only, as the sums say it all."""
+        """The load of each rank; empty if there is one only, as the sums say it all."""
         if len(self._last) < 2:
             return []
         return [

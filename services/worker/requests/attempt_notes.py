@@ -24,7 +24,7 @@ def refused(reply: Refused) -> str:
 
 
 def ended(part: Part) -> str:
-    """Return the note of an attempt that ended before its answer was complete; empty: it was complete."""
+    """Return the note of an attempt that ended before its answer was complete. Empty if it was complete."""
     match part.finish:
         case "error":
             return f"ended with an error after {part.first} tokens: {part.error}"

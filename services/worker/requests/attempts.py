@@ -6,7 +6,7 @@
                         ▼         │ (sent to the engine once)
                      cancelled ───┘ ends by the engine's part, as the others do
 
-Living attempts are bounded in number, and in tokens that wait for their first part; where there are more, new ones are
+Living attempts are bounded in number, and in tokens that wait for their first part; if there are more, new ones are
 refused as overloaded. The latest few thousand ended attempts are remembered, so that a repeated Generate is accepted
 again and computed once. So are unknown attempts that were cancelled, so that a Generate which its Cancel overtook
 computes nothing.
@@ -59,7 +59,7 @@ class Attempts:
         self.draining = False
         """Whether new attempts are refused because the worker shuts down."""
         self.closed = ""
-        """Why new attempts are refused at an operator's wish; empty: they are not."""
+        """Why new attempts are refused at an operator's wish. Empty if they are not."""
         self.loras: tuple[str, ...] = ()
         """The LoRAs that attempts may ask for."""
 
@@ -133,7 +133,7 @@ class Attempts:
         return parts
 
     def oldest_unbegun_s(self, now_s: float) -> float:
-        """Return the age of the attempt that has waited longest for its first part; 0 where none waits."""
+        """Return the age of the attempt that has waited longest for its first part; 0 if none waits."""
         waiting = (living.admitted_s for living in self._living.values() if living.unbegun_tokens)
         return max(0.0, now_s - next(waiting, now_s))
 
@@ -202,7 +202,7 @@ class Attempts:
             self._ended.popitem(last=False)
 
     def validate(self) -> None:
-        """Raise AssertionError where the attempts contradict themselves."""
+        """Raise AssertionError if the attempts contradict themselves."""
         assert len(self._living) <= self._most_living
         assert len(self._ended) <= self._most_remembered
         assert self._living.keys().isdisjoint(self._ended)

@@ -83,7 +83,7 @@ class FrameLog:
         return list(self._rings)
 
     def next_unsent(self, frontend: str) -> bytes | None:
-        """Return the next frame to publish; None: all were sent."""
+        """Return the next frame to publish. None if all were sent."""
         ring = self._rings.get(frontend)
         if ring is None or ring.unsent == ring.next:
             return None
@@ -96,7 +96,7 @@ class FrameLog:
 
     def rewind(self, frontend: str, first: int) -> tuple[int, int, int]:
         """Mark the frames from `first` on as unsent. Return (epoch, the first that is still kept, the next new one).
-        Where nothing is kept for the frontend, the epoch of its next frame is at least the returned one."""
+        If nothing is kept for the frontend, the epoch of its next frame is at least the returned one."""
         ring = self._rings.get(frontend)
         if ring is None:
             return self._epoch, 0, 0
@@ -122,7 +122,7 @@ class FrameLog:
         return ring
 
     def validate(self) -> None:
-        """Raise AssertionError where the log contradicts itself."""
+        """Raise AssertionError if the log contradicts itself."""
         assert len(self._rings) <= self._most_frontends
         for ring in self._rings.values():
             assert 1 <= ring.epoch <= self._epoch

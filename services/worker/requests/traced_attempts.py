@@ -112,6 +112,6 @@ class TracedAttempts:
         return self._ids.finished_below(traced.parent, name, start_ns, end_ns, attributes=attributes, error=error)
 
     def validate(self) -> None:
-        """Raise AssertionError where the attempts contradict themselves."""
+        """Raise AssertionError if the attempts contradict themselves."""
         assert {id(one) for one in self._living.values()} == {id(one) for one in self._numbers.values()}
         assert all(number == traced.number for number, traced in self._numbers.items())

@@ -27,7 +27,7 @@ _MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 
 def find_fault(generate: Generate, facts: Ready) -> str:
-    """Return why the Generate cannot be computed here, beginning with the field; empty: it can."""
+    """Return why the Generate cannot be computed here, beginning with the field. Empty if it can."""
     return _envelope(generate, facts) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
 
 

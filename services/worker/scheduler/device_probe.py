@@ -54,7 +54,7 @@ class DeviceProbe:
 
     def end(self, drawn: Drawn | None) -> None:
         """The probe was computed. Where its numbers are finite, the failed sequences were at fault. Raise ModelError
-        where they are not."""
+        if they are not."""
         assert drawn is not None
         self.work = None
         if drawn.suspect and self.due:  # a token that a sequence drew in this step proves as much as a good probe

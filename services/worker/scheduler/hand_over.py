@@ -44,7 +44,7 @@ class HandOvers:
         self._storing[sequence.name] = sequence, min(now_s + patience_s, sequence.deadline_s)
 
     def pop(self, name: tuple[str, int]) -> Sequence | None:
-        """Remove an attempt that was cancelled; return None where it is not here."""
+        """Remove an attempt that was cancelled; return None if it is not here."""
         sequence, _ = self._storing.pop(name, (None, 0.0))
         return sequence
 
@@ -70,5 +70,5 @@ class HandOvers:
         return min((until_s for _, until_s in self._storing.values()), default=inf)
 
     def validate(self) -> None:
-        """Raise AssertionError where one of them holds blocks."""
+        """Raise AssertionError if one of them holds blocks."""
         assert not any(sequence.blocks for sequence, _ in self._storing.values())

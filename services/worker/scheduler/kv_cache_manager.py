@@ -92,7 +92,7 @@ class KVCacheManager:
 
     def grow(self, sequence: Sequence) -> bool:
         """Give the sequence one more blank block, if need be one that is held for a sequence that waits for the kvbm.
-        Return False where there is none."""
+        Return False if there is none."""
         while not self._pool.available:
             if not self.onboarding.reclaim():
                 return False
@@ -160,7 +160,7 @@ class KVCacheManager:
         self.changes += 1
 
     def allocate_block(self) -> int | None:
-        """Return a blank block that belongs to no sequence, or None where none is available."""
+        """Return a blank block that belongs to no sequence, or None if none is available."""
         if not self._pool.available:
             return None
         [slot], evicted = self._pool.allocate(1)
@@ -212,7 +212,7 @@ class KVCacheManager:
 
     def begin_load(self, number: int, first: int, count: int, _found: int) -> list[int]:
         """Return device slots for blocks first … first + count - 1 of fetch `number`, leading ones only. They are
-        fewer, or none, where there is no room, where the fetch was abandoned, or where a block before them got no
+        fewer, or none, if there is no room, if the fetch was abandoned, or if a block before them got no
         slot. How many the kvbm has in all does not matter here."""
         slots, evicted = self.onboarding.begin_load(number, first, count, self._holders)
         self._evicted(evicted, "a block from the kvbm")
@@ -237,7 +237,7 @@ class KVCacheManager:
     def end_fetch(self, number: int, round_trip_s: float) -> None:
         """Nothing more comes for fetch `number`, and all its loads have ended. Called exactly once for each fetch.
         `round_trip_s` is the time from the question to the kvbm's first answer, or until no answer was awaited any
-        longer; 0: not known."""
+        longer. 0 if not known."""
         self.onboarding.end_fetch(number, round_trip_s)
         self.changes += 1
 
@@ -251,7 +251,7 @@ class KVCacheManager:
         return self.offloading.offers(most)
 
     def pin(self, keys: Seq[ContentKey]) -> list[int | None]:
-        """Return the device slots with these blocks, each held for a copy until `unpin`. None: the block was evicted,
+        """Return the device slots with these blocks, each held for a copy until `unpin`. None if the block was evicted,
         or its room is needed."""
         return self.offloading.pin(keys, self._holders)
 
@@ -354,7 +354,7 @@ class KVCacheManager:
         return self._pool.statistics()
 
     def validate(self, running: Seq[Sequence], others: Iterable[int]) -> None:
-        """Raise AssertionError where the blocks contradict themselves. O(everything). `running` are the sequences that
+        """Raise AssertionError if the blocks contradict themselves. O(everything). `running` are the sequences that
         hold blocks, `others` the slots of `allocate_block`."""
         self._pool.validate()
         self.onboarding.validate()

@@ -137,7 +137,7 @@ class Offloading:
         return offers
 
     def pin(self, keys: Sequence[ContentKey], reserve: int) -> list[int | None]:
-        """Return the slots of these blocks, held for copies. None: the block was evicted, or with it fewer than
+        """Return the slots of these blocks, held for copies. None if the block was evicted, or with it fewer than
         `reserve` blocks would be left to allocate."""
         slots: list[int | None] = []
         for key in keys:
@@ -197,7 +197,7 @@ class Offloading:
         return list(self._pins)
 
     def validate(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state contradicts itself."""
         assert self.queues == (self._enabled and self._offload == "filled")
         assert self.queues or not self._queue
         assert self.queues or not self._shared

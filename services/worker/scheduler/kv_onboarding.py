@@ -92,7 +92,7 @@ class Onboarding:
     """Fetches of one engine's waiting sequences."""
 
     def __init__(self, pool: BlockPool, *, block_size: int, look_ahead: int, wait_s: float) -> None:
-        """`look_ahead` bounds the fetches, `wait_s` how long each waits; 0: as long as computing would take."""
+        """`look_ahead` bounds the fetches, `wait_s` how long each waits. 0 means as long as computing would take."""
         self._pool = pool
         self._block_size = block_size
         self._look_ahead = look_ahead
@@ -213,7 +213,7 @@ class Onboarding:
 
     def reclaim(self, *, prefetches_only: bool = False) -> bool:
         """Abandon the last fetch that holds blocks, prefetches first, since a running sequence needs them. Return False
-        where no fetch holds any."""
+        if no fetch holds any."""
         for fetch in (*reversed(self._prefetches()), *([] if prefetches_only else reversed(self._waiting()))):
             if fetch.held:
                 self._abandon(fetch)
@@ -294,7 +294,7 @@ class Onboarding:
         return stored
 
     def end_fetch(self, number: int, round_trip_s: float) -> None:
-        """Nothing more comes; `round_trip_s` is 0 where it is not known."""
+        """Nothing more comes; `round_trip_s` is 0 if it is not known."""
         fetch = self._fetches.pop(number)
         self._abandoned.discard(number)
         assert fetch.state != "queued", f"fetch {number} ends before it began"
@@ -381,7 +381,7 @@ class Onboarding:
         return [fetch.held or fetch.slots[fetch.landed :] for fetch in self._fetches.values()]
 
     def validate(self) -> None:
-        """Raise AssertionError where the state contradicts itself. O(everything)."""
+        """Raise AssertionError if the state contradicts itself. O(everything)."""
         assert self.enabled or not (self._waiting() or self._prefetches()), "a fetch waits though there is no kvbm"
         assert len(self._prefetches()) <= MOST_EXPECTED
         assert len(self._running_prefetches()) <= PREFETCHES

@@ -39,7 +39,7 @@ class QueueClock:
         self._since_s = 0.0
 
     def set(self, cause: Cause | None, now_s: float) -> None:
-        """From now on the queue waits for this; None: for nothing that has a clock, such as the step under way."""
+        """From now on the queue waits for this. None means for nothing that has a clock, such as the step under way."""
         self._advance(now_s)
         self._cause = None if cause is None else CAUSES.index(cause)
 

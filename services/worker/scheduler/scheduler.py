@@ -74,7 +74,7 @@ class Scheduler:
         self.loras: set[str] = set()
         """Ids of the loaded LoRAs. Attempts with another one are refused."""
         self.closed = ""
-        """Why all new attempts are refused, and the device is not probed; empty: neither."""
+        """Why all new attempts are refused, and the device is not probed. Empty if neither is so."""
         self.kv_cache = KVCacheManager(limits)
         """The blocks of the device, which the KV connector uses, too."""
         self._onboarding = self.kv_cache.onboarding
@@ -106,7 +106,7 @@ class Scheduler:
         self._step: list[Sequence] | None = None
         self._step_began_s = 0.0
         self._stalled_at: int | None = None
-        """The KV cache manager's `changes` when a step could compute nothing; None: the last step did, or a command
+        """The KV cache manager's `changes` when a step could compute nothing. None if the last step did, or a command
         came since. While that number stays, all sequences wait for the kvbm, or for blocks that copies hold."""
         self._outcome = Outcome()
 
@@ -204,7 +204,7 @@ class Scheduler:
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
         """End the step: it was computed, with one entry of `drawn` per work. Return all that happened since the last
-        call. Raise ModelError where the device is found to be broken."""
+        call. Raise ModelError if the device is found to be broken."""
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
@@ -244,7 +244,7 @@ class Scheduler:
     @property
     def wait_until_s(self) -> float | None:
         """When `schedule` has something to do though no step is due: an attempt's time is over, or a sequence has
-        waited long enough for the kvbm. None: never."""
+        waited long enough for the kvbm. None means never."""
         earliest_end_s = self._earliest_end_s if self._living else _NEVER
         until_s = min(earliest_end_s, self._onboarding.until_s, self.hand_overs.until_s)
         return None if until_s == _NEVER else until_s
@@ -325,7 +325,7 @@ class Scheduler:
             self._step.append(sequence)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a decoding sequence one more block; if need be, preempt the lowest ranked ones. Return False where that
+        """Give a decoding sequence one more block; if need be, preempt the lowest ranked ones. Return False if that
         was the sequence itself: copies hold the other blocks, or it has ended, since it fills the device alone."""
         while not self.kv_cache.grow(sequence):
             lowest = self._running[-1]
@@ -483,7 +483,7 @@ class Scheduler:
     # --- ends
 
     def _unfit(self, sequence: Sequence) -> str:
-        """Return why a new sequence cannot be computed; empty: it can."""
+        """Return why a new sequence cannot be computed. Empty if it can."""
         limits, length = self._limits, len(sequence.tokens)
         if self.closed:
             return self.closed
@@ -532,7 +532,7 @@ class Scheduler:
         self._outcome.add_boundary(sequence.frontend, sequence.last_part(finish, error, embedding))
 
     def validate(self) -> None:
-        """Raise AssertionError where the scheduler contradicts itself. O(everything); call it between steps."""
+        """Raise AssertionError if the scheduler contradicts itself. O(everything); call it between steps."""
         self.kv_cache.validate(self._running, self._probe.slots)
         self._queue.validate()
         self.hand_overs.validate()

@@ -51,7 +51,7 @@ class Sequence:
     arrived_s: float
     deadline_s: float
     begin_by_s: float
-    """When its wait for admission ends; infinite where only its deadline ends the wait, or where it was admitted."""
+    """When its wait for admission ends; infinite if only its deadline ends the wait, or if it was admitted."""
     due_s: float
     """When its next token is due: at its arrival, or, where only a prompt is computed, after the time that its prompt
     would take alone; before all that begin, where it goes on with an answer."""
@@ -72,7 +72,7 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens found in the cache by the time the first token was drawn."""
     onboarding_s: float | None = None
-    """When it began to wait for blocks that were then asked of the kvbm; None: it did not."""
+    """When it began to wait for blocks that were then asked of the kvbm. None if it did not."""
     begun: bool = False
     """A token was drawn in this attempt, so that `cached_tokens` is final."""
     cached_host_tokens: int = 0
@@ -162,7 +162,7 @@ class Sequence:
         return self.keys[: (len(self.tokens) - 1) // self.block_size]
 
     def count_cached(self, first: int) -> None:
-        """Count blocks first … stored - 1 as found in the cache. Of a continuation only the prompt's tokens count."""
+        """Count blocks first … stored - 1 as found in the cache. Only the prompt's tokens of a continuation count."""
         size, prompt = self.block_size, self.prompt_tokens
         self.cached_tokens += min(self.stored * size, prompt) - min(first * size, prompt)
         if self.loaded:

@@ -55,7 +55,7 @@ class StepBudget:
         return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * step_s)))
 
     def expected_s(self, tokens: int, sequences: int) -> float:
-        """Return the seconds that a step of `tokens` tokens of `sequences` will take, by those before it; 0: not
+        """Return the seconds that a step of `tokens` tokens of `sequences` will take, by those before it. 0 if not
         known."""
         prefill_s = tokens / self.tokens_per_s if tokens > sequences else 0.0
         return max(self.throughput.step_s, prefill_s)

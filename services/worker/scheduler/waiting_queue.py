@@ -28,7 +28,7 @@ class WaitingQueue:
         self._clock = QueueClock()
 
     def refusal(self, tokens: int) -> str:
-        """Return why a new sequence of `tokens` tokens may not wait; empty: it may. An empty queue takes one of any
+        """Return why a new sequence of `tokens` tokens may not wait. Empty if it may. An empty queue takes one of any
         length, and a sequence that waits again is always taken."""
         if len(self.sequences) >= self._most_sequences:
             return f"overloaded: {len(self.sequences)} attempts wait"
@@ -49,7 +49,7 @@ class WaitingQueue:
         self.tokens -= sequence.uncomputed
 
     def set_cause(self, cause: Cause | None, now_s: float) -> None:
-        """The head of the queue waits for this from now on; None: for nothing that has a clock."""
+        """The head of the queue waits for this from now on. None means for nothing that has a clock."""
         self._clock.set(cause, now_s)
 
     def waited_s(self, sequence: Sequence, now_s: float) -> WaitTimes:
@@ -57,7 +57,7 @@ class WaitingQueue:
         return self._clock.since(sequence.queued_at, now_s)
 
     def validate(self) -> None:
-        """Raise AssertionError where the queue contradicts itself. O(sequences)."""
+        """Raise AssertionError if the queue contradicts itself. O(sequences)."""
         assert sorted(self.sequences, key=rank_of) == self.sequences
         assert self.tokens == sum(sequence.uncomputed for sequence in self.sequences)
         for sequence in self.sequences:

@@ -64,11 +64,11 @@ class _Link(Struct, eq=False):
 
     reader: PageReader
     mover: TransferMover | None = None
-    """None: the sharer's memory is not mapped."""
+    """None if the sharer's memory is not mapped."""
     queued: list[tuple[int, Sequence[ContentKey]]] = field(default_factory=list)
     """Shares to ask for once it is."""
     shares: dict[int, float] = field(default_factory=dict)
-    """Number of each share that is not released → when its sharer has been silent too long; 0: no further answer is
+    """Number of each share that is not released → when its sharer has been silent too long. 0 if no further answer is
     awaited."""
     batches: dict[int, int] = field(default_factory=dict)
     """Batch of copies under way → its share."""

@@ -27,7 +27,7 @@ class DevicePages:
 
     def __init__(self, size_bytes: int, device: int) -> None:
         """Allocate the memory; `size_bytes` is rounded up to whole pages. Raise DeviceMemoryExhausted; DeviceFailed,
-        also where this GPU has no such memory."""
+        also if this GPU has no such memory."""
         use_device(device)
         self._driver = Driver()
         self._driver.check_descriptors(device)

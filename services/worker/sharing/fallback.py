@@ -1,4 +1,4 @@
-"""Memory for an engine's blocks that others can map, where there is such memory; otherwise the engine shares
+"""Memory for an engine's blocks that others can map, if there is such memory; otherwise the engine shares
 nothing."""
 
 from __future__ import annotations

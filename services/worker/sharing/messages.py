@@ -65,7 +65,7 @@ class Import(Struct, frozen=True, tag="import"):
     """The name of the reader's kernel lock (`shared.pool.lock`), which proves its death."""
     wanted: SharingIdentity
     generation: int = 0
-    """The generation that the reader expects; 0: any."""
+    """The generation that the reader expects. 0 means any."""
 
 
 class AskSlots(Struct, frozen=True, tag="borrow"):
@@ -107,7 +107,7 @@ class NotShared(Struct, frozen=True, tag="refused"):
     code: RefusalCode
     reason: str
     number: int = -1
-    """The share that was refused; -1: the import."""
+    """The share that was refused. -1 means the import."""
 
 
 class SlotsShared(Struct, frozen=True, tag="lent"):

@@ -11,7 +11,7 @@ MOST_REGIONS = 4096
 
 
 def check_import(asked: Import, identity: SharingIdentity, generation: int) -> None:
-    """Raise SharingRefused where this memory is not what the reader asks for."""
+    """Raise SharingRefused if this memory is not what the reader asks for."""
     if asked.protocol != PROTOCOL:
         raise SharingRefused("protocol", f"protocol {asked.protocol}, here {PROTOCOL}")
     _check_same(asked.wanted, identity)
@@ -20,7 +20,7 @@ def check_import(asked: Import, identity: SharingIdentity, generation: int) -> N
 
 
 def check_offer(offer: Offer, asked: Import, own: BlockShape, descriptors: int, sharer: str) -> None:
-    """Raise SharingRefused where an offer is not what was asked for, or its blocks are not shaped like our own."""
+    """Raise SharingRefused if an offer is not what was asked for, or its blocks are not shaped like our own."""
     if offer.protocol != PROTOCOL:
         raise SharingRefused("protocol", f"protocol {offer.protocol}, here {PROTOCOL}")
     if offer.owner != sharer:

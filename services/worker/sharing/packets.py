@@ -48,7 +48,7 @@ def _made_ns(path: Path) -> int:
 
 
 def listening(path: Path) -> socket.socket:
-    """Return a listening socket at a path where there is none. Raise OSError."""
+    """Return a listening socket at a path if there is none. Raise OSError."""
     made = _new_socket()
     try:
         with ExitStack() as opened:
@@ -91,7 +91,7 @@ def send(connection: socket.socket, packet: bytes, descriptors: Sequence[int] = 
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Return the next packet and its descriptors, which are the caller's; None: none is there yet.
+    """Return the next packet and its descriptors, which are the caller's. None if none is there yet.
 
     Raise ConnectionEnded, and ProtocolError for a packet that is too long or has too many descriptors.
     """

@@ -64,7 +64,7 @@ class PageReader:
         `own` is the shape of one's own blocks. Raise Unavailable if no sharer listens.
         """
         self.theirs: BlockShape | None = None
-        """Where the sharer's blocks are mapped; None: they are not."""
+        """Where the sharer's blocks are mapped. None if they are not."""
         self.ended = ""
         """Why nothing more is shared; empty while it is."""
         self.closing = False
@@ -178,7 +178,7 @@ class PageReader:
         self._generation = offer.generation
 
     def _asked_for(self, number: int) -> bool:
-        """Return whether the share is not released. Raise ProtocolError where there was none."""
+        """Return whether the share is not released. Raise ProtocolError if there was none."""
         if number > self._newest:
             raise ProtocolError(f"an answer about share {number}, which was not asked for")
         return number in self._shares

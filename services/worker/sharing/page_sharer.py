@@ -107,7 +107,7 @@ class PageSharer:
         self._watches: dict[str, LockWatch] = {}
         self._now_s = 0.0
         self._accept_s: float | None = None
-        """When to accept connections again; None: now."""
+        """When to accept connections again. None means now."""
         self.unaccepted = RateLimitedLog(clock=lambda: self._now_s)
 
     def fileno(self) -> int:
@@ -138,7 +138,7 @@ class PageSharer:
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` has something to do without any event; None: never."""
+        """When `turn` has something to do without any event. None means never."""
         return self._accept_s
 
     def watch(self) -> None:
@@ -285,7 +285,7 @@ class PageSharer:
             watch.close()
 
     def _sweep(self) -> None:
-        """Delete the sockets of sharers that are dead. Raise OSError where that cannot be seen."""
+        """Delete the sockets of sharers that are dead. Raise OSError if that cannot be seen."""
         for path in self._path.parent.iterdir():
             watch = LockWatch.of(self._directory, path.name)
             if watch is None:

@@ -70,7 +70,7 @@ class Reader(Struct):
     """A process that has mapped this process's memory."""
 
     connection: int | None
-    """None: its connection is closed, and it may still read."""
+    """None if its connection is closed, and it may still read."""
     shares: dict[int, SlotShare] = field(default_factory=dict)
     """The shares by their numbers."""
 
@@ -114,7 +114,7 @@ class Shares:
         return slots
 
     def open_share(self, connection: int, number: int, keys: Sequence[ContentKey], now_s: float) -> None:
-        """Begin a share of these blocks, none of which is shared yet. Raise SharingRefused where it would be too
+        """Begin a share of these blocks, none of which is shared yet. Raise SharingRefused if it would be too
         much."""
         owner = self._owners[connection]
         shares = self._readers[owner].shares
@@ -207,7 +207,7 @@ class Shares:
         return [slot for share in reader.shares.values() for slot in share.slots]
 
     def validate(self) -> None:
-        """Raise AssertionError where the shares contradict themselves."""
+        """Raise AssertionError if the shares contradict themselves."""
         shares = [share for reader in self._readers.values() for share in reader.shares.values()]
         assert self.blocks == sum(len(share.keys) for share in shares) <= self.limits.blocks
         assert all(len(share.slots) <= len(share.keys) for share in shares)

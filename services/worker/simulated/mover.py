@@ -75,7 +75,7 @@ class SimulatedMover:
         self._loads.clear()
 
     def validate(self) -> None:
-        """Raise AssertionError where the mover contradicts itself. O(batches)."""
+        """Raise AssertionError if the mover contradicts itself. O(batches)."""
         now_s = self._clock()
         assert self._slots is not None or not (self._saves or self._loads)
         for loads, line in ((True, self._loads), (False, self._saves)):

@@ -120,7 +120,7 @@ def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
 
 
 def read_times(config: SimulatedConfig) -> Table | None:
-    """Return the table of measured times, or None where the formula is used. Raise ConfigError."""
+    """Return the table of measured times, or None if the formula is used. Raise ConfigError."""
     if not config.table:
         return None
     try:

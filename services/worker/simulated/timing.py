@@ -44,7 +44,7 @@ class Timing:
         self._table = table
 
     def step_s(self, works: Sequence[Work]) -> float:
-        """Return the seconds of a step; 0 where nothing is computed."""
+        """Return the seconds of a step; 0 if nothing is computed."""
         if not works:
             return 0.0
         step = _Totals(works)
@@ -128,7 +128,7 @@ class _Grid:
     above it the last slope goes on."""
 
     def __init__(self, points: Sequence[Point], name: str) -> None:
-        """Raise ValueError where the points are no complete grid."""
+        """Raise ValueError if the points are no complete grid."""
         self._seconds = {(x, y): seconds for x, y, seconds in points}
         self._xs = sorted({x for x, _, _ in points})
         self._ys = sorted({y for _, y, _ in points})

@@ -31,7 +31,7 @@ ANYWHERE: int = runtime.memcpyDefault
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Raise DeviceFailed for errors of CUDA and its driver, and where CuPy finds no memory."""
+    """Raise DeviceFailed for errors of CUDA and its driver, and if CuPy finds no memory."""
     try:
         yield
     except ERRORS as wrong:

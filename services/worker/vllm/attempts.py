@@ -104,7 +104,7 @@ class AttemptTable:
             self._end(key, attempt, reason, error, tokens, logprobs, embedding)
 
     def prompt_part(self, key: str, prompt: PromptLogprobs) -> Outcome:
-        """Return an outcome that has nothing but some of an attempt's prompt log probabilities; it is empty where the
+        """Return an outcome that has nothing but some of an attempt's prompt log probabilities; it is empty if the
         attempt has ended."""
         outcome, attempt = Outcome(), self._attempts.get(key)
         if attempt is not None:

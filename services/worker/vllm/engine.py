@@ -113,7 +113,7 @@ class VllmEngine:
         """Rank → its link to the kvbm."""
         self._shown_link = KvbmLink(kvbm="")
         self._sleep_level = 0
-        """Level at which the engine sleeps; 0: it is awake."""
+        """Level at which the engine sleeps. 0 if it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._prober = Prober(llm, self._config.health, pooling=self._pooling, report=channel.send)
         self._metrics = metrics

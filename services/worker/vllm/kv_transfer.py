@@ -18,7 +18,7 @@ LINK = "link"
 
 
 def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
-    """Return the fields of vLLM's KVTransferConfig; None: no connector."""
+    """Return the fields of vLLM's KVTransferConfig. None means no connector."""
     names = config.connectors or (("headrace",) if config.kvbm.pool else ())
     children = [_one(name, config) for name in names]
     if len(children) < 2:
@@ -58,7 +58,7 @@ def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
 
 
 def connector_stats(payload: Mapping[str, Any] | None) -> tuple[Exchanged, KvbmLink] | None:
-    """Return what our connector has said in a step's statistics, alone or in a chain; None: nothing."""
+    """Return what our connector has said in a step's statistics, alone or in a chain. None if there is nothing."""
     if not payload:
         return None
     for said in (payload, *(each for each in payload.values() if isinstance(each, Mapping))):

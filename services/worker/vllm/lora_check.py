@@ -25,19 +25,19 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def model_shapes(directory: Path) -> dict[str, Shape]:
-    """Return the shape of each tensor of a model's safetensors files; empty where it has none. Raise ModelError."""
+    """Return the shape of each tensor of a model's safetensors files; empty if it has none. Raise ModelError."""
     files = [file for file in checkpoint_files(directory) if file.suffix == ".safetensors" and file.is_file()]
     return {name: entry.shape for file in files for name, entry in TensorFile(file).entries.items()}
 
 
 def lora_shapes(directory: Path) -> dict[str, Shape]:
-    """Return the shape of each tensor of a LoRA. Raise ModelError where its file is missing or torn."""
+    """Return the shape of each tensor of a LoRA. Raise ModelError if its file is missing or torn."""
     return {name: entry.shape for name, entry in TensorFile(directory / TENSORS).entries.items()}
 
 
 def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: int, ranks: Collection[int]) -> str:
     """Return why the tensors of a LoRA do not fit the model, which has this many layers, or its config, which names
-    these ranks; empty: nothing speaks against it. Modules that the model's files name in another way are not compared
+    these ranks. Empty if nothing speaks against it. Modules that the model's files name in another way are not compared
     with them. *Pure.*"""
     found: dict[str, dict[str, int]] = {}
     for name, shape in lora.items():
@@ -67,7 +67,7 @@ def lora_fault(lora: Mapping[str, Shape], model: Mapping[str, Shape], layers: in
 
 
 def check_lora(directory: Path, model: Path, layers: int, ranks: Collection[int]) -> str:
-    """Return why the files in `directory` are no LoRA of the model; empty: nothing speaks against it. Reads all of
+    """Return why the files in `directory` are no LoRA of the model. Empty if nothing speaks against it. Reads all of
     its tensors."""
     try:
         fault = lora_fault(lora_shapes(directory), model_shapes(model), layers, ranks)

@@ -30,7 +30,7 @@ class EngineLoras:
         return lora in self._loaded
 
     def find(self, lora: str) -> LoRARequest | None:
-        """Return what vLLM takes with a request; None: that LoRA is not loaded."""
+        """Return what vLLM takes with a request. None if that LoRA is not loaded."""
         return self._loaded.get(lora)
 
     async def load(self, lora: str, path: str) -> str:
@@ -62,7 +62,7 @@ class EngineLoras:
         return ""
 
     def _check(self, directory: Path) -> str:
-        """Return why the files are not loaded; empty: nothing speaks against it. Blocks."""
+        """Return why the files are not loaded. Empty if nothing speaks against it. Blocks."""
         config = self._llm.vllm_config
         settings = directory / CONFIG
         try:

@@ -38,7 +38,7 @@ class KeptMetrics:
 
 
 def unknown_name(registry: Any, names: Iterable[str]) -> str:
-    """Return a name of the list that no family of the registry has; empty: there is none."""
+    """Return a name of the list that no family of the registry has. Empty if there is none."""
     families = [family.name for family in registry.collect()]
     return next((each for each in names if not any(is_kept(family, (each,)) for family in families)), "")
 

@@ -45,7 +45,7 @@ class Prober:
         await asyncio.gather(*(self._probe(limit_s, rank) for rank in ranks))
 
     async def probe_idle(self, rank: EngineRank) -> None:
-        """Probe a rank that is idle, unless it is being probed, and report the outcome. Raise Unavailable where it
+        """Probe a rank that is idle, unless it is being probed, and report the outcome. Raise Unavailable if it
         does not answer in time or fails."""
         if self.paused or rank.number in self._idle:
             return

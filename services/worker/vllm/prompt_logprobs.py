@@ -41,5 +41,5 @@ def likeliest(position: Mapping[int, Any], count: int) -> list[tuple[int, float]
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability, or LOWEST where it is not finite."""
+    """Return a log probability, or LOWEST if it is not finite."""
     return logprob if math.isfinite(logprob) else LOWEST

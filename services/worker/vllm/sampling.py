@@ -69,7 +69,7 @@ ROWS: dict[str, Row] = {
 
 
 def refusal(sampling: Sampling, *, continued: int) -> str:
-    """Return why vLLM cannot compute this, beginning with the field; empty: it can. `continued`: output tokens that
+    """Return why vLLM cannot compute this, beginning with the field. Empty if it can. `continued`: output tokens that
     earlier attempts produced."""
     if continued >= sampling.max_tokens and not sampling.pooling:
         return f"sampling.max_tokens: {sampling.max_tokens}, of which {continued} were produced already"

@@ -47,7 +47,7 @@ NEEDED = {
 
 
 def unknown(name: str, known: Collection[str], source: str) -> str:
-    """Return the refusal of an argument; empty: it is known. *Pure.*"""
+    """Return the refusal of an argument. Empty if it is known. *Pure.*"""
     if name in known:
         return ""
     near = difflib.get_close_matches(name, sorted(known), n=1)
@@ -55,7 +55,8 @@ def unknown(name: str, known: Collection[str], source: str) -> str:
 
 
 def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mapping[str, str]) -> str:
-    """Return which parsed argument contradicts the worker's settings; empty: none. `source` says where each is from.
+    """Return which parsed argument contradicts the worker's settings. Empty if there is none. `source` says where each
+    is from.
 
     A worker's setting that has its default contradicts nothing. *Pure.*"""
     for name, value in given.items():
@@ -100,7 +101,7 @@ def spare_slot(given: Mapping[str, Any]) -> dict[str, int]:
 def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) -> Any:
     """Return vLLM's AsyncEngineArgs. `ours` are arguments of the program itself, which win over all others.
 
-    Raise ConfigError, naming the argument, where one is unknown, of a wrong type or contradicts the worker."""
+    Raise ConfigError, naming the argument, if one is unknown, of a wrong type or contradicts the worker."""
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -126,7 +127,7 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
     structured = given.setdefault("structured_outputs_config", StructuredOutputsConfig())
     if structured.backend not in ("auto", "guidance"):
         where = f"{source['structured_outputs_config']}.structured_outputs_config.backend"
-        raise ConfigError(f"{where}: {structured.backend}; it must be guidance, whose grammars frontends write")
+        raise ConfigError(f"{where}: {structured.backend}: only guidance is supported: frontends write its grammars")
     given["structured_outputs_config"] = dataclasses.replace(structured, backend="guidance")
     try:
         return AsyncEngineArgs(

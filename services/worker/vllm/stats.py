@@ -16,7 +16,7 @@ class EngineStats:
         self._capacity_blocks = capacity_blocks
         self._throughput = Throughput()
         self._last_s: float | None = None
-        """When the last step ended; None where nothing ran after it."""
+        """When the last step ended; None if nothing ran after it."""
         self._prefill_s = 0.0
         """Seconds of steps that yielded nothing yet: parts of long prompts."""
         self.running = 0
@@ -65,7 +65,7 @@ class EngineStats:
             self._throughput.record_decode(elapsed_s)
 
     def begin(self, now_s: float) -> None:
-        """Note that work came: where none ran, the next step's time counts from now."""
+        """Note that work came: if none ran, the next step's time counts from now."""
         if self._last_s is None:
             self._last_s = now_s
 

@@ -32,7 +32,7 @@ _PIECE_ROWS = 512
 
 
 def place_lora(layers: LoraLayers, element_type: Dtype) -> LoraLayers:
-    """Copy a LoRA to the current device: A in the element type, B in float32. Raise ModelError where there is no
+    """Copy a LoRA to the current device: A in the element type, B in float32. Raise ModelError if there is no
     room."""
 
     def placed(pair: LoraPair) -> LoraPair:
@@ -50,7 +50,7 @@ class _Rows:
     """The rows of one LoRA."""
 
     rows: slice | Array
-    """On the device, where they are not next to one another."""
+    """On the device, if they are not next to one another."""
     layers: LoraLayers
 
 

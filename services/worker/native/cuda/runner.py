@@ -257,7 +257,7 @@ class CudaRunner:
             return self._decoder.step(step.counts, loras)[: len(works)]  # with LoRAs also a graph's kernels, one by one
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
-        """Do an operation that the facts name, between steps; return why it was not done, empty where it was.
+        """Do an operation that the facts name, between steps; return why it was not done, empty if it was.
 
         Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, at level 2 the
         weights are read again at `wake`.
@@ -314,7 +314,7 @@ class CudaRunner:
         return ""
 
     def _weights_again(self) -> CudaWeights:
-        """Return the weights on the device. Raise ModelError where they are not the same any longer."""
+        """Return the weights on the device. Raise ModelError if they are not the same any longer."""
         if self._kept is not None:
             return move_weights(self._kept, cp.asarray)
         directory = Path(self._facts.path)

@@ -68,7 +68,7 @@ class SplitPlanner:
     most: int
     """The most splits of a step."""
     window: int = 0
-    """The most positions that any layer attends to; 0: no limit."""
+    """The most positions that any layer attends to. 0 means no limit."""
 
     @staticmethod
     def of(config: ModelConfig, processors: int, running: int) -> SplitPlanner:

@@ -82,13 +82,13 @@ class _Lookup(Struct, eq=False):
     keys: list[ContentKey]
     asked_s: float
     found: int | None = None
-    """Blocks that the kvbm has; None: no answer yet."""
+    """Blocks that the kvbm has. None means no answer yet."""
     found_s: float = 0.0
     expired: bool = False
     """Its answer was given up, since vLLM had no room."""
     abandoned: bool = False
     slots: list[int] = []
-    """Device blocks that it loads into; empty: vLLM has allocated none."""
+    """Device blocks that it loads into. Empty if vLLM has allocated none."""
     placed_s: float = 0.0
     begun: int = 0
     """Number of them for which copies were ordered."""
@@ -103,7 +103,7 @@ class _Lookup(Struct, eq=False):
 class _Request(Struct, eq=False):
     chain: TokenChain
     prefix: int = -1
-    """Tokens that were computed when it was scheduled first, or again after a preemption; -1: it was not. The prefix
+    """Tokens that were computed when it was scheduled first, or again after a preemption. -1 if it was not. The prefix
     that it found in vLLM's cache may be computed in a step that is under way; that has ended when its own first step
     has."""
     offered: int = 0
@@ -156,7 +156,8 @@ class VllmBlocks:
 
     def find(self, request: str, tokens: int, computed: int) -> int | None:
         """Return how many tokens can be loaded after the `computed` ones that the device has, of a request with
-        `tokens` tokens: whole blocks, and never the last token, which must be computed. None: ask again."""
+        `tokens` tokens: whole blocks, and never the last token, which must be computed. None means that it must be
+        asked again."""
         entry = self._requests.get(request)
         first, full = computed // self._block_size, (tokens - 1) // self._block_size
         if entry is None or not self._connected or full <= first:
@@ -188,8 +189,8 @@ class VllmBlocks:
         return lookup.found * self._block_size
 
     def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
-        """vLLM has allocated blocks for the request, of which `tokens` tokens are to be loaded as `find` said; 0:
-        none."""
+        """vLLM has allocated blocks for the request, of which `tokens` tokens are to be loaded as `find` said. 0 if
+        there is none."""
         entry = self._requests.get(request)
         if entry is not None:
             entry.prefix = -1
@@ -436,7 +437,7 @@ class VllmBlocks:
         return not block.ref_cnt and self._pool.get_num_free_blocks() <= self._reserve
 
     def validate(self) -> None:
-        """Raise AssertionError where the state contradicts itself."""
+        """Raise AssertionError if the state contradicts itself."""
         assert len(self._sources) <= 2 * MOST_OFFERS
         assert len(self._known) <= MOST_KNOWN
         for number, lookup in self._lookups.items():

@@ -75,7 +75,7 @@ class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """One role of the connector. Raise ConfigError where settings or vLLM's configuration do not fit."""
+    """One role of the connector. Raise ConfigError if settings or vLLM's configuration do not fit."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -98,7 +98,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: blocks that are not stored are computed again."""
+        """If false, blocks that are not stored are computed again."""
         return False
 
     # --- in the scheduler

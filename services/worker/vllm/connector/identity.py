@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def refusal(config: Any, kv_cache: Any) -> str:
-    """Return why the connector cannot serve this configuration; empty: it can."""
+    """Return why the connector cannot serve this configuration. Empty if it can."""
     parallel, cache = config.parallel_config, config.cache_config
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
         return "kv_load_failure_policy must be recompute: blocks that cannot be loaded are computed"
@@ -125,10 +125,10 @@ class _LoraDigests:
         self._versions: dict[tuple[int, str], _Version] = {}
         """(Number, path) → the files as they were at its first request."""
         self._known: dict[tuple[str, _Version], str | None] = {}
-        """(Path, version) → digest; None: it is being read, or could not be."""
+        """(Path, version) → digest. None if it is being read, or could not be."""
 
     def find(self, number: int, path: str) -> str | None:
-        """Return the digest; None: not known yet, or never."""
+        """Return the digest. None if not known yet, or never."""
         try:
             version = _version(path)
         except OSError:
@@ -165,8 +165,8 @@ _loras = _LoraDigests()
 
 
 def lora_name(request: Any, settings: ConnectorSettings) -> str | None:
-    """Return what names a request's LoRA in content keys; empty: it has none. None: its blocks are not exchanged, since
-    its files were not read yet or cannot be."""
+    """Return what names a request's LoRA in content keys. Empty if it has none. None if its blocks are not exchanged,
+    since its files were not read yet or cannot be."""
     if request is None:
         return ""
     if settings.lora_names_are_ids:

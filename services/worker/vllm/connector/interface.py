@@ -37,7 +37,7 @@ METHODS = {
 
 
 def check_interface(version: str, base: type) -> None:
-    """Raise ConfigError where this vLLM is not one that the connector fits."""
+    """Raise ConfigError if this vLLM is not one that the connector fits."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEFORE:
         allowed = f"{'.'.join(map(str, OLDEST))} or later, and before {'.'.join(map(str, BEFORE))}"

@@ -72,7 +72,7 @@ STEP_ORDERS: Codec[list[Order]] = Codec(list[Order], "step orders")
 
 
 def part_bytes(block_bytes: int, ranks: int) -> int:
-    """Return how many bytes of a slot one rank's part takes: whole pages where there are several."""
+    """Return how many bytes of a slot one rank's part takes: whole pages if there are several."""
     return block_bytes if ranks == 1 else -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors: Mapping[str, Any]) -> WorkerHalf:
-    """Return the worker half over `tensors`, vLLM's KV by layer. Raise ConfigError where they do not fit."""
+    """Return the worker half over `tensors`, vLLM's KV by layer. Raise ConfigError if they do not fit."""
     import vllm
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -78,7 +78,7 @@ def worker_half(config: Any, kv_cache: Any, settings: ConnectorSettings, tensors
 
 def _low_descriptor() -> int | None:
     """Return a descriptor for the lock that is lower than those of the GPU driver's files, as `shared.pool.lock` says:
-    that of the standard input, which is /dev/null in vLLM's processes. None: it is in use."""
+    that of the standard input, which is /dev/null in vLLM's processes. None if it is in use."""
     about = os.fstat(0)
     if stat.S_ISCHR(about.st_mode) and about.st_rdev == Path(os.devnull).stat().st_rdev:
         return 0

@@ -155,7 +155,7 @@ class SchedulerHalf:
             self._limited_log.warn(_NO_BLOCKS, self._client.trouble)
 
     def orders(self) -> bytes:
-        """Return the orders of the step that is being scheduled, as `STEP_ORDERS`; empty: none."""
+        """Return the orders of the step that is being scheduled, as `STEP_ORDERS`. Empty if there is none."""
         with self._turn:
             self.step()
             orders = [*self._mover.take_orders(), *self.blocks.take_ends()]
@@ -223,7 +223,7 @@ class SchedulerHalf:
             self._connector.use_layout(self._layout(), self._clock())
 
     def new_stats(self) -> tuple[Exchanged, KvbmLink] | None:
-        """Return what was exchanged since the start and the link, or None where both are as at the last call."""
+        """Return what was exchanged since the start and the link, or None if both are as at the last call."""
         if self._connector is None:
             return None
         self._exchanged = self._connector.new_stats() or self._exchanged
@@ -300,7 +300,7 @@ class SchedulerHalf:
 
 
 def store_layout(identity: Identity, ranks: Sequence[RankFacts]) -> StoreLayout:
-    """Return the layout of the pool's slots: the parts of all ranks one after the other. Raise ConfigError where the
+    """Return the layout of the pool's slots: the parts of all ranks one after the other. Raise ConfigError if the
     ranks' memory does not fit together."""
     for facts in ranks:
         if facts.blocks < identity.blocks:

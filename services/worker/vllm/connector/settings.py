@@ -35,9 +35,9 @@ class ConnectorSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     copy_path: CopyPath = "auto"
     """Path of copies on a GPU; auto: what calibration found."""
     model_name: str = ""
-    """Name of the model at the kvbm; empty: the one under which vLLM serves it."""
+    """Name of the model at the kvbm. Empty means the one under which vLLM serves it."""
     weights: str = ""
-    """A name for the weights. Empty: a digest of the model's files, which must then be there."""
+    """A name for the weights. Empty means a digest of the model's files, which must then be there."""
     lora_names_are_ids: bool = False
     """Whether the name of a LoRA names its content, as in a worker of Headrace. Else its files are digested."""
     keep_on_reset: bool = False

@@ -44,7 +44,7 @@ _READ_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 18
 _libc = ctypes.PyDLL(None, use_errno=True)
 """The C library, whose functions keep the interpreter's lock here. Python's own `recv` and `send` give it to vLLM's
-other threads, also where nothing has come: on two busy cores each step then waited 0.4 ms to get it back."""
+other threads, also if nothing has come: on two busy cores each step then waited 0.4 ms to get it back."""
 _libc.recv.argtypes = _libc.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _libc.recv.restype = _libc.send.restype = ctypes.c_ssize_t
 
@@ -65,12 +65,12 @@ class SocketClient:
         self._unsent = bytearray()
         self._awaited: dict[int, _Awaited] = {}
         self._kvbm = ""
-        """Instance id of the kvbm that is up; empty: none is."""
+        """Instance id of the kvbm that is up. Empty if none is."""
         self._try_s = 0.0
         self._hello_until_s = 0.0
         self._tried = False
         self.trouble = ""
-        """Why there is no connection; empty: there is one, or none was tried yet."""
+        """Why there is no connection. Empty if there is one, or none was tried yet."""
 
     @property
     def settling(self) -> bool:
@@ -89,7 +89,7 @@ class SocketClient:
                 self._flush()
                 news.extend(self._receive(now_s))
                 if not self._kvbm and now_s >= self._hello_until_s:
-                    raise ProtocolError("it did not say hello")
+                    raise ProtocolError("no Hello came in time: is the socket that of a kvbm of this version?")
             except (OSError, ProtocolError) as wrong:
                 news.extend(self._lose(str(wrong) or type(wrong).__name__, now_s))
         if self._awaited:
@@ -198,7 +198,7 @@ class SocketClient:
 
 
 def _called(count: int) -> int | None:
-    """Return what a call of `_libc` returned; None: the socket was not ready. Raise OSError."""
+    """Return what a call of `_libc` returned. None if the socket was not ready. Raise OSError."""
     if count >= 0:
         return count
     code = ctypes.get_errno()

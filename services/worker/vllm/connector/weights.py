@@ -1,6 +1,6 @@
 """The digest of a model's weights and of everything else that changes its KV, for the layout's name.
 
-Of each file of weights it covers the name, the size, the time of its last change and PIECES pieces of its bytes. So
+It covers the name of each file of weights, its size, the time of its last change and PIECES pieces of its bytes. So
 copies of a model count as different ones, unless they keep the time (`cp -p`); `weights` in the connector's settings
 names them alike.
 """
@@ -25,7 +25,7 @@ _LEFT_OUT = ("_name_or_path", "transformers_version")
 
 def weights_digest(path: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:
     """Return 16 hex digits for the files at `path`, a directory or one file. `config` is the model's, `settings` what
-    else changes the KV. Raise ConfigError where there are no files of weights, or one cannot be read."""
+    else changes the KV. Raise ConfigError if there are no files of weights, or one cannot be read."""
     digest = _digest_of("headrace vllm 1", config, settings)
     try:
         files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)

@@ -3,7 +3,7 @@
     orders of a step ──▶ TransferMover ──copies, in threads──▶ pool          start_load_kv: after the forward pass began
     finished, invalid ◀── ends of loads; reports ◀── ends of batches          after the forward pass
 
-    a slot of the pool   | rank 0's part | rank 1's part | …      each padded to whole pages where there are several
+    a slot of the pool   | rank 0's part | rank 1's part | …      each padded to whole pages if there are several
 
 A save reads blocks whose step vLLM has processed, and a load writes to blocks that no step uses, so copies need not be
 ordered among the forward passes.
@@ -49,7 +49,7 @@ class RankSlots:
         return self._slots.arena
 
     def generation(self, slot: int) -> int:
-        """Return the slot's generation. Raise PoolUnfit where there is no such slot."""
+        """Return the slot's generation. Raise PoolUnfit if there is no such slot."""
         return self._slots.generation(slot)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class WorkerHalf:
         self._pool = pool
         self._slots: RankSlots | None = None
         self._trouble = ""
-        """Why nothing can be copied; empty: it can."""
+        """Why nothing can be copied. Empty if it can."""
         self._loads: dict[int, list[int]] = {}
         """Batch under way → the device blocks that it writes."""
         self._bad: set[int] = set()
@@ -105,7 +105,7 @@ class WorkerHalf:
         return invalid
 
     def take_report(self) -> bytes:
-        """Return what the scheduler half must know, as `RANK_REPORT`; empty: nothing."""
+        """Return what the scheduler half must know, as `RANK_REPORT`. Empty if there is nothing."""
         self._poll()
         if not self._ended and self._facts is None:
             return b""
