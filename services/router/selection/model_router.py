@@ -39,9 +39,8 @@ from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import Policy
 from services.router.selection.policy_guard import PolicyChoice, PolicyFault, PolicyGuard, worst_fault
-from services.router.selection.refusal import in_time, overloaded, refused
+from services.router.selection.refusal import in_time, overloaded, refused, validated_hashes
 from services.router.selection.speculation import ExpectedRun, Speculation
-from services.router.selection.validation import validated_hashes
 from shared.errors import ProtocolError
 from shared.messages.cards import ModelCard
 from shared.messages.load import LoadReport
