@@ -16,10 +16,12 @@ from typing import Protocol
 
 from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
 from services.router.selection.policies.kv import KvPolicy
-from services.router.selection.policies.least_loaded import LeastLoadedPolicy
-from services.router.selection.policies.power_of_two import PowerOfTwoPolicy
-from services.router.selection.policies.round_robin import RoundRobinPolicy
-from services.router.selection.policies.uniform import UniformPolicy
+from services.router.selection.policies.baselines import (
+    LeastLoadedPolicy,
+    PowerOfTwoPolicy,
+    RoundRobinPolicy,
+    UniformPolicy,
+)
 from shared.errors import ConfigError
 from shared.plugin import FAILURES, load_plugin, problem_of, sendable
 

@@ -100,7 +100,7 @@ def test_least_loaded_and_power_of_two_compare_tokens_queued_or_in_use() -> None
 
 def test_a_policy_is_found_by_name_or_by_module_and_attribute() -> None:
     assert load_policy("kv") is BUILT_IN["kv"]
-    assert load_policy("services.router.selection.policies.uniform:UniformPolicy") is BUILT_IN["random"]
+    assert load_policy("services.router.selection.policies.baselines:UniformPolicy") is BUILT_IN["random"]
 
 
 @pytest.mark.parametrize(

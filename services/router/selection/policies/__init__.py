@@ -1,1 +1,1 @@
-"""The built-in routing policies, one per file; `selection.policy` has their interface. Pure."""
+"""The built-in routing policies, `kv` and the simpler ones; `selection.policy` has their interface. Pure."""
