@@ -10,8 +10,8 @@ import pytest
 
 from services.router.config import LoadConfig, RouterConfig
 from services.router.selection.model_router import ModelRouter, Selection
-from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policies.baselines import RoundRobinPolicy
+from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policy import Policy
 from shared.hashing import pack_hashes
 from shared.messages.cards import KvLayout, ModelCard, Role

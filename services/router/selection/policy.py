@@ -15,13 +15,13 @@ from random import Random
 from typing import Protocol
 
 from services.router.selection.candidates import CandidateState, RoutingRequest, ScoredCandidate
-from services.router.selection.policies.kv import KvPolicy
 from services.router.selection.policies.baselines import (
     LeastLoadedPolicy,
     PowerOfTwoPolicy,
     RoundRobinPolicy,
     UniformPolicy,
 )
+from services.router.selection.policies.kv import KvPolicy
 from shared.errors import ConfigError
 from shared.plugin import FAILURES, load_plugin, problem_of, sendable
 
