@@ -25,8 +25,7 @@ from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
 from services.kvbm.disk.format import DiskGeometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.layout.block_notes import LayoutNotes
-from services.kvbm.layout.describe import LayoutFacts
+from services.kvbm.layout.describe import LayoutFacts, LayoutNotes
 from services.kvbm.layout.disk_traffic import SPILLS_MOST, DiskTraffic
 from services.kvbm.layout.event_log import EventLog
 from services.kvbm.metrics import EvictionReason, StoreMetrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.kvbm.layout.block_notes import BLOCK_NOTES, LayoutNotes
+from services.kvbm.layout.describe import BLOCK_NOTES, LayoutNotes
 from shared.blocks import ContentStored
 from tests.kvbm.chains import chain
 from tests.kvbm.store_rig import serving
