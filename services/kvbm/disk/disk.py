@@ -23,7 +23,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, TypeVar
@@ -33,9 +35,15 @@ from xxhash import xxh3_64_intdigest
 
 from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, HeaderTooLarge, decode_header, encode_header
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.disk.scan import scan
 from services.kvbm.disk.segments import Segments
-from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, FoundBlock, LoadedFromDisk, WrittenToDisk
+from services.kvbm.tiers.disk_results import (
+    DiskFailure,
+    DiskStatistics,
+    FoundBlock,
+    HeaderProblem,
+    LoadedFromDisk,
+    WrittenToDisk,
+)
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
@@ -50,6 +58,16 @@ _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result", WrittenToDisk, LoadedFromDisk)
 T = TypeVar("T")
+RECORDS = 1024
+"""The number of headers that one request to a thread reads."""
+AT_ONCE = 4
+"""The number of such requests under way."""
+
+Headers = list[tuple[int, Header | HeaderProblem]]
+
+
+Upkeep = Callable[[Segments, Callable[[memoryview], Headers]], Awaitable[Headers]]
+"""Runs a job with the segments in a thread. Raises OSError."""
 
 
 class Disk:
@@ -286,3 +304,39 @@ class Disk:
     async def _upkeep(self, segments: Segments, job: Callable[[memoryview], T]) -> T:
         segments.acquire()
         return await self._threads.upkeep(job, segments.release)
+
+
+async def scan(segments: Segments, geometry: DiskGeometry, upkeep: Upkeep) -> tuple[list[FoundBlock], int]:
+    """Return the blocks that were found, oldest first, and the highest sequence. Of two records with one key the newer
+    counts. Raise OSError."""
+    newest: dict[ContentKey, tuple[int, int, Content]] = {}
+    highest = 0
+    chunks = _chunks(geometry, segments.existing())
+
+    async def work() -> None:
+        nonlocal highest
+        for segment, first, count in chunks:
+            for record, header in await upkeep(segments, partial(segments.scan, segment, first, count)):
+                if isinstance(header, Header):
+                    highest = max(highest, header.sequence)
+                    known = newest.get(header.content.key)
+                    if known is None or header.sequence > known[0]:
+                        newest[header.content.key] = (header.sequence, record, header.content)
+
+    failures: list[OSError] = []
+    try:
+        async with asyncio.TaskGroup() as scans:
+            for _ in range(AT_ONCE):
+                scans.create_task(work())
+    except* OSError as group:
+        failures.extend(error for error in group.exceptions if isinstance(error, OSError))
+    if failures:
+        raise failures[0]
+    return [FoundBlock(record, content) for _, record, content in sorted(newest.values(), key=itemgetter(0))], highest
+
+
+def _chunks(geometry: DiskGeometry, made: list[int]) -> Iterator[tuple[int, int, int]]:
+    for segment in made:
+        records = geometry.records_in(segment)
+        for first in range(0, records, RECORDS):
+            yield segment, first, min(RECORDS, records - first)
