@@ -1,4 +1,4 @@
-"""The files of one layout's disk tier, and whether they can be trusted.
+"""The files of one layout's disk tier, and whether they can be trusted; and those of former layouts.
 
     DIRECTORY/                mode 0700, this user's, no symbolic link
         0123456789abcdef/     one a layout, the same; locked (flock) by the process that uses it
@@ -24,7 +24,9 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, decode_header
+from msgspec import Struct
+
+from services.kvbm.disk.format import DIGEST_BYTES, PAGE_BYTES, DiskGeometry, Header, decode_header
 from services.kvbm.tiers.disk_results import HeaderProblem
 from shared.ownership import ownership_fault
 
@@ -32,6 +34,7 @@ SEGMENT = re.compile(r"segment-(\d{6,9})")
 PROBE = "probe"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_LAYOUT = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class Segments:
@@ -280,3 +283,60 @@ def _check_file(file: int, path: str) -> None:
 
 def _name(segment: int) -> str:
     return f"segment-{segment:06d}"
+
+
+class StoredLayout(Struct, frozen=True):
+    """One layout's directory."""
+
+    layout: str
+    used_bytes: int
+    """Bytes allocated on disk."""
+    opened_s: float
+    """When the layout was last opened, in seconds since 1970: its probe touches the directory."""
+
+
+def stored_layouts(directory: Path) -> list[StoredLayout]:
+    """Return the layouts in the directory, those opened longest ago first. Raise OSError."""
+    found: list[StoredLayout] = []
+    for path in directory.iterdir():
+        if _LAYOUT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            with suppress(FileNotFoundError):  # another process is removing it
+                used_bytes = sum(segment.lstat().st_blocks * 512 for segment in path.iterdir())
+                found.append(StoredLayout(path.name, used_bytes, path.stat().st_mtime))
+    return sorted(found, key=lambda layout: layout.opened_s)
+
+
+def make_room(directory: Path, keep_bytes: int, keep: frozenset[str] = frozenset()) -> list[StoredLayout]:
+    """Remove layouts that are neither in `keep` nor in use, those opened longest ago first, until those not in `keep`
+    have at most `keep_bytes`. Return the removed ones. Raise OSError."""
+    others = [layout for layout in stored_layouts(directory) if layout.layout not in keep]
+    used_bytes = sum(layout.used_bytes for layout in others)
+    removed: list[StoredLayout] = []
+    for layout in others:
+        if used_bytes <= keep_bytes:
+            break
+        if _remove(directory, layout.layout):
+            removed.append(layout)
+            used_bytes -= layout.used_bytes
+    return removed
+
+
+def _remove(directory: Path, layout: str) -> bool:
+    """Remove the layout. Return False if it is in use, or not ours."""
+    path = directory / layout
+    try:
+        own = open_directory(path, None)
+    except OSError:
+        return False
+    try:
+        lock(own, path)
+        for name in os.listdir(own):  # noqa: PTH208 — below the descriptor
+            if SEGMENT.fullmatch(name) or name == PROBE:
+                os.unlink(name, dir_fd=own)
+        with suppress(OSError):
+            path.rmdir()  # unless something else is in it
+    except OSError:
+        return False
+    finally:
+        os.close(own)
+    return True

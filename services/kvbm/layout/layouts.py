@@ -17,7 +17,7 @@ from services.kvbm.config import KvbmConfig
 from services.kvbm.disk.disk import Disk
 from services.kvbm.disk.format import DiskGeometry, disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.disk.layouts import make_room
+from services.kvbm.disk.segments import make_room
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.arenas import NoArena
