@@ -13,7 +13,6 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
-from services.kvbm.peers.contract import ReadBlocks
 from services.kvbm.peers.messages import (
     PEER_ANSWER,
     PEER_PROTOCOL,
@@ -37,6 +36,7 @@ from services.kvbm.peers.messages import (
 )
 from services.kvbm.peers.nixl_process import MODULE
 from services.kvbm.peers.peers import KvbmPeers
+from services.kvbm.peers.road import ReadBlocks
 from services.kvbm.peers.stream import PeerStream
 from shared.blocks import Content
 from shared.messages.kvbm import StoreBlock, StoreLayout

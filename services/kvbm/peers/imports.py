@@ -17,9 +17,8 @@ from typing import Any
 from services.kvbm.config import PeersConfig
 from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
-from services.kvbm.peers.contract import ReadBlocks
 from services.kvbm.peers.messages import PeerAddress, PeerFault
-from services.kvbm.peers.road import PeerRoad
+from services.kvbm.peers.road import PeerRoad, ReadBlocks
 from services.kvbm.tickets.errors import Refusal
 from shared.hashing import ContentKey
 from shared.messages.kvbm import StoreBlock

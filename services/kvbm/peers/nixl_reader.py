@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from services.kvbm.peers.connections import PeerConnections, ReadParts
-from services.kvbm.peers.contract import BorrowedBlocks
 from services.kvbm.peers.messages import (
     PEER_QUESTION,
     Locate,
@@ -29,6 +28,7 @@ from services.kvbm.peers.messages import (
 )
 from services.kvbm.peers.nixl_messages import Pull, Pulled
 from services.kvbm.peers.nixl_process import NixlProcess
+from services.kvbm.peers.road import BorrowedBlocks
 from services.kvbm.peers.stream import PeerStream
 
 

@@ -13,7 +13,6 @@ from services.kvbm.layout.layout import LayoutStore
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.peers.cache import PeerCache
 from services.kvbm.peers.connections import PeerConnections
-from services.kvbm.peers.contract import PeerBlockReader
 from services.kvbm.peers.imports import PeerImports
 from services.kvbm.peers.lender import KvbmLender
 from services.kvbm.peers.messages import PeerAddress
@@ -21,7 +20,7 @@ from services.kvbm.peers.nixl_lender import NixlLender
 from services.kvbm.peers.nixl_messages import NixlRole
 from services.kvbm.peers.nixl_process import NixlProcess, nixl_environment, require_nixl
 from services.kvbm.peers.nixl_reader import NixlReader
-from services.kvbm.peers.road import PeerRoad
+from services.kvbm.peers.road import PeerBlockReader, PeerRoad
 from services.kvbm.peers.server import PeerServer
 from services.kvbm.peers.sockets import SocketReader
 from services.kvbm.peers.tls import peer_tls

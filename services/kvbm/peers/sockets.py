@@ -12,7 +12,6 @@ from collections import deque
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.peers.connections import PeerConnections, ReadParts, receive_answer
-from services.kvbm.peers.contract import BorrowedBlocks
 from services.kvbm.peers.messages import (
     PEER_QUESTION,
     PeerAddress,
@@ -22,6 +21,7 @@ from services.kvbm.peers.messages import (
     Take,
     plan_takes,
 )
+from services.kvbm.peers.road import BorrowedBlocks
 from services.kvbm.peers.stream import PeerStream
 
 

@@ -1,4 +1,4 @@
-"""What every back end of the road between kvbms promises (`contract.py`), with real kvbms on both sides."""
+"""What every back end of the road between kvbms promises (`PeerBlockReader`), with real kvbms on both sides."""
 
 from __future__ import annotations
 

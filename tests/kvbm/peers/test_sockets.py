@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from services.kvbm.config import PeersConfig
-from services.kvbm.peers.contract import ReadBlocks
 from services.kvbm.peers.messages import (
     PEER_ANSWER,
     PEER_PROTOCOL,
@@ -28,6 +27,7 @@ from services.kvbm.peers.messages import (
     pack_frame,
     pack_header,
 )
+from services.kvbm.peers.road import ReadBlocks
 from services.kvbm.peers.stream import PeerStream
 from shared.blocks import Content
 from shared.messages.kvbm import StoreBlock
