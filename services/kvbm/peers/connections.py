@@ -37,8 +37,7 @@ from services.kvbm.peers.messages import (
     check_lent,
     decode_answer,
 )
-from services.kvbm.peers.stream import PeerStream
-from services.kvbm.peers.tls import PeerTls
+from services.kvbm.peers.stream import PeerStream, PeerTls
 from shared.hashing import ContentKey
 from shared.messages.kvbm import StoreLayout
 

@@ -23,7 +23,7 @@ from services.kvbm.peers.nixl_reader import NixlReader
 from services.kvbm.peers.road import PeerBlockReader, PeerRoad
 from services.kvbm.peers.server import PeerServer
 from services.kvbm.peers.sockets import SocketReader
-from services.kvbm.peers.tls import peer_tls
+from services.kvbm.peers.stream import peer_tls
 from shared.discovery.directory import DirectoryChange, InstanceDown, InstanceUp
 from shared.messages.kvbm import PeerRates
 from shared.runtime.observe import advertised, check_host

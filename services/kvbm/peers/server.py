@@ -39,8 +39,7 @@ from services.kvbm.peers.messages import (
     pack_header,
 )
 from services.kvbm.peers.nixl_messages import NixlReady
-from services.kvbm.peers.stream import PeerStream
-from services.kvbm.peers.tls import PeerTls
+from services.kvbm.peers.stream import PeerStream, PeerTls
 from shared.errors import ConfigError, ProtocolError
 from shared.rate_limited_log import RateLimitedLog
 

@@ -1,4 +1,4 @@
-"""One TCP connection between two kvbms, as threads use it: it blocks, and `cut` ends whatever waits on it.
+"""One TCP connection between two kvbms, as threads use it: it blocks, and `cut` ends whatever waits on it; and its TLS.
 
     thread   send_frame, receive_frame, send_slot, receive_into    block, without Python's lock
     loop     cut: shuts the connection down, so that the thread's call ends at once with PeerFault
@@ -10,6 +10,8 @@ more calls each. Every wait is bounded by a timer of the event loop that calls `
 Without TLS a slot's bytes go from the pool's file to the network by `sendfile`: the kernel sends the pool's own pages,
 and no byte is copied in this process. Received bytes are written by the kernel into the slot, in pieces, and each piece
 is added to the checksum while it is in the core's cache. With TLS both are copied once more, to be encrypted.
+
+The files are read at the start. A certificate that is renewed needs a new start of kvbm.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ import ssl
 import struct
 import threading
 from contextlib import suppress
+from pathlib import Path
 
+from msgspec import Struct
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from services.kvbm.config import PeersConfig
 from services.kvbm.peers.messages import (
     BLOCK_HEADER_BYTES,
     LENGTH_BYTES,
@@ -33,12 +38,16 @@ from services.kvbm.peers.messages import (
     pack_frame,
     pack_header,
 )
+from shared.errors import ConfigError, ModelError
+from shared.model_file import read_model_file
 
 SEND_BYTES = 1 << 20
 """The most bytes of one `sendfile`."""
 PIECE_BYTES = 1 << 18
 """The bytes that are received and then summed: a core's cache holds them in between."""
 _NO_LINGER = struct.pack("ii", 1, 0)
+FILE_LIMIT_BYTES = 1 << 20
+"""The maximum size of a file with a certificate, a key or authorities."""
 
 
 class PeerStream:
@@ -167,3 +176,35 @@ class PeerStream:
             self._socket.sendall(data)
         except (OSError, ValueError) as wrong:
             raise PeerFault("closed", f"closed: {wrong}") from None
+
+
+class PeerTls(Struct, frozen=True):
+    """The TLS contexts for both directions."""
+
+    lender: ssl.SSLContext
+    reader: ssl.SSLContext
+
+
+def peer_tls(config: PeersConfig) -> PeerTls | None:
+    """Return the contexts; None if the settings name no certificate. Raise ConfigError."""
+    if not config.tls_cert:
+        return None
+    cert, key, authority = Path(config.tls_cert), Path(config.tls_key), Path(config.tls_ca)
+    for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_ca", authority)):
+        try:
+            read_model_file(path, FILE_LIMIT_BYTES)
+        except ModelError as wrong:
+            raise ConfigError(f"peers.{name}: {wrong}") from None
+    made = PeerTls(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    for context in (made.lender, made.reader):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the authority is the fleet's own; PeerHello says which kvbm it is
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(cert, key, password=lambda: "")
+            context.load_verify_locations(authority)
+        except (ssl.SSLError, ValueError) as wrong:
+            raise ConfigError(f"peers.tls_cert {cert}, tls_key {key}, tls_ca {authority}: {wrong}") from None
+        except OSError as wrong:
+            raise ConfigError(f"peers.tls_cert {cert}, tls_key {key}, tls_ca {authority}: {wrong.strerror}") from None
+    return made

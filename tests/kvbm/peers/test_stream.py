@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.kvbm.config import PeersConfig
-from services.kvbm.peers.tls import peer_tls
+from services.kvbm.peers.stream import peer_tls
 from shared.errors import ConfigError
 from tests.kvbm.chains import chain
 from tests.kvbm.peer_rig import PEERS, address, faults, machines, read
