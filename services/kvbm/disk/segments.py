@@ -1,4 +1,5 @@
-"""The files of one layout's disk tier, and whether they can be trusted; and those of former layouts.
+"""The files of one layout's disk tier, and whether they can be trusted. Files of former layouts make room for
+others.
 
     DIRECTORY/                mode 0700, this user's, no symbolic link
         0123456789abcdef/     one a layout, the same; locked (flock) by the process that uses it
@@ -308,7 +309,8 @@ def stored_layouts(directory: Path) -> list[StoredLayout]:
 
 def make_room(directory: Path, keep_bytes: int, keep: frozenset[str] = frozenset()) -> list[StoredLayout]:
     """Remove layouts that are neither in `keep` nor in use, those opened longest ago first, until those not in `keep`
-    have at most `keep_bytes`. Return the removed ones. Raise OSError."""
+    have at most `keep_bytes`. Return the removed ones. Raise OSError. A model that is no longer served leaves its
+    segments until then. Only files that this module makes are removed."""
     others = [layout for layout in stored_layouts(directory) if layout.layout not in keep]
     used_bytes = sum(layout.used_bytes for layout in others)
     removed: list[StoredLayout] = []

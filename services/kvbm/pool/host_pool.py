@@ -193,7 +193,10 @@ def _make(path: Path, size_bytes: int) -> None:
 
 def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
     """Raise ConfigError where a pool of `size_bytes` in `directory` has no room. `there_bytes` of it are in memory
-    already, or will be freed for it."""
+    already, or will be freed for it.
+
+    Memory is touched after this check: if a file system or a container's limit has no room for a page, the process that
+    touches it ends (by SIGBUS, or by the kernel's out-of-memory killer), and that may be an engine."""
     missing_bytes = max(0, size_bytes - there_bytes)
     rooms: list[tuple[str, int | None, int]] = [
         ("this machine's memory", _memory_bytes("MemTotal"), size_bytes),
