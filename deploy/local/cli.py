@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict, replace
 
-from deploy.local.colour import highlight, paint
 from deploy.local.install import InstallError
 from deploy.local.stack.stack import UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
-from deploy.local.terminal import Terminal
+from deploy.local.terminal import Terminal, highlight, paint
 from deploy.local.usage import (
     DEFAULT_MODEL,
     DEFAULT_URL,

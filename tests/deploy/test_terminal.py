@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 
-from deploy.local.terminal import Terminal
+from deploy.local.terminal import Terminal, highlight, paint
+
+SHOWN = "MODEL  KV BLOCKS\nm      3\nnote: NATS is away\nA sentence\n"
 
 
 class Screen(io.StringIO):
@@ -48,3 +53,32 @@ def test_elsewhere_there_is_a_line_for_each_tenth(capsys: pytest.CaptureFixture[
     for percent in range(0, 101, 5):
         terminal.progress("fetching", percent / 100)
     assert capsys.readouterr().err.splitlines() == [f"fetching: {tenth * 10} %" for tenth in range(11)]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as screen:
+        yield screen
+    os.close(master)
+
+
+def test_a_terminal_has_colours_in_heads_and_remarks(terminal: TextIO) -> None:
+    assert paint("error:", "red", terminal) == "\033[31merror:\033[0m"
+    assert highlight(SHOWN, terminal) == (
+        "\033[1mMODEL  KV BLOCKS\033[0m\nm      3\n\033[33mnote:\033[0m NATS is away\nA sentence\n"
+    )
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_the_environment_turns_colours_off(
+    terminal: TextIO, variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert highlight(SHOWN, terminal) == SHOWN
+
+
+def test_a_pipe_has_no_colours() -> None:
+    assert highlight(SHOWN, io.StringIO()) == SHOWN

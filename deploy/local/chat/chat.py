@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from deploy.local.chat.api import ChatApi, ChatError, Chunks
 from deploy.local.chat.conversation import HELP, Conversation, read_line
-from deploy.local.colour import coloured, paint
+from deploy.local.terminal import coloured, paint
 from deploy.local.usage import ChatFlags
 from shared.errors import ConfigError
 

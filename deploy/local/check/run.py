@@ -29,8 +29,8 @@ from deploy.local.check.measurements import (
 from deploy.local.check.render import counted, plain, render
 from deploy.local.check.verdicts import Verdict, verdicts
 from deploy.local.check.wire import Address
-from deploy.local.colour import Style, paint
 from deploy.local.show.fleet import FleetConfig
+from deploy.local.terminal import Style, paint
 from shared.bus.nats_connection import check_url
 from shared.errors import HeadraceError
 from shared.version import VERSION

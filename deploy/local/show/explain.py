@@ -17,9 +17,9 @@ from functools import partial
 
 import msgspec
 
-from deploy.local.colour import highlight
 from deploy.local.show.explain_tables import merge, render_block, render_candidates, render_list, render_notes
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
+from deploy.local.terminal import highlight
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.errors import ConfigError, ProtocolError, Unavailable

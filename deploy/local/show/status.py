@@ -16,9 +16,9 @@ from http import HTTPStatus
 import msgspec
 
 from deploy.local import probe
-from deploy.local.colour import highlight
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, readable_entries
 from deploy.local.show.overview import Look, Overview, overview, render
+from deploy.local.terminal import highlight
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import NatsBus

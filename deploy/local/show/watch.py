@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from deploy.local import probe
-from deploy.local.colour import highlight
 from deploy.local.show.fleet import FleetConfig, discovery_entries
 from deploy.local.show.overview import InstanceRow, render
 from deploy.local.show.rates import Sample, departures, rates, render_rates, sample
 from deploy.local.show.status import collect
+from deploy.local.terminal import highlight
 from shared.errors import DiscoveryDown
 
 DISCOVERY_LIMIT_S = 5.0

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 
 from deploy.local import probe
-from deploy.local.colour import paint
 from deploy.local.stack.stack import Launch, Stack
 from deploy.local.stack.supervise import Supervisor
 from deploy.local.state import DEFAULT_HOME, StateDirectory
-from deploy.local.terminal import Terminal
+from deploy.local.terminal import Terminal, paint
 
 PROBE_EVERY_S = 0.1
 HAND_OVER_WAIT_S = 30.0
