@@ -1,4 +1,9 @@
-"""Sends streamed chat completions and measures each request."""
+"""Sends streamed chat completions, reads their streams and measures each request.
+
+    bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
+
+The parser raises ProtocolError for a line that is not an SSE field and for data that is not a JSON object.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
+from msgspec import Struct
 
 from deploy.local.bench.rows import Outcome, Result
-from deploy.local.bench.sse_events import ChatStream
 from shared.errors import ProtocolError, Unavailable
 
 CONNECT_LIMIT_S = 10.0
@@ -23,6 +29,83 @@ ERROR_LIMIT_BYTES = 1 << 16
 LIST_LIMIT_BYTES = 16 << 20
 """The largest list of models that is read."""
 KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
+LINE_LIMIT_BYTES = 1 << 20
+_FIELDS = (b":", b"event:", b"id:", b"retry:")
+
+
+class _Delta(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class StreamUsage(Struct):
+    """Token counts of the server."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Error(Struct):
+    message: str = ""
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    usage: StreamUsage | None = None
+    error: _Error | str | None = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+
+
+class ChatStream:
+    """The parser of one stream, with what it has found so far."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+        """Number of events with text so far."""
+        self.usage: StreamUsage | None = None
+        self.finished = False
+        """True once a finish reason or [DONE] has arrived."""
+        self.error = ""
+        self._rest = b""
+
+    def feed(self, data: bytes) -> int:
+        """Parse further bytes; return how many events with text they complete. Raise ProtocolError."""
+        before = self.texts
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_LIMIT_BYTES:
+            raise ProtocolError(f"a line of the stream is longer than {LINE_LIMIT_BYTES} bytes")
+        for line in whole:
+            self._line(line.rstrip(b"\r"))
+        return self.texts - before
+
+    def _line(self, line: bytes) -> None:
+        if line.startswith(b"data:"):
+            self._data(line[5:].strip())
+        elif line and not line.startswith(_FIELDS):
+            raise ProtocolError(f"not server-sent events: {line[:40]!r}")
+
+    def _data(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.finished = True
+            return
+        try:
+            chunk = _CHUNK.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+            raise ProtocolError(f"not a chat completion chunk: {wrong}") from None
+        if chunk.error is not None:
+            self.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message
+        self.usage = chunk.usage or self.usage
+        for choice in chunk.choices:
+            self.finished = self.finished or choice.finish_reason is not None
+            if choice.delta is not None and (choice.delta.content or choice.delta.reasoning_content):
+                self.texts += 1
 
 
 class Client:
