@@ -10,8 +10,7 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from deploy.local.show.kvbm_tables import block_stores
-from deploy.local.table import age, narrowed, size, table
+from deploy.local.terminal import age, narrowed, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.messages.cards import Instance, ModelCard
@@ -22,6 +21,8 @@ from shared.messages.people import RouterState, SourceState
 
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the first PID namespace of every Linux; containers have other numbers."""
+_POOLS = "KVBM  POOL  MEMORY  RESERVED  HITS OVER"
+_TIERS = "KVBM  LAYOUT  MODEL  DTYPE  ENGINES  TICKETS  TIER  STATE  BLOCKS  OF  HITS"
 
 
 class InstanceRow(Struct, frozen=True):
@@ -305,3 +306,25 @@ def event_sources(sources: Sequence[SourceState]) -> str:
     words += ["not exact" for source in sources if not source.exact]
     words += ["silent" for source in sources if source.silent]
     return ", ".join(f"{count} {word}" for word, count in Counter(words).items()) or "none"
+
+
+def block_stores(states: Sequence[KvbmState]) -> list[str]:
+    """Return two tables, and a line for each tier that gives a reason for its state."""
+    pools = [
+        (each.instance, each.pool, size(each.pool_bytes), f"{int(100 * each.reserved)} %", age(each.window_s))
+        for each in states
+    ]
+    tiers: list[tuple[object, ...]] = []
+    reasons: list[str] = []
+    for kvbm, layout in ((state.instance, layout) for state in states for layout in state.layouts):
+        tickets = " ".join(f"{count} {kind}" for kind, count in layout.tickets.items() if count) or "0"
+        whose: tuple[object, ...] = (kvbm, layout.layout, layout.model, layout.kv.dtype, layout.owners, tickets)
+        for name, tier in (("host", layout.host), ("disk", layout.disk)):
+            if tier is None:
+                continue
+            hits = "-" if tier.hit_rate is None else f"{100 * tier.hit_rate:.0f} %"
+            tiers.append((*whose, name, tier.state, tier.blocks, tier.capacity_blocks, hits))
+            whose = ("",) * len(whose)
+            if tier.reason:
+                reasons.append(f"{name} tier of {layout.layout} at kvbm {kvbm}: {tier.state}: {tier.reason}")
+    return [table(_POOLS, pools), *(["", table(_TIERS, tiers)] if tiers else []), *reasons]
