@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from deploy.local import install_vllm
 from deploy.local.stack import gpus, servers
 from deploy.local.stack.block_store import store_request
+from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus
 from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
 from deploy.local.stack.stack import (
     AccessFiles,
@@ -23,7 +24,6 @@ from deploy.local.stack.stack import (
     UpOptions,
     default_replicas,
 )
-from deploy.local.stack.vllm_gpus import assign_gpus, parallel_sizes, visible_gpus
 from deploy.local.usage import DEFAULT_MODEL, GPU_MEMORY_SHARE, UpFlags
 from shared.chat_templates import NAMES
 from shared.config import environment
