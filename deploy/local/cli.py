@@ -325,8 +325,7 @@ def _check(flags: CheckFlags) -> int:
     from deploy.local.check.run import CheckOptions, check
     from deploy.local.check.serve import serve
     from deploy.local.check.wire import parse_address
-    from deploy.local.stack.block_store import store_request
-    from deploy.local.stack.private_pool import MEMORY
+    from deploy.local.stack.block_store import MEMORY, store_request
 
     address = {name: parse_address(getattr(flags, name) or "") for name in ("serve", "peer")}
     for name, parsed in address.items():

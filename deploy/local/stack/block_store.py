@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from deploy.local.stack.private_pool import MEMORY, private_pool
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 from shared.ownership import ownership_fault
@@ -26,6 +28,64 @@ ENGINES_WITHOUT_BLOCKS = ("echo", "attached")
 """Engines that compute no blocks, or exchange none with a block store."""
 _SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:I?B|I)?|B)?")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our directory has mode 0700
+
+
+@contextmanager
+def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
+    """Yield a new directory for one block store; remove it afterwards. Raise ConfigError if `memory` cannot be
+    used."""
+    prefix = f"headrace-{os.geteuid()}-"
+    try:
+        _sweep(memory, prefix)
+        directory, lock = _make(memory, prefix)
+    except OSError as wrong:
+        raise ConfigError(f"no memory for a block store: {wrong.filename or memory}: {wrong.strerror}") from None
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(memory: Path, prefix: str) -> tuple[Path, int]:
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
+        try:
+            lock = _locked(directory)
+        except FileNotFoundError:
+            lock = None
+        if lock is not None:
+            return directory, lock
+        # Another `up` removed it between the two calls.
+
+
+def _sweep(memory: Path, prefix: str) -> None:
+    for directory in memory.glob(f"{prefix}*"):
+        try:
+            lock = _locked(directory) if directory.lstat().st_uid == os.geteuid() else None
+        except OSError:  # removed meanwhile, or not a directory
+            continue
+        if lock is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(directory: Path) -> int | None:
+    """Lock the directory at that path and return the descriptor that holds the lock; None if another process holds it.
+    The lock ends with this process; programs that it starts do not inherit it. Raise OSError."""
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), directory.lstat()):
+            return lock
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
 
 
 def store_request(
