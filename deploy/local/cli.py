@@ -380,7 +380,7 @@ def _top(flags: TopFlags) -> int:
 
 
 def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
-    from deploy.local.bench import aiperf, plan, sweep
+    from deploy.local.bench import plan, sweep
     from deploy.local.chat.api import connection_to
 
     at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
@@ -399,7 +399,7 @@ def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
         given=[] if flags.prompts is None else plan.lines(_text(flags.prompts), str(flags.prompts)),
         api_key=_api_key(flags),
     )
-    return aiperf.run(options) if flags.driver == "aiperf" else sweep.bench(options)
+    return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
 
 
 def _url(flags: ClientFlags) -> str:

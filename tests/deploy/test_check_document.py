@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deploy.local.check import bus, discovery, frames, peer, render, serve
+from deploy.local.check import bus, discovery, frames, peer, run, serve
 from deploy.local.check.child import LIMITS_S
 from deploy.local.check.verdicts import verdicts
 from tests.deploy.check.test_verdicts import CASES, changed
@@ -38,4 +38,4 @@ def test_the_limits_are_those_of_the_code() -> None:
         f"| {serve.MOST_CONNECTIONS}; further ones are closed. A connection has {serve.FIRST_MESSAGE_S:g} s" in limits
     )
     assert f"| {frames.MESSAGE_S:g} s; a whole transfer {frames.TRANSFER_S:g} s |" in limits
-    assert f"cut after {render._TEXT_LIMIT} characters" in limits
+    assert f"cut after {run._TEXT_LIMIT} characters" in limits

@@ -64,7 +64,11 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 class ChatStream:
-    """The parser of one stream, with what it has found so far."""
+    """The parser of one stream, with what it has found so far. Its methods raise ProtocolError for a line that is not
+    an SSE field and for data that is not a JSON object.
+
+    bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
+    """
 
     def __init__(self) -> None:
         self.texts = 0

@@ -160,9 +160,9 @@ class _Sweep:
         return result
 
 
-def run(options: BenchOptions) -> int:
-    """Run all points. Return the exit status of the first run that failed, or 0. Each point's files are in a directory
-    below `out`. Raise ConfigError."""
+def run_aiperf(options: BenchOptions) -> int:
+    """Run all points with NVIDIA's load generator, if it is installed. Return the exit status of the first run that
+    failed, or 0. Each point's files are in a directory below `out`. Raise ConfigError."""
     program = shutil.which("aiperf")
     if program is None:
         raise ConfigError(
@@ -175,13 +175,13 @@ def run(options: BenchOptions) -> int:
     if options.api_key:
         raise ConfigError("--driver aiperf takes a key only as a flag, which `ps` shows; give no API key")
     for point in options.points:
-        status = subprocess.run([program, *arguments(options, point)], check=False).returncode
+        status = subprocess.run([program, *aiperf_arguments(options, point)], check=False).returncode
         if status:
             return status
     return 0
 
 
-def arguments(options: BenchOptions, point: Point) -> list[str]:
+def aiperf_arguments(options: BenchOptions, point: Point) -> list[str]:
     """Return aiperf's arguments for a point. Lengths that are words here are tokens there."""
     load = ["--concurrency", f"{point.value:g}"] if point.loop == "closed" else ["--request-rate", f"{point.value:g}"]
     prefix = ["--shared-system-prompt-length", str(options.shared_words)] if options.shared_words else []

@@ -309,7 +309,15 @@ def event_sources(sources: Sequence[SourceState]) -> str:
 
 
 def block_stores(states: Sequence[KvbmState]) -> list[str]:
-    """Return two tables, and a line for each tier that gives a reason for its state."""
+    """Return two tables, and a line for each tier that gives a reason for its state.
+
+    KVBM  POOL                    MEMORY   RESERVED  HITS OVER
+    k1    /dev/shm/headrace-0-…   1.07 GB  100 %     5m
+
+    KVBM  LAYOUT            MODEL  DTYPE    ENGINES  TICKETS          TIER  STATE  BLOCKS  OF    HITS
+    k1    0011223344556677  m      float32  2        1 store 2 fetch  host  on     340     1386  41 %
+                                                                      disk  off    0       9000  -
+    """
     pools = [
         (each.instance, each.pool, size(each.pool_bytes), f"{int(100 * each.reserved)} %", age(each.window_s))
         for each in states

@@ -33,8 +33,11 @@ MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our dir
 
 @contextmanager
 def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
-    """Yield a new directory for one block store; remove it afterwards. Raise ConfigError if `memory` cannot be
-    used."""
+    """Yield a new directory for one block store; remove it afterwards. Raise ConfigError if `memory` cannot be used.
+
+    /dev/shm/headrace-UID-…     mode 0700, locked (flock on the directory) by the `up` that made it, for as long as it
+                                lives: an unlocked one is left of an `up` that was killed, and the next `up` removes it
+    """
     prefix = f"headrace-{os.geteuid()}-"
     try:
         _sweep(memory, prefix)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.local.bench import aiperf, client
+from deploy.local.bench import client
 from deploy.local.bench.plan import Point
-from deploy.local.bench.sweep import BenchOptions
+from deploy.local.bench.sweep import BenchOptions, aiperf_arguments
 from deploy.local.cli import main
 from tests.servers import free_port
 
@@ -296,7 +296,7 @@ def test_the_sweep_is_put_to_aiperf_in_its_own_words(tmp_path: Path) -> None:
         output_tokens=30,
         out=str(tmp_path),
     )
-    words = aiperf.arguments(options, Point("open", 2.5, 50))
+    words = aiperf_arguments(options, Point("open", 2.5, 50))
     assert words[0] == "profile"
     flags = dict(pairwise(words))
     expected = {
