@@ -27,9 +27,8 @@ from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Failed, Loading, Ready
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.model.facts import read_pooling
-from services.worker.vllm.cause_file import VARIABLE, note_exceptions, read_cause
 from services.worker.vllm.one_line import one_line
-from services.worker.vllm.start_failure import Cause, explained, failure
+from services.worker.vllm.start_failure import VARIABLE, Cause, explained, failure, note_exceptions, read_cause
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.messages.cards import KvLayout, Pooling

@@ -1,4 +1,5 @@
-"""Why vLLM did not start, in one line, and whether another start may help. Pure.
+"""Why vLLM did not start, in one line, and whether another start may help; and the file with the first exception that
+any of its processes logs.
 
 vLLM's core and its workers are processes of their own. What ended one of them is logged there, and its parent only
 learns that it is gone. So each of them notes its first logged exception as a Cause (cause_file.py).
@@ -7,12 +8,20 @@ learns that it is gone. So each of them notes its first logged exception as a Ca
     memory or a port that others use now, a lost device   another start, after a back-off
     a process that died and said nothing                  the same: the kernel kills where memory is short
     anything else                                         none: model and settings stay as they are
+
+Core and workers log what ends them. Their own handlers write it to standard error, among hundreds of lines; a factory
+of log records sees the exception itself, whatever handlers and formats are configured.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+from contextlib import suppress
+from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from services.worker.contracts.messages import Failed
@@ -35,6 +44,8 @@ _HINTS = (
     (re.compile(r"deserializing header|any model weights"), "the files of worker.model are torn or missing"),
 )
 _DIED = re.compile(r"'[^']*': -(\d+)")
+VARIABLE = "HEADRACE_VLLM_CAUSE"
+"""The environment variable with the file's path; vLLM's processes inherit it."""
 
 
 class Cause(Struct, frozen=True):
@@ -83,3 +94,34 @@ def explained(failed: Failed | None, noted: Cause | None) -> Failed | None:
 def is_passing(cause: Cause) -> bool:
     """Return whether another start may help, although nothing is changed."""
     return cause.kind in _PASSING_KINDS or _PASSING.search(cause.text) is not None
+
+
+def note_exceptions() -> None:
+    """From now on write the first exception that is logged as an error, of all processes with this VARIABLE."""
+    path = os.environ.get(VARIABLE)
+    if path is None:
+        return
+    make = logging.getLogRecordFactory()
+
+    def noting(*arguments: object, **named: object) -> logging.LogRecord:
+        record = make(*arguments, **named)
+        wrong = record.exc_info[1] if record.exc_info else None
+        if record.levelno >= logging.ERROR and wrong is not None:
+            whole = Path(f"{path}.{os.getpid()}")
+            with suppress(OSError):  # another one was first, or the parent has gone
+                whole.write_bytes(msgspec.json.encode(Cause.of(wrong)))
+                try:
+                    os.link(whole, path)
+                finally:
+                    whole.unlink()
+        return record
+
+    logging.setLogRecordFactory(noting)
+
+
+def read_cause(path: Path) -> Cause | None:
+    """Return what was noted; None: nothing."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Cause)
+    except FileNotFoundError:
+        return None

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from services.worker.contracts.messages import Failed
-from services.worker.vllm.start_failure import Cause, explained, failure
+from services.worker.vllm.start_failure import VARIABLE, Cause, explained, failure, read_cause
 
 CORE = Cause("RuntimeError", "Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+PROGRAM = """
+import logging, logging.config
+from services.worker.vllm.start_failure import note_exceptions
+note_exceptions()
+logging.config.dictConfig({"version": 1, "handlers": {"none": {"class": "logging.NullHandler"}},
+                           "loggers": {"vllm": {"handlers": ["none"], "level": "INFO", "propagate": False}}})
+log = logging.getLogger("vllm.core")
+log.error("no exception")
+for wrong in (ValueError("the first"), KeyError("the second")):
+    try:
+        raise wrong
+    except Exception:
+        log.exception("failed to start")
+"""
 
 
 def test_the_cores_own_exception_is_named_instead_of_the_parents() -> None:
@@ -84,3 +103,16 @@ def test_a_dead_core_is_explained_by_what_it_noted() -> None:
     assert explained(None, Cause("RuntimeError", "noted, but it was shut down")) is None
     other = Failed(reason="TimeoutError: ")
     assert explained(other, Cause("RuntimeError", "an earlier one")) is other
+
+
+def test_the_first_logged_exception_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "cause"
+    assert read_cause(path) is None
+    subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | {VARIABLE: str(path)}, check=True)
+    assert read_cause(path) == Cause("ValueError", "the first")
+    assert [one.name for one in tmp_path.iterdir()] == ["cause"]
+
+
+def test_without_the_variable_nothing_is_noted() -> None:
+    kept = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=kept, check=True)
