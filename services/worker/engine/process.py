@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -19,8 +20,8 @@ from msgspec.structs import replace
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
 from services.worker.engine.channel import ShellEnd
-from services.worker.engine.vllm_python import check_vllm_python
 from shared.config import environment
+from shared.errors import ModelError
 from shared.runtime import logs
 
 PROGRAMS = {
@@ -35,6 +36,17 @@ _CHECKOUT = str(Path(__file__).parents[3])
 """Directory of the packages services and shared, which vLLM's Python does not know."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+PACKAGES = ("vllm", "msgspec", "zmq")
+"""What the engine's program imports."""
+LEAST_PYTHON = (3, 11)
+LIMIT_S = 60.0
+"""Seconds within which the check must end; on a slow disk Python's own start may take some."""
+_REMEDY = "./headrace install-vllm makes an environment"
+_QUESTION = f"""
+import importlib.util, json, sys
+lacking = [name for name in {PACKAGES!r} if importlib.util.find_spec(name) is None]
+print(json.dumps([list(sys.version_info[:2]), lacking]))
+"""
 
 
 @dataclass(frozen=True)
@@ -150,3 +162,27 @@ def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, ceil(config.capacity_bytes / (1 << 30)))),
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def check_vllm_python(setting: str) -> str:
+    """Return the absolute path of `vllm_python`. Blocks for some 50 ms. Raise ModelError, naming the setting, where it
+    is not there, is no Python, is too old, or lacks a package."""
+    python = str(Path(setting).absolute())
+    where = f"worker.vllm_python is {python}"
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        raise ModelError(f"{where}, which is not there: {_REMEDY}")
+    try:
+        ran = subprocess.run(
+            [python, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=True
+        )
+        version, lacking = json.loads(ran.stdout)
+        (major, minor), lacking = map(int, version), list(map(str, lacking))
+    except (OSError, ValueError, TypeError, subprocess.SubprocessError):
+        raise ModelError(f"{where}, which does not run as a Python: {_REMEDY}") from None
+    if (major, minor) < LEAST_PYTHON:
+        raise ModelError(
+            f"{where}, which is Python {major}.{minor}; at least {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} works"
+        )
+    if lacking:
+        raise ModelError(f"{where}, which lacks {', '.join(lacking)}: {_REMEDY}")
+    return python
