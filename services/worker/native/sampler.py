@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.linear import Array
 from services.worker.native.masks import NO_MASKS, Masks
-from services.worker.native.philox import uniform
 from shared.hashing import pack_tokens, token_array
 from shared.messages.frames import NOT_FINITE, TokenLogprob
 from shared.messages.generate import Sampling
@@ -38,6 +37,30 @@ GREEDY_BELOW = 1e-5
 _LOGIT_LIMIT = 1e30
 NO_TOKEN = Drawn(0, error=f"{NOT_FINITE}: its logits", suspect=True)
 """The result of a row with a logit that is not finite."""
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, √3 - 1
+_LOW = 0xFFFFFFFF
+
+
+def philox(xp: ModuleType, counter: Array, key: Array) -> Array:
+    """Apply ten rounds to counter (n, 4) and key (n, 2), u32 numbers in u64 arrays; return (n, 4) of the same."""
+    low, half = xp.uint64(_LOW), xp.uint64(32)
+    c0, c1, c2, c3 = (counter[:, column] for column in range(4))
+    k0, k1 = key[:, 0], key[:, 1]
+    for _ in range(10):
+        p0, p1 = c0 * xp.uint64(_MULTIPLIERS[0]), c2 * xp.uint64(_MULTIPLIERS[1])
+        c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & low, (p0 >> half) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + xp.uint64(_KEY_STEPS[0])) & low, (k1 + xp.uint64(_KEY_STEPS[1])) & low
+    return xp.stack([c0, c1, c2, c3], axis=1)
+
+
+def uniform(xp: ModuleType, seeds: Array, draws: Array) -> Array:
+    """Return a number of [0, 1) with 53 random bits for each u64 seed and index of the draw."""
+    low, half = xp.uint64(_LOW), xp.uint64(32)
+    nothing = xp.zeros_like(draws)
+    counter = xp.stack([draws & low, draws >> half, nothing, nothing], axis=1)
+    words = philox(xp, counter, xp.stack([seeds & low, seeds >> half], axis=1))
+    return ((words[:, 0] << xp.uint64(21)) | (words[:, 1] >> xp.uint64(11))).astype(xp.float64) * 2.0**-53
 
 
 def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
