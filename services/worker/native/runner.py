@@ -24,8 +24,7 @@ from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.sampler import sample
-from services.worker.native.weights import Weights, load_weights
-from services.worker.native.weights_digest import check_digest, weights_digest
+from services.worker.native.weights import Weights, check_digest, load_weights, weights_digest
 from services.worker.sharing.host_pages import HostMapper, SharedHostCopier
 from services.worker.sharing.memory import SharableMemory
 from services.worker.transfer.block_shape import BlockShape

@@ -6,10 +6,12 @@ float32 file is used in place.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -20,6 +22,12 @@ from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Floats, TensorFile
 from shared.errors import ModelError
 from shared.model_file import LIST_LIMIT_BYTES, read_model_json
+
+PIECES = 16
+"""How many pieces of a tensor are covered."""
+PIECE_BYTES = 4096
+_ARITHMETIC = b"headrace 1"
+"""The version of the decoder's arithmetic. Change it whenever the decoder computes something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +272,32 @@ def _read_index(path: Path) -> _Index:
         if Path(file).name != file:  # a model from elsewhere must not name files outside its directory
             raise ModelError(f"{path}: {file!r} is not the name of a file in this directory")
     return index
+
+
+def weights_digest(directory: Path, config: ModelConfig) -> str:
+    """Return the digest as 16 hex digits. Raise ModelError."""
+    digest = hashlib.sha256(_ARITHMETIC + _said(config))
+    checkpoint = Checkpoint(directory, config)
+    for name in sorted(checkpoint.shapes):
+        entry = checkpoint.entry(name)
+        digest.update(msgspec.json.encode((name, entry.dtype, entry.shape)))
+        for piece in checkpoint.pieces(name, PIECES, PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()[:16]
+
+
+def check_digest(directory: Path, config: ModelConfig, digest: str) -> None:
+    """Raise ModelError where a directory's weights do not have this digest any longer."""
+    if weights_digest(directory, config) != digest:
+        raise ModelError(f"{directory}: the weights have changed since the worker started; start it again")
+
+
+def _said(config: ModelConfig) -> bytes:
+    """Return the config without fields that have their defaults, so that a new field changes no digest, and without the
+    tokens that end an answer, which change no block."""
+    fields = msgspec.to_builtins(config)
+    del fields["eos_token_ids"]
+    for field in msgspec.structs.fields(config):
+        if getattr(config, field.name) == field.default:
+            del fields[field.name]
+    return msgspec.json.encode(fields)

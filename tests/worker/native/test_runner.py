@@ -23,8 +23,7 @@ from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner, load_native
 from services.worker.native.tensor_file import write_tensors
-from services.worker.native.weights import Checkpoint
-from services.worker.native.weights_digest import weights_digest
+from services.worker.native.weights import Checkpoint, weights_digest
 from services.worker.scheduler.device_probe import MOST_NOT_FINITE
 from services.worker.scheduler.scheduler import Scheduler
 from shared.errors import ModelError

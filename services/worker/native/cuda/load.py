@@ -21,8 +21,7 @@ from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.weights import load_cuda_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
-from services.worker.native.weights import Checkpoint
-from services.worker.native.weights_digest import weights_digest
+from services.worker.native.weights import Checkpoint, weights_digest
 from services.worker.transfer.device_memory import DeviceMemory
 from shared.messages.cards import KvLayout
 

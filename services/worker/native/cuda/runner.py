@@ -46,7 +46,7 @@ from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
-from services.worker.native.weights_digest import check_digest
+from services.worker.native.weights import check_digest
 from services.worker.sharing.device_copier import SharedDeviceCopier
 from services.worker.sharing.device_pages import DeviceMapper, DevicePages
 from services.worker.sharing.fallback import pages_to_share
