@@ -6,7 +6,10 @@ second. Neither waits. `sharing` decides; this module carries it out.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
+import os
 import select
 import socket
 from collections.abc import Sequence
@@ -17,7 +20,6 @@ from typing import Protocol, assert_never
 from msgspec import Struct
 
 from services.worker.sharing import packets
-from services.worker.sharing.lock_watch import LockWatch
 from services.worker.sharing.memory import ExportedPages, offsets
 from services.worker.sharing.messages import (
     FROM_SHARER,
@@ -38,7 +40,8 @@ from services.worker.sharing.shares import Shares, SharingLimits, SharingRefused
 from services.worker.transfer.block_shape import BlockShape
 from shared.errors import ProtocolError
 from shared.hashing import ContentKey
-from shared.pool.lock import check_directory
+from shared.ownership import ownership_fault
+from shared.pool.lock import OWNERS, check_directory, is_owner
 from shared.rate_limited_log import RateLimitedLog
 
 MOST_STRANGERS = 8
@@ -50,6 +53,7 @@ MOST_PACKETS = 32
 """The most packets of one connection in a turn."""
 
 _log = logging.getLogger(__name__)
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class SharableBlocks(Protocol):
@@ -293,3 +297,40 @@ class PageSharer:
                     path.unlink()
             else:
                 watch.close()
+
+
+class LockWatch:
+    """The open lock file of one process: its own lock is watched, not another file under its name."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @staticmethod
+    def of(directory: Path, owner: str) -> LockWatch | None:
+        """Watch the lock of `owner` next to the pool in `directory`; None if no living process holds it. Raise OSError
+        where that cannot be seen, since this process or the machine has no file descriptor left."""
+        if not is_owner(owner):
+            return None
+        try:
+            descriptor = os.open(directory / OWNERS / owner, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as wrong:
+            if wrong.errno in _NO_DESCRIPTOR:
+                raise
+            return None
+        watch = LockWatch(descriptor)
+        if ownership_fault(os.fstat(descriptor), "file", "") or watch.is_free():
+            watch.close()
+            return None
+        return watch
+
+    def is_free(self) -> bool:
+        """Return whether the process is dead. False also while another process looks at the same lock: ask again."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -15,7 +15,6 @@ import pytest
 
 from services.worker.sharing import packets
 from services.worker.sharing.host_pages import HostMapper, HostPages
-from services.worker.sharing.lock_watch import LockWatch
 from services.worker.sharing.memory import MapFailed, offsets
 from services.worker.sharing.messages import (
     FROM_SHARER,
@@ -32,7 +31,7 @@ from services.worker.sharing.messages import (
     SlotsShared,
 )
 from services.worker.sharing.page_reader import PageReader
-from services.worker.sharing.page_sharer import ACCEPT_RETRY_S, MOST_STRANGERS, PageSharer
+from services.worker.sharing.page_sharer import ACCEPT_RETRY_S, MOST_STRANGERS, LockWatch, PageSharer
 from services.worker.sharing.shares import SharingLimits
 from shared.errors import Unavailable
 from shared.pool.lock import HeldLock, hold_owner
