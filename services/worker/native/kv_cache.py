@@ -22,8 +22,8 @@ import numpy as np
 
 from services.worker.native.bfloat16 import from_bfloat16, to_bfloat16
 from services.worker.native.linear import Array
-from services.worker.sharing.fallback import pages_to_share
 from services.worker.sharing.host_pages import HostPages
+from services.worker.sharing.memory import pages_to_share
 from shared.messages.cards import KvLayout
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
 from services.worker.sharing.messages import MemoryKind, SlotShape
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.copier import Copier
+from services.worker.transfer.errors import DeviceFailed
 from shared.errors import HeadraceError
+
+Pages = TypeVar("Pages")
+
+_log = logging.getLogger(__name__)
 
 
 class MapFailed(HeadraceError):
@@ -90,3 +96,17 @@ def offsets(shape: BlockShape, address: int) -> SlotShape:
     """Return the shape to offer for blocks in memory that begins at `address`."""
     regions = tuple(region - address for region in shape.regions)
     return SlotShape(regions, shape.fragment_bytes, shape.stride_bytes, shape.slots)
+
+
+def pages_to_share(make: Callable[[], Pages]) -> Pages | None:
+    """Return the memory that `make` allocates; None, after a warning, where the device or the system has none that
+    others can map. Ordinary memory serves then. Raise DeviceMemoryExhausted: ordinary memory has no more room."""
+    try:
+        return make()
+    except (DeviceFailed, OSError) as wrong:
+        _log.warning(
+            "this engine shares no blocks, which decode workers get from the kvbm only: its memory cannot be shared"
+            " with other processes: %s (kvbm.lending = false ends this warning)",
+            wrong,
+        )
+        return None

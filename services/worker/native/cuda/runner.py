@@ -49,8 +49,7 @@ from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.weights import check_digest
 from services.worker.sharing.device_copier import SharedDeviceCopier
 from services.worker.sharing.device_pages import DeviceMapper, DevicePages
-from services.worker.sharing.fallback import pages_to_share
-from services.worker.sharing.memory import SharableMemory
+from services.worker.sharing.memory import SharableMemory, pages_to_share
 from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.sharing.fallback import pages_to_share
 from services.worker.sharing.host_pages import HostPages
+from services.worker.sharing.memory import pages_to_share
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
 from tests.resource_limits import LIMIT_BYTES, small_files
 
