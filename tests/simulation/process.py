@@ -41,7 +41,7 @@ from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
-from services.worker.simulated.model import SimulatedModel
+from services.worker.simulated.runner import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
 from shared.discovery.contract import Registration

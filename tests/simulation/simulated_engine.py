@@ -25,8 +25,7 @@ from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.core import EngineCore, comes_meanwhile
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.model.facts import facts_of
-from services.worker.simulated.model import SimulatedModel
-from services.worker.simulated.runner import simulated_model
+from services.worker.simulated.runner import SimulatedModel, simulated_model
 
 
 class SimulatedEngine:
