@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import cupy as cp  # pyright: ignore[reportMissingImports]
+import cupy as cp  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
 import msgspec
-from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Loading
@@ -16,14 +16,43 @@ from services.worker.model.tensor_header import Shape
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import no_room_as_model_error
-from services.worker.native.cuda.gpu import use_gpu
 from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.weights import load_cuda_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import Checkpoint, weights_digest
+from services.worker.transfer.cuda import use_device
 from services.worker.transfer.device_memory import DeviceMemory
+from shared.errors import ConfigError
 from shared.messages.cards import KvLayout
+
+_INSUFFICIENT_DRIVER = 35
+"""The status code cudaErrorInsufficientDriver, which also means that there is no driver at all."""
+
+
+def use_gpu(gpu: int) -> None:
+    """Make `gpu` the calling thread's device. Raise ConfigError, which says what was found, and DeviceFailed."""
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as wrong:
+        raise ConfigError(f"device is cuda, but CUDA finds no GPU: {_why(wrong)}") from None
+    if gpu >= count:
+        shown = "one GPU, number 0" if count == 1 else f"{count} GPUs, 0 to {count - 1}"
+        raise ConfigError(f"cuda.gpu is {gpu}, but CUDA shows {shown}; CUDA_VISIBLE_DEVICES chooses which")
+    use_device(gpu)
+
+
+def _why(wrong: Exception) -> str:
+    if getattr(wrong, "status", None) != _INSUFFICIENT_DRIVER:
+        return str(wrong)
+    driver, needed = _version(runtime.driverGetVersion()), _version(runtime.runtimeGetVersion())
+    if driver == "0.0":
+        return "no NVIDIA driver is installed, or libcuda.so.1 is not found"
+    return f"the NVIDIA driver supports CUDA up to {driver}, but CuPy {cp.__version__} needs {needed}"
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> CudaRunner:
