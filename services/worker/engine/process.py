@@ -165,8 +165,9 @@ def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
 
 
 def check_vllm_python(setting: str) -> str:
-    """Return the absolute path of `vllm_python`. Blocks for some 50 ms. Raise ModelError, naming the setting, where it
-    is not there, is no Python, is too old, or lacks a package."""
+    """Return the absolute path of `vllm_python`, which is checked before an engine is started with it, since a program
+    that lacks its packages could only die without a report. Blocks for some 50 ms. Raise ModelError, naming the
+    setting, where it is not there, is no Python, is too old, or lacks a package."""
     python = str(Path(setting).absolute())
     where = f"worker.vllm_python is {python}"
     if not os.access(python, os.X_OK) or Path(python).is_dir():

@@ -43,7 +43,12 @@ _LOW = 0xFFFFFFFF
 
 
 def philox(xp: ModuleType, counter: Array, key: Array) -> Array:
-    """Apply ten rounds to counter (n, 4) and key (n, 2), u32 numbers in u64 arrays; return (n, 4) of the same."""
+    """Apply ten rounds of Philox4x32 to counter (n, 4) and key (n, 2), u32 numbers in u64 arrays; return (n, 4) of the
+    same.
+
+    Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); test vectors in Random123. There
+    is no state: a request's seed and its number of tokens determine the next number, on any worker.
+    """
     low, half = xp.uint64(_LOW), xp.uint64(32)
     c0, c1, c2, c3 = (counter[:, column] for column in range(4))
     k0, k1 = key[:, 0], key[:, 1]

@@ -300,7 +300,8 @@ class PageSharer:
 
 
 class LockWatch:
-    """The open lock file of one process: its own lock is watched, not another file under its name."""
+    """The open lock file of one process: its own lock is watched, not another file under its name.
+    `shared.pool.lock` says why a free lock proves that neither the process nor its GPU reads or writes any more."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

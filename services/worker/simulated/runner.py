@@ -47,7 +47,13 @@ def unbarred(token: int, barred: Sequence[int], allowed: Sequence[int]) -> int:
 
 
 class SimulatedModel:
-    """One simulated model: seconds and tokens for the scheduler's works."""
+    """One simulated model: seconds and tokens for the scheduler's works.
+
+    The output repeats the prompt's tokens, from the first to the last and then from the start, without ends of
+    sequence. So it is text where the prompt is text, and a continuation on another worker draws the same tokens. An
+    answer ends by itself at a length that depends on the end of its prompt. An embedding depends on all of the prompt's
+    tokens.
+    """
 
     def __init__(self, facts: Ready, timing: Timing, *, output_tokens: int) -> None:
         """`output_tokens` is an answer's mean length; 0: it ends only at its limits."""

@@ -2,15 +2,12 @@
 any of its processes logs.
 
 vLLM's core and its workers are processes of their own. What ended one of them is logged there, and its parent only
-learns that it is gone. So each of them notes its first logged exception as a Cause (cause_file.py).
+learns that it is gone. So each of them notes its first logged exception as a Cause.
 
     the cause                                             what follows
     memory or a port that others use now, a lost device   another start, after a back-off
     a process that died and said nothing                  the same: the kernel kills where memory is short
     anything else                                         none: model and settings stay as they are
-
-Core and workers log what ends them. Their own handlers write it to standard error, among hundreds of lines; a factory
-of log records sees the exception itself, whatever handlers and formats are configured.
 """
 
 from __future__ import annotations
@@ -97,7 +94,9 @@ def is_passing(cause: Cause) -> bool:
 
 
 def note_exceptions() -> None:
-    """From now on write the first exception that is logged as an error, of all processes with this VARIABLE."""
+    """From now on write the first exception that is logged as an error, of all processes with this VARIABLE. Their own
+    handlers write it to standard error, among hundreds of lines; a factory of log records sees the exception itself,
+    whatever handlers and formats are configured."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return

@@ -26,7 +26,7 @@ from tests.tiny_model import write_tiny_model
 
 FACTS = Ready(16, 10, (0,), 4, 4, KvLayout("float32", 1, 1, 1, 4), embedding_size=64)
 EOS = 2
-FACTS = Ready(
+MODEL_FACTS = Ready(
     context_length=4096,
     vocab_size=320,
     eos_token_ids=(EOS, 0),
@@ -128,7 +128,7 @@ def test_the_echo_engine_supports_grammars_where_it_can_read_the_tokenizer(tmp_p
 
 
 def model(output_tokens: int = 0) -> SimulatedModel:
-    return SimulatedModel(FACTS, Timing(SimulatedConfig()), output_tokens=output_tokens)
+    return SimulatedModel(MODEL_FACTS, Timing(SimulatedConfig()), output_tokens=output_tokens)
 
 
 def answer(
@@ -186,7 +186,7 @@ def test_nothing_is_drawn_in_the_middle_of_a_prompt_and_logprobs_come_where_they
 
 def test_an_embedding_follows_from_all_tokens_however_they_are_cut() -> None:
     simulated = SimulatedModel(
-        msgspec.structs.replace(FACTS, embedding_size=40), Timing(SimulatedConfig()), output_tokens=0
+        msgspec.structs.replace(MODEL_FACTS, embedding_size=40), Timing(SimulatedConfig()), output_tokens=0
     )
     for pooling in POOLINGS:
         work = Work(0, PROMPT, 0, 3, [0], Sampling(max_tokens=1, pooling=pooling), prompt_tokens=4)

@@ -4,7 +4,7 @@
 
 #define THREADS 1024
 
-__device__ double uniform(unsigned long long seed, unsigned long long draw) {  // Philox4x32-10, as in philox.py
+__device__ double uniform(unsigned long long seed, unsigned long long draw) {  // Philox4x32-10, as in sampler.py
   unsigned c0 = (unsigned)draw, c1 = (unsigned)(draw >> 32), c2 = 0, c3 = 0;
   unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
   for (int round = 0; round < 10; round++) {
