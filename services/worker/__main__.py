@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from services.worker.config import WorkerConfig
 from services.worker.model.card import served_name
-from services.worker.model_check import check_files
+from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from services.worker.service import serve
+from shared.errors import ModelError
+from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_files.templates import read_templates
+from shared.model_files.tokenizer import complete_tokenizer
 from shared.runtime.lifecycle import run
 
 CLOSING_S = 15.0
@@ -29,3 +35,35 @@ def drain_limit_s(config: WorkerConfig) -> float:
 
 if __name__ == "__main__":
     main()
+
+
+def check_files(config: WorkerConfig) -> None:
+    """Check the model's files. Raise ModelError or ConfigError, as the engine's start would."""
+    source = Path(config.model)
+    if config.chat_template or source.is_dir():
+        read_templates(source, config.chat_template)
+    if config.engine == "native" or not source.is_dir():
+        from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
+
+        check_source(source, Path(config.cache))
+    if source.is_dir():
+        _check_directory(source, config)
+    if config.simulated.table:
+        from services.worker.simulated.runner import read_times
+
+        read_times(config.simulated)
+
+
+def _check_directory(source: Path, config: WorkerConfig) -> None:
+    if config.engine not in ("native", "vllm"):  # vLLM reads what only it knows of
+        facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
+    from tokenizers import Tokenizer
+
+    file = source / "tokenizer.json"
+    content = complete_tokenizer(source, read_model_file(file, TOKENIZER_LIMIT_BYTES))
+    try:
+        Tokenizer.from_buffer(content)
+    except BaseException as wrong:  # noqa: BLE001  the package raises bare Exception; its panics are no Exception
+        raise ModelError(f"{file}: {wrong}") from None
+    read_pooling(source)
+    read_sampling(source, config.sampling)

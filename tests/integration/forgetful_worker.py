@@ -15,9 +15,8 @@ import msgspec
 
 from services.router.index.kv_events import RemovedEvent, decode
 from services.worker import service
-from services.worker.__main__ import drain_limit_s, served_labels
+from services.worker.__main__ import check_files, drain_limit_s, served_labels
 from services.worker.config import WorkerConfig
-from services.worker.model_check import check_files
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
 from shared.kv_events import encode_batch
 from shared.messages.cards import EventSource
