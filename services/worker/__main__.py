@@ -33,10 +33,6 @@ def drain_limit_s(config: WorkerConfig) -> float:
     return config.drain_s + CLOSING_S
 
 
-if __name__ == "__main__":
-    main()
-
-
 def check_files(config: WorkerConfig) -> None:
     """Check the model's files. Raise ModelError or ConfigError, as the engine's start would."""
     source = Path(config.model)
@@ -67,3 +63,7 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
         raise ModelError(f"{file}: {wrong}") from None
     read_pooling(source)
     read_sampling(source, config.sampling)
+
+
+if __name__ == "__main__":
+    main()
