@@ -103,8 +103,8 @@ def main(least_cuda: int) -> int:
 
 
 def visible_gpus(count: int, chosen: str | None) -> tuple[str, ...]:
-    """Return the names of the `count` GPUs that CUDA shows, as CUDA_VISIBLE_DEVICES has them. `chosen` is its value;
-    None: it is not set. CUDA ignores all from the first wrong name on."""
+    """Return the names of the `count` GPUs that CUDA shows, as CUDA_VISIBLE_DEVICES has them. `chosen` is its value.
+    None if it is not set. CUDA ignores all from the first wrong name on."""
     return tuple(map(str, range(count))) if chosen is None else tuple(map(str.strip, chosen.split(",")))[:count]
 
 
@@ -125,7 +125,7 @@ def parallel_sizes(settings: Sequence[tuple[str, str]], file: Mapping[str, objec
 def assign_gpus(workers: int | None, sizes: Mapping[str, int], visible: Sequence[str]) -> tuple[str, ...]:
     """Return each worker's CUDA_VISIBLE_DEVICES: as many GPUs as its parallel sizes need, and none of another worker's.
     With `tensor_parallel_size` 2, two workers get 4,5 and 6,7 of the GPUs 4,5,6,7. `workers` None: two, or one
-    where the GPUs are too few for two. Raise ConfigError where there are too few GPUs."""
+    where the GPUs are too few for two. Raise ConfigError if there are too few GPUs."""
     each = prod(sizes.values())
     if workers is None:
         workers = 2 if len(visible) >= 2 * each else 1

@@ -307,8 +307,8 @@ class Disk:
 
 
 async def scan(segments: Segments, geometry: DiskGeometry, upkeep: Upkeep) -> tuple[list[FoundBlock], int]:
-    """Read all headers. Return the blocks that were found, oldest first, and the highest sequence. Of two records with
-    one key the newer counts. Raise OSError."""
+    """Read all headers. Return the blocks that were found, oldest first, and the highest sequence. The newer of two
+    records with one key counts. Raise OSError."""
     newest: dict[ContentKey, tuple[int, int, Content]] = {}
     highest = 0
     chunks = _chunks(geometry, segments.existing())

@@ -192,7 +192,7 @@ def _make(path: Path, size_bytes: int) -> None:
 
 
 def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
-    """Raise ConfigError where a pool of `size_bytes` in `directory` has no room. `there_bytes` of it are in memory
+    """Raise ConfigError if a pool of `size_bytes` in `directory` has no room. `there_bytes` of it are in memory
     already, or will be freed for it.
 
     Memory is touched after this check: if a file system or a container's limit has no room for a page, the process that

@@ -278,12 +278,12 @@ def weights_digest(directory: Path, config: ModelConfig) -> str:
     """Return the digest of a model's weights as 16 hex digits, so that cached blocks of other weights are never used
     for it. Raise ModelError.
 
-    The digest covers the parts of config.json that are read, and each tensor's name, shape and type. Of a tensor's
-    bytes it covers PIECES pieces, the first and the last among them; tensors of up to 64 KiB, so all norms and biases
-    of today's models, are covered completely. Fine-tuning, merging and quantising change every piece. A change that
-    leaves all pieces of all tensors as they were is not found: after editing single rows of a matrix, give the model
-    another name. How the weights are split into files does not matter. It takes 30 ms for 270 tensors; reading all
-    bytes would take seconds.
+    The digest covers the parts of config.json that are read, and each tensor's name, shape and type. It covers PIECES
+    pieces of a tensor's bytes, the first and the last among them; tensors of up to 64 KiB, so all norms and biases of
+    today's models, are covered completely. Fine-tuning, merging and quantising change every piece. A change that leaves
+    all pieces of all tensors as they were is not found: after editing single rows of a matrix, give the model another
+    name. How the weights are split into files does not matter. It takes 30 ms for 270 tensors; reading all bytes would
+    take seconds.
     """
     digest = hashlib.sha256(_ARITHMETIC + _said(config))
     checkpoint = Checkpoint(directory, config)
@@ -296,7 +296,7 @@ def weights_digest(directory: Path, config: ModelConfig) -> str:
 
 
 def check_digest(directory: Path, config: ModelConfig, digest: str) -> None:
-    """Raise ModelError where a directory's weights do not have this digest any longer."""
+    """Raise ModelError if a directory's weights do not have this digest any longer."""
     if weights_digest(directory, config) != digest:
         raise ModelError(f"{directory}: the weights have changed since the worker started; start it again")
 

@@ -309,7 +309,7 @@ class LockWatch:
     @staticmethod
     def of(directory: Path, owner: str) -> LockWatch | None:
         """Watch the lock of `owner` next to the pool in `directory`; None if no living process holds it. Raise OSError
-        where that cannot be seen, since this process or the machine has no file descriptor left."""
+        if that cannot be seen, since this process or the machine has no file descriptor left."""
         if not is_owner(owner):
             return None
         try:

@@ -56,7 +56,7 @@ class SimulatedModel:
     """
 
     def __init__(self, facts: Ready, timing: Timing, *, output_tokens: int) -> None:
-        """`output_tokens` is an answer's mean length; 0: it ends only at its limits."""
+        """`output_tokens` is an answer's mean length. 0 if it ends only at its limits."""
         self.facts = facts
         self.timing = timing
         self._output_tokens = output_tokens

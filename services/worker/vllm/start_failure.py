@@ -119,7 +119,7 @@ def note_exceptions() -> None:
 
 
 def read_cause(path: Path) -> Cause | None:
-    """Return what was noted; None: nothing."""
+    """Return what was noted. None if there is nothing."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Cause)
     except FileNotFoundError:

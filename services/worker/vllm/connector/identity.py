@@ -185,9 +185,9 @@ def lora_name(request: Any, settings: ConnectorSettings) -> str | None:
 
 def weights_digest(path: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:
     """Return 16 hex digits for the files at `path`, a directory or one file. `config` is the model's, `settings` what
-    else changes the KV. Raise ConfigError where there are no files of weights, or one cannot be read.
+    else changes the KV. Raise ConfigError if there are no files of weights, or one cannot be read.
 
-    Of each file the digest covers the name, the size, the time of its last change and PIECES pieces of its bytes. So
+    The digest covers the name of each file, its size, the time of its last change and PIECES pieces of its bytes. So
     copies of a model count as different ones, unless they keep the time (`cp -p`); `weights` in the connector's
     settings names them alike.
     """
