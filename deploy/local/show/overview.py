@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from deploy.local.terminal import age, narrowed, size, table
+from deploy.local.table import age, narrowed, size, table
 from shared.discovery.catalogue import Catalogue, Entry, read_entry
 from shared.errors import ProtocolError
 from shared.messages.cards import Instance, ModelCard
