@@ -38,7 +38,7 @@ SECTIONS = {
     ],
 }
 """The modules with the rows of each section. Paragraphs before the first section stay as they are on the page."""
-COLUMNS = "| metric | type | labels | unit | meaning | when it is high |\n| --- | --- | --- | --- | --- | --- |\n"
+COLUMNS = "| metric | type | labels | meaning | when it is high |\n| --- | --- | --- | --- | --- |\n"
 
 
 def written(page: str) -> str:
@@ -61,9 +61,7 @@ def _name(row: MetricRow[Any]) -> str:
 
 def _line(row: MetricRow[Any]) -> str:
     labels = ", ".join(f"`{label}`" for label in row.labels.split()) or "—"
-    end = row.name.rpartition("_")[2]
-    unit = "share of 1" if "_rate" in row.name else end if end in ("seconds", "bytes", "tokens", "blocks") else "number"
-    return f"| `{_name(row)}` | {row.kind} | {labels} | {unit} | {row.text.rstrip('.')}. | {row.advice or '—'} |\n"
+    return f"| `{_name(row)}` | {row.kind} | {labels} | {row.text.rstrip('.')}. | {row.advice or '—'} |\n"
 
 
 if __name__ == "__main__":
