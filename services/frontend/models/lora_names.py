@@ -31,7 +31,7 @@ class LoraNames:
         """The ids of each card, which is named by (model, instance)."""
         self._counts: dict[str, Counter[LoraChoice]] = {}
         self._gone: dict[str, None] = {}
-        """The names whose last worker went, and did not unload them before. No name is here and in `_counts`."""
+        """Names whose last worker disappeared without unloading them. No name is here and in `_counts`."""
 
     def set_card(self, model: str, instance: str, ids: Iterable[str]) -> None:
         """Record the LoRAs of a worker that is there. A LoRA that it had and has no more was unloaded."""

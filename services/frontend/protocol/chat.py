@@ -82,7 +82,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     """vLLM's field: with `include_usage`, each chunk has the usage up to it."""
     include_obfuscation: Annotated[bool | None, Advisory(), Harmless(False)] = None
-    """Padding against traffic analysis; there is none."""
+    """Accepted and ignored: Headrace adds no padding against traffic analysis."""
 
 
 class CommonFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

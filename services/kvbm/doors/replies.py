@@ -47,7 +47,7 @@ class ReplySender:
         """Send a reply in the encoding of the question. Return whether it was sent."""
         try:
             await self._bus.publish(message.reply, payload, headers=message.reply_headers(last=last))
-        except (BusDown, ProtocolError) as wrong:  # the latter: the payload is too large, or the subject is none
+        except (BusDown, ProtocolError) as wrong:  # ProtocolError: payload too large, or invalid subject
             self._metrics.unanswered.inc()
             if isinstance(wrong, PayloadTooLarge):
                 _log.error("%s: no answer: %s", message.subject, wrong)

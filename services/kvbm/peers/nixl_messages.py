@@ -25,7 +25,7 @@ class NixlStart(Struct, frozen=True):
     agent: str
     """The name of its agent, which no other agent ever has."""
     parent: int
-    """The kvbm's process number: it ends with it."""
+    """PID of the kvbm. The NIXL process exits when that process exits."""
     control: int
     """The descriptor of its end of the socket pair."""
     pool: int

@@ -380,7 +380,7 @@ class Index:
 
     @property
     def _largest_growth_bytes(self) -> int:
-        """Most bytes by which one block added or removed can grow the index."""
+        """Upper bound of the index's growth in bytes when one block is added or removed."""
         return BLOCK_BYTES + 2 * RUN_BYTES + self._holders_bytes + REPEAT_BYTES
 
     @property

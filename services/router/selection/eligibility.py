@@ -92,7 +92,7 @@ class Eligibility:
         """LoRA id ("" for none) → its candidates that answer whole requests; a memo, emptied when a card comes or
         goes."""
         self._prefilling: dict[str, list[EligibleCandidate]] = {}
-        """LoRA id → its candidates that only compute prompts; a memo, too."""
+        """Cache: LoRA id → prefill-only candidates that have it."""
         self._shortest_limit_tokens = 0
         """Prompts up to this length have room at every candidate."""
 

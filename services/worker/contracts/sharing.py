@@ -65,7 +65,7 @@ class ShareReader(Protocol):
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` has something to do without any event. None means never."""
+        """Time of the next `turn` if no event comes first. None if none is needed."""
         ...
 
     def leave(self) -> None:
@@ -101,7 +101,7 @@ class Sharer(Protocol):
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` has something to do without any event. None means never."""
+        """Time of the next `turn` if no event comes first. None if none is needed."""
         ...
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class SequenceFetch:
     until_s: float
     """When the sequence gives up."""
     after: SequenceFetch | None = None
-    """While it is queued: the fetch under way that brings a block which is missing here, too."""
+    """The running fetch that will also load one of this sequence's missing blocks, while it is queued."""
     state: Literal["queued", "fetching", "abandoned"] = "queued"
     first: int = 0
     count: int = 0

@@ -43,7 +43,7 @@ class BlockSharer:
         self._blocks = blocks
         self._limits = limits
         self._owner = ""
-        """The owner under whose name this shares. Empty if it does not."""
+        """The owner id for new shares. Empty while sharing is off."""
         self._sharer: PageSharer | None = None
         self.failing = False
         """Whether the socket could not be opened at the last try, so that nothing is shared now."""

@@ -142,7 +142,7 @@ class PageSharer:
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `turn` has something to do without any event. None means never."""
+        """Time of the next `turn` if no event comes first. None if none is needed."""
         return self._accept_s
 
     def watch(self) -> None:

@@ -68,7 +68,7 @@ class StepLoras:
         }
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Return whether any row of this step uses a LoRA."""
         return bool(self._loras)
 
     def add(self, out: Array, x: Array, layer: int, projections: Sequence[str], factor: float = 1.0) -> None:
