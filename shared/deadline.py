@@ -1,4 +1,4 @@
-"""A deadline for reads that no timeout of a library covers, such as all reads of an answer together.
+"""A deadline for all reads of an answer together, which no timeout of a library covers.
 
 begin ─▶ wait until the time is over ─▶ late: `cut` ends the read under way, in another thread
              ▲ extend      └─▶ end

@@ -1,4 +1,4 @@
-"""Reads the files of a model's directory, which may be anything: a pipe, a device, endless, or deeply nested.
+"""Reads the files of a model's directory, which may be anything, with limits.
 
 A file is opened without waiting, must be a regular file, and is read up to a limit. Every fault is a ModelError that
 names the file.

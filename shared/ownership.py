@@ -1,4 +1,4 @@
-"""Whether a file or directory is this user's own, so that no other user can forge or read what it holds."""
+"""Whether a file or directory is this user's own, and closed to other users."""
 
 from __future__ import annotations
 

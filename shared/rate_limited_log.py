@@ -1,4 +1,4 @@
-"""Log lines about input from outside: every problem is counted, and each key has at most one line in an interval.
+"""Log lines about input from outside: each key has at most one line in an interval.
 
 Other processes decide how often such a problem occurs, so a flood of them must not fill the log.
 """

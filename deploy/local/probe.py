@@ -1,4 +1,4 @@
-"""Sends one HTTP GET to a process on this machine, without a client library, which would cost start-up time."""
+"""Sends one HTTP GET to a process on this machine, without a client library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What people see in a terminal: colours, and what `up` shows while it works, on stderr, so that stdout has only what
-was asked for.
-"""
+"""What people see in a terminal: colours, and what `up` shows on stderr while it works."""
 
 from __future__ import annotations
 

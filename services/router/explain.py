@@ -1,4 +1,4 @@
-"""Answers of a router to users: why it chose as it did, what came of it, and how the router is. Pure."""
+"""Answers of a router to users: its choices, what came of them, and its state. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a probe of this machine in a process of its own, which can be given up: a dead disk or a GPU's driver may hang.
+"""Runs a probe of this machine in a process of its own, which can be given up if it hangs.
 
 python -m deploy.local.check.child LOCAL_PROBE      prints one measurement; both are JSON
 """

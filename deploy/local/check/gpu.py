@@ -1,5 +1,4 @@
-"""Measures GPUs through CuPy: copies between pinned memory and each GPU, which GPUs reach each other, and whether the
-driver pins the pool's file."""
+"""Measures GPUs through CuPy: copies to and from pinned memory, links between GPUs, pinning of the pool's file."""
 
 from __future__ import annotations
 

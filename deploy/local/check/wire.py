@@ -1,4 +1,4 @@
-"""Messages and bytes over one blocking socket, each with a deadline: a peer that is slow, frozen or silent is given up.
+"""Messages and bytes over one blocking socket, each with a deadline.
 
 A thread serves one socket; the kernel's calls do not hold Python's lock, so that several streams fill a fast network.
 """

@@ -1,10 +1,9 @@
-"""`headrace explain`: asks the processes of a fleet what they remember of a request or of a block, and shows it
-together.
+"""`headrace explain`: asks a fleet what it remembers of a request or of a block.
 
-    routers     why a worker was chosen, and what came of it
-    frontends   refusals, lost attempts, waits for a worker
-    workers     waits for a first step, preemptions, ends without a complete answer; where blocks are
-    kvbm        where blocks are
+routers     why a worker was chosen, and what came of it
+frontends   refusals, lost attempts, waits for a worker
+workers     waits for a first step, preemptions, ends without a complete answer; where blocks are
+kvbm        where blocks are
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`headrace status`: asks discovery, the routers and the block stores once, and collects the workers' load reports for
-a moment."""
+"""`headrace status`: asks discovery, routers and block stores once, and collects the workers' load reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many characters of a text one token can stand for at most, so that texts that cannot fit are known. Pure.
+"""How many characters of a text one token can stand for at most. Pure.
 
 A text of more characters than a model's context has tokens times this number cannot fit, and is refused before anything
 is done with it. The number is an upper bound: for tokenizers that can drop any number of characters there is none.

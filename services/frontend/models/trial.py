@@ -1,4 +1,4 @@
-"""Runs a program that tries a part of a model, with limits: what it does within them, a frontend may do as well.
+"""Runs a program that tries a part of a model, with limits of time and memory.
 
 run_trial ──input──▶ python -m MODULE: limit_process, begin_step, … ──output──▶ run_trial
                       └── ended by a limit: the part takes too much

@@ -1,5 +1,4 @@
-"""Actions of a session: what it asks its shell to do for a request, in the order in which `session.Session` returns
-them. Pure."""
+"""Actions of a session: what it asks its shell to do for a request. Pure."""
 
 from __future__ import annotations
 

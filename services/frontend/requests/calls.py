@@ -1,4 +1,4 @@
-"""The calls of a request to routers and workers over the bus; the answers come back as events of its session.
+"""The calls of a request to routers and workers over the bus.
 
 SelectWorker     ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable

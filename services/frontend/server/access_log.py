@@ -1,4 +1,4 @@
-"""What is noted of a request when it has ended, at both doors: its metrics, its line in the log, its span.
+"""Notes what a request was when it has ended: its metrics, its line in the log, its span.
 
 The line says who asked for what, and what became of it. Requests with a status of 500 or more always have one, others
 where the setting `access_log` is on.

@@ -1,4 +1,4 @@
-"""The names of fields that a known API has: the metric of ignored fields counts no names of a client's own. Pure.
+"""The names of fields that a known API has, for the metric of ignored fields. Pure.
 
 Each is in a Struct of a body, or in OTHERS.
 """

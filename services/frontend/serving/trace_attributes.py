@@ -1,4 +1,4 @@
-"""What the span of a request for text says about it, in the names of OpenTelemetry's conventions for generative AI.
+"""The attributes of a request's span, by OpenTelemetry's conventions for generative AI.
 
 No text of a prompt or an answer is in a trace.
 """

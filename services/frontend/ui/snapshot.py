@@ -1,4 +1,4 @@
-"""One view of the fleet for the page: what is known of its processes, as few numbers as the page shows. Pure.
+"""One view of the fleet for the page: the numbers that the page shows. Pure.
 
     address book, model cards ─┐
     load reports, rates        ├─▶ snapshot ─▶ PageEvent, as JSON one event of the page's stream

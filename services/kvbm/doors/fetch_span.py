@@ -1,4 +1,4 @@
-"""The span of a traced fetch: from its request to its last reply, which waits for the disk if blocks are there."""
+"""The span of a traced fetch, from its request to its last reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes a layout for people: as a Struct, as a line of the log, and what happened lately to its blocks. Pure."""
+"""Describes a layout and its blocks for people: as a Struct, as a line of the log. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to the kvbms of other machines, as a reader has them: opened, believed, kept for the next read, and cut.
+"""A reader's connections to the kvbms of other machines: opened, checked, kept, and cut.
 
     connected ──▶ the peer's hello is what it was, of the same back end, and has the layout ──▶ ask … ──▶ keep
     a deadline, `gone`, a cancellation ──▶ what is under way is cut ──▶ its thread ends

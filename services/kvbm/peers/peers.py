@@ -1,4 +1,4 @@
-"""All that one kvbm has to do with those of other machines: the port at which it lends, and the road by which it reads.
+"""What one kvbm has to do with those of other machines: it lends at a port, and reads by a road.
 
 layouts open and close ──▶ sync ──▶ the road           stop: no read, then no connection, then the pool is unmapped
 """

@@ -1,4 +1,4 @@
-"""One TCP connection between two kvbms, as threads use it: it blocks, and `cut` ends whatever waits on it; and its TLS.
+"""One blocking TCP or TLS connection between two kvbms, which `cut` ends.
 
     thread   send_frame, receive_frame, send_slot, receive_into    block, without Python's lock
     loop     cut: shuts the connection down, so that the thread's call ends at once with PeerFault

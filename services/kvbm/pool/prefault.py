@@ -1,4 +1,4 @@
-"""Makes the pool's memory before a slot is granted: allocates and zeroes it chunk by chunk, in threads of low priority.
+"""Allocates and zeroes the pool's memory before a slot is granted, in threads of low priority.
 
 Until all of it is there no slot may be granted. Touching a page that the file system has no room for ends the process
 that touches it, here and in an engine. A first touch of fresh memory also takes several times as long as a copy.

@@ -1,4 +1,4 @@
-"""Slots, keys and checksums as the wire packs them, so that a request of hundreds of blocks is one value. Pure.
+"""Slots, keys and checksums as the wire packs them. Pure.
 
 A slot's checksum is XXH3-64 of its block's bytes, or 0 if none is known. A slot has none from its grant on, until its
 writer commits it with one, or the disk brings a block whose record has one.

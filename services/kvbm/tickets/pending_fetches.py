@@ -1,4 +1,4 @@
-"""Fetches that wait for the disk or for commits, and their later replies: many end at once, few replies report them.
+"""Fetches that wait for the disk or for commits, and their later replies.
 
 add ──▶ waiting ──the last block of the prefix has come, or will not──▶ last reply sent, forgotten
            │ ▲ │                                                            ▲

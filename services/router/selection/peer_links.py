@@ -1,4 +1,4 @@
-"""Which block stores can read which other machines' stores, and how much of a prompt a request gets that way. Pure.
+"""Which block stores can read which other machines' stores, and how many blocks of a prompt. Pure.
 
     a kvbm reports its rates ──▶ learn           reader's store ◀── link ── lender's store, of the same layout
 

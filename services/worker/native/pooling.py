@@ -1,4 +1,4 @@
-"""Makes embeddings from hidden states, for prompts in one piece or in chunks, for the CPU's and the GPU's decoder.
+"""Makes embeddings from hidden states, for prompts in one piece or in chunks.
 
     pooling of a work   mean, any chunk   last, not the last chunk   last, the last chunk
     rows of its span    all               no span                    its last row

@@ -1,4 +1,4 @@
-"""CUDA's driver calls for memory that other processes can map, through ctypes, because CuPy does not have them."""
+"""CUDA's driver calls for memory that other processes can map, through ctypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine that shares its blocks and one that reads them say to each other on a Unix socket. Pure.
+"""Messages between an engine that shares its blocks and one that reads them, on a Unix socket. Pure.
 
 reader  ── Import ───────▶  sharer     one message a packet (SOCK_SEQPACKET), msgpack
         ◀── Offer ───────              with the memory's descriptors; or NotShared, and the connection ends

@@ -1,5 +1,4 @@
-"""Runners without arithmetic, in the engine process: SimulatedRunner sleeps as long as a step would take, EchoRunner
-takes no time."""
+"""Runners without arithmetic: SimulatedRunner sleeps as long as a step would take, EchoRunner takes no time."""
 
 from __future__ import annotations
 

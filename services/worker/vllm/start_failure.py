@@ -1,5 +1,4 @@
-"""Why vLLM did not start, in one line, and whether another start may help; and the file with the first exception that
-any of its processes logs.
+"""Why vLLM did not start, from the first exception that any of its processes logs, and whether another start may help.
 
 vLLM's core and its workers are processes of their own. What ended one of them is logged there, and its parent only
 learns that it is gone. So each of them notes its first logged exception as a Cause.

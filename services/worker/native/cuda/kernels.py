@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources in `kernels/` for one model's shape, with NVRTC through CuPy, which caches them on disk.
+"""Compiles the CUDA sources in `kernels/` for one model's shape, with NVRTC through CuPy.
 
 Shapes are constants of the compilation, so that loops over a head's dimensions unroll into registers.
 """

@@ -1,4 +1,4 @@
-"""Lays out the rows of a step for the kernels: one array of 32-bit integers, copied to the device at once.
+"""Lays out the rows of a step for the kernels, as one array of 32-bit integers.
 
     tokens | positions | places | table_starts | drawing | tiles (2 each) | singles (3 each) | splits (3 each) | tables
 

@@ -1,5 +1,5 @@
-"""SchedulerHalf: the connector's half in vLLM's scheduler: it decides, through the deciders of `kv_connector`, what is
-asked of the kvbm and what the ranks copy.
+"""SchedulerHalf: the connector's half in vLLM's scheduler, which decides what is asked of the kvbm and what the ranks
+copy.
 
     vLLM's scheduler ──find, place, offer──▶ VllmBlocks ◀──▶ KVConnector ──KvbmAsk──▶ SocketClient ──▶ kvbm
                                                                  │  ▲
