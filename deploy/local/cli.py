@@ -147,8 +147,7 @@ def _log_level(flags: LogFlags) -> int:
 
 def _chat(flags: ChatFlags) -> None:
     from deploy.local.chat.api import ChatApi
-    from deploy.local.chat.chat import chat
-    from deploy.local.chat.interrupt import noticed_interrupts
+    from deploy.local.chat.chat import chat, noticed_interrupts
 
     with noticed_interrupts():
         chat(ChatApi(_url(flags), _api_key(flags)), flags)

@@ -5,8 +5,11 @@ Questions come from the command line, from a pipe (one: all that comes), or from
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from types import FrameType
 from typing import Any, TextIO
 
 from deploy.local.chat.api import ChatApi, ChatError, Chunks
@@ -29,6 +32,7 @@ HELP = {
 }
 """Command → what it does."""
 _NAMES = tuple(command.split()[0] for command in HELP)
+TICK_S = 0.25
 
 
 class Conversation:
@@ -224,3 +228,19 @@ def _show(text: str, stream: TextIO) -> None:
 
 def _say(text: str) -> None:
     print(paint(text, "dim", sys.stderr) if text else "", file=sys.stderr)
+
+
+@contextmanager
+def noticed_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt at most TICK_S after Ctrl-C. For the main thread of a program without other timers."""
+    before = signal.signal(signal.SIGALRM, _look)
+    signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _look(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: that Python looks at its signals is enough."""

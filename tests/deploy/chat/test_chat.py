@@ -25,6 +25,25 @@ from shared.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 180.0
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2}
+WAITING = """
+import signal, socket, threading, time
+from deploy.local.chat.chat import noticed_interrupts
+
+here, there = socket.socketpair()
+
+def interrupt():
+    time.sleep(0.5)
+    # In this thread: the main thread's wait goes on, as with a signal that came just before it.
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+with noticed_interrupts():
+    threading.Thread(target=interrupt).start()
+    try:
+        here.recv(1)
+    except KeyboardInterrupt:
+        print("interrupted")
+print(signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM) is signal.SIG_DFL)
+"""
 
 
 class Parrot:
@@ -313,3 +332,9 @@ def test_every_command_of_the_help_is_one() -> None:
 def test_another_command_is_refused_and_said(line: str) -> None:
     with pytest.raises(ConfigError, match=f"{line.split()[0]}: no such command; /help shows them"):
         read_line(line)
+
+
+def test_an_interrupt_that_does_not_end_the_wait_is_noticed_and_the_timer_is_gone_afterwards() -> None:
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "interrupted\n(0.0, 0.0) True\n"
