@@ -11,19 +11,88 @@ import asyncio
 from collections.abc import Iterable, Mapping
 
 from services.router.config import RouterConfig
-from services.router.explain import explain, model_state, policy_problem, requested_id
+from services.router.selection.decision_log import Decision
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
 from shared.errors import BusDown, ProtocolError
 from shared.messages.codec import JSON_HEADER
-from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations, RouterState
+from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanation, Explanations, ModelState, RouterState
 from shared.rate_limited_log import RateLimitedLog
+from shared.request_names import bare_id
 from shared.runtime.runtime import Runtime
 
 UNKNOWN_REQUEST_DELAY_S = 0.3
 DELAYED_LIMIT = 64
 """Most answers delayed at once; beyond that limit, answers are sent at once."""
+DECISIONS_IN_ANSWER = 20
+"""Most decisions in one answer: the latest ones."""
+
+
+def requested_id(payload: bytes) -> str:
+    """Return the request id in a query; empty asks for the latest decisions."""
+    return bare_id(payload.decode("utf-8", "replace"))
+
+
+def explain(router: str, models: Iterable[ModelRouter], request: str, now_s: float) -> Explanations:
+    """Return the decisions of a request, or of all requests if `request` is empty."""
+    found = [
+        (decision.at_s, model.model, decision)
+        for model in models
+        for decision in model.decisions.find(request, DECISIONS_IN_ANSWER)
+    ]
+    found.sort(key=lambda each: each[0])
+    latest = found[-DECISIONS_IN_ANSWER:]
+    return Explanations(router, [_explained(name, decision, now_s) for _, name, decision in latest])
+
+
+def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
+    selected = decision.selected
+    return Explanation(
+        model=model,
+        router=selected.router,
+        request=selected.request,
+        attempt=selected.attempt,
+        age_s=round(now_s - decision.at_s, 6),
+        instance=selected.instance,
+        rank=selected.rank,
+        reason=selected.reason,
+        candidates=selected.candidates,
+        prompt_tokens=decision.request.prompt_tokens,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        actual_cached_tokens=decision.actual_cached_tokens,
+        first_token_s=_rounded(decision.first_token_s),
+        ended_s=_rounded(decision.ended_s),
+        lora=decision.request.lora,
+        trace=decision.trace,
+        passed_over=decision.passed_over,
+    )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """Round to microseconds."""
+    return None if seconds is None else round(seconds, 6)
+
+
+def policy_problem(models: Iterable[ModelRouter]) -> str:
+    """Return why kv made choices instead of the policy, for the worst of the models; empty if it made none."""
+    guards = [model.guard for model in models]
+    if any(guard.disabled for guard in guards):
+        return "off: kv chooses"
+    failures = sum(guard.failures for guard in guards)
+    return f"failed: kv made {failures} of its choices" if failures else ""
+
+
+def model_state(model: ModelRouter) -> ModelState:
+    """Return the sizes of a model's state."""
+    index = model.index.statistics()
+    return ModelState(
+        model=model.model,
+        instances=len(model.cards),
+        reservations=model.load.statistics().reservations,
+        index_blocks=index.blocks,
+        index_bytes=index.bytes,
+    )
 
 
 class Queries:

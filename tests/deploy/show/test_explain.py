@@ -14,7 +14,7 @@ import pytest
 from deploy.local import cli
 from deploy.local.show import fleet
 from deploy.local.stack.stack import toml
-from services.router.explain import requested_id
+from services.router.queries import requested_id
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import connect

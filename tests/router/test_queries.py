@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from services.router.config import RouterConfig
-from services.router.explain import DECISIONS_IN_ANSWER, explain, model_state, policy_problem, requested_id
+from services.router.queries import DECISIONS_IN_ANSWER, explain, model_state, policy_problem, requested_id
 from services.router.selection.candidates import CandidateState, RoutingRequest
 from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.model_router import ModelRouter
