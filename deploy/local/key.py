@@ -1,4 +1,11 @@
-"""`headrace key new|list|revoke`: makes API keys, and changes the file in `access.keys_file` (docs/access.md)."""
+"""`headrace key new|list|revoke`: makes API keys, and changes the file in `access.keys_file` (docs/access.md).
+
+The file's text is edited by lines, which keeps its comments and order, and the result is parsed: it must hold what was
+there before, and the one change. A file in which that does not work by lines is refused instead of written wrongly.
+
+What comes out is checked as a frontend checks it (shared/api_keys.py). A frontend that cannot read the file keeps the
+former keys, so a key that was revoked in such a file would stay valid.
+"""
 
 from __future__ import annotations
 

@@ -28,17 +28,17 @@ def change_level(config: FleetConfig, level: str, prefixes: Sequence[str], *, fo
     logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
     if not 0 <= for_s <= 86_400:
         raise ConfigError("--for-s is 0 to 86400")
-    return asyncio.run(_change(config, ChangeLogLevel(level, for_s), prefixes))
+    return asyncio.run(_change_level(config, ChangeLogLevel(level, for_s), prefixes))
 
 
-async def _change(config: FleetConfig, asked: ChangeLogLevel, prefixes: Sequence[str]) -> int:
+async def _change_level(config: FleetConfig, asked: ChangeLogLevel, prefixes: Sequence[str]) -> int:
     meant = choose_processes(config.namespace, await discovery_entries(config), prefixes)
     async with connect_bus(config, "headrace log") as bus:
-        done = await asyncio.gather(*(_ask(bus, config.namespace, one, asked) for one in meant))
+        done = await asyncio.gather(*(_ask_level(bus, config.namespace, one, asked) for one in meant))
     return 0 if all(done) else 1
 
 
-async def _ask(bus: NatsBus, namespace: str, one: Instance, asked: ChangeLogLevel) -> bool:
+async def _ask_level(bus: NatsBus, namespace: str, one: Instance, asked: ChangeLogLevel) -> bool:
     subject = subjects.control(namespace, one.service, one.instance)
     try:
         answer = await bus.request(subject, CONTROL.encode(asked), timeout_s=ANSWER_LIMIT_S)

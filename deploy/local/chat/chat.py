@@ -232,7 +232,12 @@ def _say(text: str) -> None:
 
 @contextmanager
 def noticed_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt at most TICK_S after Ctrl-C. For the main thread of a program without other timers."""
+    """Raise KeyboardInterrupt at most TICK_S after Ctrl-C. For the main thread of a program without other timers.
+
+    Python looks at signals before it waits for bytes or keys, and again when a signal ends the wait. One that comes
+    between that look and the wait ends nothing: the program would stop only with the next bytes. A timer's signal ends
+    every wait soon, Python looks again, and goes on waiting if there is nothing to do (PEP 475).
+    """
     before = signal.signal(signal.SIGALRM, _look)
     signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
     try:
