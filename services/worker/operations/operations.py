@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from services.worker.contracts.messages import EngineOperation, Ready
 from shared.lora import NAME_RULE, is_lora_name, make_lora_id, name_of_lora
-from shared.messages.people import OperateWorker
+from shared.messages.people import OperateWorker, WorkerOperation
 
 MOST_LORAS = 64
 """Most LoRAs that a worker serves at once."""
@@ -156,15 +156,16 @@ class Operations:
 
     # --- an operation from outside
 
-    def refusal(self, asked: OperateWorker) -> str:
-        """Return why an operation cannot begin. Empty if it can."""
-        why = self._refusal(asked)
+    def refusal(self, asked: OperateWorker, unanswered: WorkerOperation | None = None) -> str:
+        """Return why an operation cannot begin. Empty if it can. `unanswered` is the operation whose answer is still to
+        come, if there is one: it may be done, and wait until discovery has the card."""
+        if unanswered is None and self.running is not None:
+            unanswered = self.running.operation
+        why = f"{unanswered} is running; try again when it has ended" if unanswered else self._refusal(asked)
         return f"{asked.operation}: {why}" if why else ""
 
     def _refusal(self, asked: OperateWorker) -> str:
         operation, facts = asked.operation, self._facts
-        if self.running is not None:
-            return f"{self.running.operation} is running; try again when it has ended"
         if facts is None or self._restoring:
             return "the engine is starting"
         if operation not in ("drain", "resume") and operation not in facts.operations:
@@ -245,7 +246,8 @@ class Operations:
             self._failed = failed
             return self._finish()
         if self.running.operation == "unload_lora":
-            return self._follow([AskEngine("unload_lora", self._leaving)])
+            held = self._leaving in self._held  # an engine that started meanwhile does not hold it
+            return self._follow([AskEngine("unload_lora", self._leaving)] if held else [])
         self.state = WorkerState.FALLING_ASLEEP
         unloads = [AskEngine("unload_lora", name) for name in sorted(self._held)] if self._level == 2 else []
         return self._follow([*unloads, AskEngine("sleep", level=self._level)])

@@ -37,7 +37,7 @@ from shared.errors import ModelError, ProtocolError, Unavailable
 from shared.lora import make_lora_id, name_of_lora
 from shared.messages.cards import ModelCard
 from shared.messages.frames import SHUTTING_DOWN
-from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated, WorkerOperation
+from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, WorkerOperated, WorkerOperation
 from shared.runtime.runtime import Runtime
 
 ENGINE_LIMIT_S = 300.0
@@ -130,19 +130,14 @@ class Operator:
         except ProtocolError as wrong:
             await self._tell(message, str(wrong))
             return
-        refused = SHUTTING_DOWN if self._attempts.draining else self._refusal(asked)
+        unanswered = None if self._asked is None else self._asked[1]
+        refused = SHUTTING_DOWN if self._attempts.draining else self._operations.refusal(asked, unanswered)
         if refused:
             await self._tell(message, refused)
             return
         _log.info("%s", f"{asked.operation} {asked.name}" if asked.operation.endswith("_lora") else asked.operation)
         self._asked = message, asked.operation
         self._put(self._operations.begin(asked))
-
-    def _refusal(self, asked: OperateWorker) -> str:
-        """Return why an operation cannot begin. Empty if it can."""
-        if self._asked is not None:  # it may be done, and wait until discovery has the card
-            return f"{asked.operation}: {self._asked[1]} is running; try again when it has ended"
-        return self._operations.refusal(asked)
 
     async def run(self) -> None:
         """Carry out actions until cancelled."""

@@ -267,6 +267,17 @@ def test_a_lora_is_read_then_loaded_then_shown_under_its_id() -> None:
     assert (world.engine_loras, world.answers) == (set(), ["", ""])
 
 
+def test_an_engine_that_started_while_a_lora_became_idle_is_not_asked_to_unload_it() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.ask("unload_lora", "sql")
+    world.lose()
+    world.start()
+    world.settle()
+    assert (world.engine_loras, world.answers, world.seen()) == (set(), ["", ""], ("", (), True))
+
+
 def test_a_deep_sleep_unloads_the_loras_and_waking_loads_them() -> None:
     world = worker()
     world.ask("load_lora", "sql")
