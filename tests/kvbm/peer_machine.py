@@ -53,8 +53,8 @@ async def main(directory: Path, listen: str, backend: PeerBackend) -> None:
                     host, port = asked["at"].rsplit(":", 1)
                     there = PeerAddress(_instance(asked["at"]), host, int(port))
                     done = await peer.imports.read(there, layout, keys(CONTENTS), asked["limit_s"])
-                    fault = "" if done is None or done.fault is None else done.fault.code
-                    _say({"written": 0 if done is None else len(done.written), "fault": fault})
+                    fault = "" if done.fault is None else done.fault.code
+                    _say({"written": len(done.written), "fault": fault})
                 case "state":
                     host_tier = layout.tiers.statistics().host
                     busy = host_tier.held + host_tier.writing + host_tier.quarantined

@@ -86,9 +86,7 @@ async def rests(store: Store) -> None:
     store.service.validate()
 
 
-async def read(
-    store: Store, peer: PeerAddress, contents: Sequence[Content], limit_s: float = LIMIT_S
-) -> ReadBlocks | None:
+async def read(store: Store, peer: PeerAddress, contents: Sequence[Content], limit_s: float = LIMIT_S) -> ReadBlocks:
     """Read blocks of LAYOUT from a peer."""
     assert store.service.peers is not None
     layout = store.service.layouts.open[LAYOUT.digest]

@@ -118,12 +118,9 @@ class PeerCache:
         peer = candidates[worth.index(wanted)]
         self.choice.read_begins(peer.instance, now_s)
         done = await self._imports.read(peer, layout, keys[:wanted], self._config.read_s)
-        if done is None:
-            self.choice.failed(peer.instance, self._now())
-            return "fault"
         size_bytes = len(done.written) * block_bytes
         if done.fault is not None:
-            if done.fault.code == "late":
+            if done.fault.code == "late" and done.lent:
                 self.choice.measure(peer.instance, size_bytes, done.took_s)
             self.choice.failed(peer.instance, self._now())
             return "fault"

@@ -59,9 +59,9 @@ class PeerImports:
 
     async def read(
         self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey], limit_s: float
-    ) -> ReadBlocks | None:
-        """Read leading blocks of these keys from the peer and publish them. None if it failed altogether. It goes on
-        if the caller is cancelled, until `limit_s` or `close`."""
+    ) -> ReadBlocks:
+        """Read leading blocks of these keys from the peer and publish them. It goes on if the caller is cancelled,
+        until `limit_s` or `close`."""
         task = asyncio.create_task(self._read(peer, layout, keys, limit_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -69,7 +69,7 @@ class PeerImports:
 
     async def _read(
         self, peer: PeerAddress, layout: LayoutStore, keys: Sequence[ContentKey], limit_s: float
-    ) -> ReadBlocks | None:
+    ) -> ReadBlocks:
         assert not self.full, "too many reads"
         if layout.ended:  # its arena went to another layout while peers were asked
             return ReadBlocks({}, 0, 0.0, None)
@@ -83,13 +83,10 @@ class PeerImports:
             done = await self.road.read(peer, layout.layout, keys, reserved.place, limit_s)
             reserved.publish(done.written)
         except PeerFault as wrong:
-            self.count_fault(peer, wrong)
-            self._metrics.peer_reads.labels("nothing").inc()
-            return None
+            done = ReadBlocks({}, 0, 0.0, wrong)
         except Refusal as wrong:  # of blocks that no engine could have stored, or it took too long
-            self.count_fault(peer, PeerFault("late" if wrong.code == "expired" else "refused", str(wrong)))
-            self._metrics.peer_reads.labels("nothing").inc()
-            return None
+            fault = PeerFault("late" if wrong.code == "expired" else "refused", str(wrong))
+            done = ReadBlocks({}, 0, 0.0, fault)
         finally:
             reserved.end()
             self._reads[layout.digest] -= 1

@@ -1,7 +1,7 @@
 """The road between two kvbms' pools: blocks of a peer are counted, borrowed, and read by a back end: `sockets.py` or
 `nixl_reader.py`.
 
-register ──▶ describe ──▶ leading, read … ──▶ gone
+register ──▶ leading, read … ──▶ gone
 read     ──▶ Borrow ──▶ place: which slots ──▶ the back end reads, Received ──▶ Return
 a deadline, a fault, `gone`, a cancellation ──▶ all that the read uses is cut ──▶ read returns when that has ended
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 from msgspec import Struct, field
 
 from services.kvbm.peers.connections import PeerConnections, ReadParts
-from services.kvbm.peers.messages import PeerAddress, PeerFault, PeerHello
+from services.kvbm.peers.messages import PeerAddress, PeerFault
 from services.kvbm.peers.stream import PeerStream
 from shared.hashing import ContentKey
 from shared.messages.kvbm import StoreBlock, StoreLayout
@@ -92,10 +92,6 @@ class PeerRoad:
     def unregister(self, digest: str) -> None:
         """Forget a layout that no read is for: its slots are unmapped next."""
         self._slots.pop(digest, None)
-
-    def describe(self) -> PeerHello:
-        """Return what a peer must know of this kvbm before it reads."""
-        return self._connections.hello()
 
     async def leading(self, peer: PeerAddress, layout: StoreLayout, keys: Sequence[ContentKey], limit_s: float) -> int:
         """Return how many leading blocks the peer has in memory. Raise PeerFault."""
