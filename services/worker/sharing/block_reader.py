@@ -7,7 +7,6 @@ ask ──▶ the sharer's socket is found ──▶ its memory is mapped ──
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 from collections.abc import Callable, Sequence
@@ -41,8 +40,6 @@ MOST_REFUSED = 64
 """The most such sharers that are remembered."""
 _SHARED = 0
 """The generation of all slots of a sharer while its connection is open: that of copies that name none."""
-
-_log = logging.getLogger(__name__)
 
 
 class _SharedMemorySlots:
