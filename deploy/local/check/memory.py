@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 from deploy.local.check.measurements import MemoryMeasured
+from shared.machine_memory import memory_limits, memory_sizes
 
-CGROUPS = Path("/sys/fs/cgroup")
 DRIVER = Path("/dev/nvidiactl")
 
 
@@ -17,7 +16,7 @@ def measure(directory: Path) -> MemoryMeasured:
     """Return what the pool in `directory` would find. Raise OSError."""
     there = existing(directory)
     kind, options = mounted(there)
-    about, memory = os.statvfs(there), _meminfo()
+    about, memory = os.statvfs(there), memory_sizes()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return MemoryMeasured(
         directory=str(there),
@@ -26,7 +25,7 @@ def measure(directory: Path) -> MemoryMeasured:
         free_bytes=about.f_bavail * about.f_frsize if about.f_blocks else None,  # 0 blocks: a tmpfs without a limit
         total_bytes=memory["MemTotal"],
         available_bytes=memory["MemAvailable"],
-        group_limit_bytes=min(group_limits(), default=None),
+        group_limit_bytes=min(memory_limits(), default=None),
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
         overcommit=int(Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii")),
         commit_left_bytes=memory["CommitLimit"] - memory["Committed_AS"],
@@ -49,24 +48,3 @@ def mounted(directory: Path) -> tuple[str, str]:
             kind, _, options = filesystem.split(" ", 2)
             return kind, options
     return "", ""
-
-
-def _meminfo() -> dict[str, int]:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = (line.replace(":", "").split() for line in lines)
-    return {name: int(number) * 1024 for name, number, *_ in sizes}
-
-
-def group_limits(root: Path = CGROUPS, memberships: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield the memory limits of this process's control groups (version 2), from its own up to the root."""
-    try:
-        lines = memberships.read_text(encoding="utf-8").splitlines()
-    except OSError:  # a kernel without control groups
-        return
-    for line in lines:
-        number, _, path = line.split(":", 2)
-        group = root / path.lstrip("/")
-        for place in (group, *group.parents) if number == "0" else ():
-            limit = place / "memory.max"
-            if place.is_relative_to(root) and limit.is_file() and (text := limit.read_text().strip()) != "max":
-                yield int(text)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,12 +30,12 @@ from msgspec import Struct
 from services.kvbm.pool.arenas import Arenas
 from services.kvbm.pool.owners import OwnerLocks
 from shared.errors import ConfigError
+from shared.machine_memory import memory_limits, memory_sizes
 from shared.pool.format import PAGE_BYTES, PoolGeometry, PoolUnfit, usable
 from shared.pool.lock import POOL, LockTaken, check_directory, hold_directory
 from shared.pool.map import ArenaMap, PoolMap
 
 _log = logging.getLogger(__name__)
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class ArenaAssignment(Struct, frozen=True):
@@ -197,12 +197,12 @@ def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
 
     Memory is touched after this check: if a file system or a container's limit has no room for a page, the process that
     touches it ends (by SIGBUS, or by the kernel's out-of-memory killer), and that may be an engine."""
-    missing_bytes = max(0, size_bytes - there_bytes)
+    missing_bytes, memory = max(0, size_bytes - there_bytes), memory_sizes()
     rooms: list[tuple[str, int | None, int]] = [
-        ("this machine's memory", _memory_bytes("MemTotal"), size_bytes),
+        ("this machine's memory", memory["MemTotal"], size_bytes),
         ("this process's memory limit", min(memory_limits(), default=None), size_bytes),
         (f"the free space of {directory}", _free_bytes(directory), missing_bytes),
-        ("the memory that is available now", _memory_bytes("MemAvailable"), missing_bytes),
+        ("the memory that is available now", memory.get("MemAvailable"), missing_bytes),
     ]
     for what, room_bytes, needed_bytes in rooms:
         if room_bytes is not None and needed_bytes > room_bytes:
@@ -218,35 +218,3 @@ def _size(size_bytes: int) -> str:
 def _free_bytes(directory: Path) -> int | None:
     about = os.statvfs(directory)
     return about.f_bavail * about.f_frsize if about.f_blocks else None  # a tmpfs without a limit reports 0 blocks
-
-
-def _memory_bytes(field: str) -> int | None:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        if name == field:
-            return int(rest.split()[0]) * 1024
-    return None
-
-
-def memory_limits(root: Path = _CGROUPS, memberships: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yield the memory limits of this process's control groups, from its own up to the root."""
-    try:
-        lines = memberships.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        group = top / path.lstrip("/")
-        for place in (group, *group.parents):
-            try:
-                text = (place / file).read_text(encoding="ascii").strip()
-            except OSError:  # the root has no limit; a container may see only its own group
-                text = "max"
-            if text != "max":
-                yield int(text)
-            if place == top:
-                break

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.check.memory import existing, group_limits, measure, mounted
+from deploy.local.check.memory import existing, measure, mounted
 
 
 def test_the_room_is_that_of_the_file_system() -> None:
@@ -57,19 +57,6 @@ def test_a_tmpfs_of_its_own_is_seen_with_its_size_and_huge_pages(tmp_path: Path)
     kind, free, options = mounting.stdout.split(maxsplit=2)
     assert (kind, int(free)) == ("tmpfs", 8 << 20)
     assert "huge=within_size" in options
-
-
-def test_the_limits_of_all_control_groups_above_count(tmp_path: Path) -> None:
-    memberships, root = tmp_path / "cgroup", tmp_path / "root"
-    memberships.write_text("4:memory:/old\n0::/a/b\n")
-    (root / "a" / "b").mkdir(parents=True)
-    assert list(group_limits(root, memberships)) == []
-    (root / "a" / "b" / "memory.max").write_text("max\n")
-    (root / "a" / "memory.max").write_text("1000\n")
-    (root / "memory.max").write_text("2000\n")
-    (tmp_path / "memory.max").write_text("1\n")  # above the root
-    assert list(group_limits(root, memberships)) == [1000, 2000]
-    assert list(group_limits(root, tmp_path / "none")) == []
 
 
 def test_a_file_system_that_the_kernel_does_not_list_is_unknown() -> None:
