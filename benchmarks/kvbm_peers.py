@@ -339,7 +339,6 @@ async def _turn(service: KvbmService, block_kib: int, port: int, ends: Connectio
         done = await service.peers.imports.read(address, layout, keys, LIMIT_S)
         took_s += time.perf_counter() - began_s
         reads += 1
-        assert done is not None
         assert done.fault is None, done.fault
         assert len(done.written) == len(keys), "blocks are missing"
         layout.tickets.discard(OWNER, keys)
