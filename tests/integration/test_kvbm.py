@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.frontend.auth.accounts import Account
-from services.frontend.auth.cache_salt import cache_salt
+from services.frontend.auth.accounts import Account, cache_salt
 from shared.api_keys import KeyEntry
 from tests.integration.fleet import fleet
 from tests.integration.kinds import CPU, GPU, Kind, params

@@ -1,4 +1,4 @@
-"""The accounts of API keys, with their rate limits and counts. Pure. Time is an argument.
+"""The accounts of API keys: their rate limits, their counts, and the salt of their cached blocks. Pure.
 
     begin_request ──▶ charge_tokens: the prompt, and max_tokens if given ──▶ end_request: corrected to what was used
       │                │
@@ -16,6 +16,7 @@ To reserve what the context leaves would let a key run one request at a time, to
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -241,3 +242,35 @@ def format_duration(seconds: float) -> str:
         return f"{milliseconds}ms"
     minutes, rest = divmod(milliseconds, 60_000)
     return (f"{minutes}m" if minutes else "") + f"{rest / 1000:g}s"
+
+
+OWN_SALT = "own"
+"""The value of a key's `salt` that stands for the key's name."""
+JOINED = "headrace:"
+"""How a joined salt begins."""
+
+
+def cache_salt(account: Account | None, header: str, field: str) -> str:
+    """Return the salt of a request; empty if there is none. `header` and `field` are the client's, empty if missing.
+
+        the key's `salt`      the header X-Cache-Salt      the field `cache_salt`
+              │                         └────── the client's ──────┘
+              └──────────── joined: SHA-256 of both, each with its length ──▶ the salt that routers, engines, kvbm get
+
+    Requests share cached blocks only if their salts are equal. A client must not be able to write down a joined salt as
+    its own: all joined ones begin with JOINED, and a client's salt that begins so is joined, too, as one of its kind.
+    """
+    salt = header or field
+    if header and field:
+        salt = _joined("both", header, field)  # a proxy may set the header, so the field must not replace it
+    elif salt.startswith(JOINED):
+        salt = _joined("client", salt)
+    of_key = None if account is None else account.entry.salt
+    if account is None or of_key is None:
+        return salt
+    return _joined("key", account.name, salt) if of_key == OWN_SALT else _joined("keys", of_key, salt)
+
+
+def _joined(*parts: str) -> str:
+    framed = b"".join(len(part).to_bytes(4, "little") + part for part in (one.encode() for one in parts))
+    return JOINED + hashlib.sha256(framed).hexdigest()

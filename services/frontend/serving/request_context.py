@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct, field
 
-from services.frontend.auth.cache_salt import cache_salt
+from services.frontend.auth.accounts import cache_salt
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER, IgnoredFields
 from services.frontend.requests.admission import Permit
