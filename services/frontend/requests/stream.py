@@ -24,8 +24,8 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat_chunks import Usage, usage_of
 from services.frontend.requests.actions import Fail, Finish
+from services.frontend.requests.admission import Served
 from services.frontend.requests.request_trace import RequestTrace
-from services.frontend.requests.served import Served
 from services.frontend.requests.session import Session
 from services.frontend.requests.way import Way
 from services.frontend.tool_parsers.parse_result import join_pieces

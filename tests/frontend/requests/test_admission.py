@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.frontend.auth.accounts import Account
 from services.frontend.config import LimitsConfig
-from services.frontend.requests.admission import SHARE_FACTOR, Admission, Permit, may_have
+from services.frontend.requests.admission import INSTANCES_NAMED, SHARE_FACTOR, Admission, Permit, Served, may_have
 from shared.api_keys import KeyEntry
 from shared.errors import Overloaded, Unavailable
 
@@ -321,3 +321,20 @@ def test_keys_that_want_all_they_can_get_come_to_the_same(keys: int, seed: int) 
             ask(key)
         assert sum(held) <= max(taken, limit)
     assert max(held) - min(held) <= SHARE_FACTOR + 1, "a request that ends makes room for this many of one key"
+
+
+def test_choices_add_up_and_each_worker_is_named_once() -> None:
+    served = Served()
+    served.begun(0.5)
+    served.begun(0.7)
+    for tokens in (3, 4):
+        served.add(prompt_tokens=tokens, output_tokens=2, cached_tokens=1, instance="0a", attempts=2)
+    served.add(prompt_tokens=0, output_tokens=0, cached_tokens=0, instance="", attempts=1)
+    assert served == Served(7, 4, 2, 0.5, ["0a"], 5)
+
+
+def test_the_workers_that_are_named_are_bounded() -> None:
+    served = Served()
+    for number in range(3 * INSTANCES_NAMED):
+        served.add(prompt_tokens=0, output_tokens=0, cached_tokens=0, instance=f"{number}", attempts=1)
+    assert len(served.instances) == INSTANCES_NAMED
