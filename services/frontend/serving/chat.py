@@ -41,12 +41,12 @@ from services.frontend.serving.reply import ChatReply, Opening
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.text_prompts import AskedText, check_support, tokenise_text
 from services.frontend.serving.text_requests import text_requests
-from services.frontend.serving.trace_attributes import answer_attributes, asked_attributes
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import RequestTimeout
 from shared.messages.cards import SamplingDefaults
+from shared.tracing.spans import AttributeValue
 
 
 class PreparedChat(Struct, frozen=True):
@@ -233,3 +233,28 @@ def _encoder(
 ) -> Callable[..., AnswerEncoder]:
     identity = (request_id.unique, int(time.time()), model)
     return partial(kind, *identity, with_logprobs=plan.logprobs >= 0, with_usage=plan.with_usage)
+
+
+def asked_attributes(request: TextRequest, plan: TextPlan) -> dict[str, AttributeValue]:
+    """Return what a request's span says of what the client asked for, in the names of OpenTelemetry's conventions for
+    generative AI. No text of a prompt or an answer is in a trace."""
+    asked = {
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.max_tokens": plan.max_tokens,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.top_p": request.top_p,
+        "gen_ai.request.choice.count": request.n,
+        "gen_ai.request.stream": request.stream,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def answer_attributes(choices: Choices, request_id: RequestId) -> dict[str, AttributeValue]:
+    """Return what a request's span says of what came of it."""
+    usage, streams = choices.usage, choices.streams.values()
+    return {
+        "gen_ai.response.id": request_id.unique,
+        "gen_ai.response.finish_reasons": tuple(stream.finish or "error" for stream in streams),
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+    }
