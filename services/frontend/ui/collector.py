@@ -20,8 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from services.frontend.requests.service import RequestService
-from services.frontend.ui.decisions import Decisions, merged
-from services.frontend.ui.snapshot import OTHERS_SHOWN, Facts, SeenLoad, snapshot
+from services.frontend.ui.snapshot import OTHERS_SHOWN, Decisions, Facts, SeenLoad, merged_decisions, snapshot
 from shared import subjects
 from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
@@ -161,4 +160,4 @@ class Collector:
         )
         if not answers:
             raise Unavailable("no router answers")
-        return merged(answers, len(routers))
+        return merged_decisions(answers, len(routers))

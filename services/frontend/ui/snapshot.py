@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.frontend.ui.views import (
     FrontendView,
@@ -34,7 +35,8 @@ from shared.messages.cards import Instance, ModelCard
 from shared.messages.frontends import RecentRequests, RequestWay
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
 from shared.messages.load import LoadReport
-from shared.messages.people import RouterState
+from shared.messages.people import Explanation, Explanations, RouterState
+from shared.request_names import short_name
 
 WORKERS_SHOWN = 64
 OTHERS_SHOWN = 16
@@ -270,3 +272,28 @@ def _request(frontend: str, way: RequestWay, wall_s: float) -> RequestView:
         times=(way.tokenised_s, way.selected_s, way.accepted_s, way.first_token_s, way.ended_s),
         outcome=_cut(way.outcome),
     )
+
+
+DECISIONS_SHOWN = 20
+
+
+class Decisions(Struct, frozen=True):
+    """The choices for one request, oldest first: its attempts, and of several choices of a body each."""
+
+    decisions: list[Explanation]
+    left_out: int
+    routers: int
+    """The number of routers that answered."""
+    silent: int
+    """The number of routers that did not answer in time, or were not asked because there are too many."""
+
+
+def merged_decisions(answers: Iterable[Explanations], asked: int) -> Decisions:
+    """Return the answers of all routers as one. `asked` is how many routers there are.
+
+    The page names requests by the first digits of their ids (`shared.request_names`).
+    """
+    heard = list(answers)
+    found = sorted((one for answer in heard for one in answer.decisions), key=lambda one: -one.age_s)
+    shown = [replace(one, request=short_name(one.request)) for one in found[-DECISIONS_SHOWN:]]
+    return Decisions(shown, len(found) - len(shown), len(heard), asked - len(heard))

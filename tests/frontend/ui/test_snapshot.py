@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from services.frontend.ui.snapshot import (
+    DECISIONS_SHOWN,
     NAME_LIMIT,
     NOTES_SHOWN,
     OTHERS_SHOWN,
@@ -17,13 +18,14 @@ from services.frontend.ui.snapshot import (
     WORKERS_SHOWN,
     Facts,
     SeenLoad,
+    merged_decisions,
     snapshot,
 )
 from shared.messages.cards import Instance, KvLayout, ModelCard, Role, ServiceName
 from shared.messages.frontends import RecentRequests, RequestWay
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
 from shared.messages.load import LoadReport
-from shared.messages.people import ModelState, RouterState, SourceState
+from shared.messages.people import Explanation, Explanations, ModelState, RouterState, SourceState
 
 KV = KvLayout("float32", 2, 2, 16, 16)
 
@@ -183,3 +185,29 @@ def test_hostile_names_are_json_and_cut() -> None:
     shown = json.loads(msgspec.json.encode(seen))["workers"][0]
     assert len(shown["process"]["machine"]) == TEXT_SHOWN
     assert len(shown["state"]) == TEXT_SHOWN
+
+
+OWN = "0123456789abcdef" * 2
+
+
+def explanation(age_s: float, request: str = OWN) -> Explanation:
+    return Explanation("m", "r1", request, 1, age_s, "w1", 0, "least", (), 10, 0)
+
+
+def test_decisions_of_all_routers_come_oldest_first() -> None:
+    found = merged_decisions([Explanations("r1", [explanation(1.0)]), Explanations("r2", [explanation(3.0)])], 3)
+    assert [one.age_s for one in found.decisions] == [3.0, 1.0]
+    assert (found.routers, found.silent, found.left_out) == (2, 1, 0)
+
+
+def test_no_whole_id_leaves_since_it_opens_a_stored_response() -> None:
+    (one,) = merged_decisions([Explanations("r1", [explanation(1.0, f"mine-{OWN}/3")])], 1).decisions
+    assert one.request == OWN[:12]
+
+
+def test_beyond_the_limit_the_oldest_are_left_out() -> None:
+    many = Explanations("r1", [explanation(float(age)) for age in range(DECISIONS_SHOWN + 5)])
+    found = merged_decisions([many], 1)
+    assert len(found.decisions) == DECISIONS_SHOWN
+    assert found.left_out == 5
+    assert found.decisions[-1].age_s == 0.0
