@@ -9,12 +9,14 @@ All of them only answer the page's own origin, and clients that are no browsers 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
+from importlib.resources import files
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from services.frontend.config import UiConfig
 from services.frontend.protocol.errors import failure, failure_of, field_error
@@ -24,7 +26,6 @@ from services.frontend.server.cors import NOT_ALLOWED
 from services.frontend.server.middleware import account_of, error_response
 from services.frontend.server.sse import ResponseBody
 from services.frontend.ui.collector import Collector
-from services.frontend.ui.files import HEADERS, PATH, PageFile, page_files
 from services.frontend.ui.pages import Pages
 from shared.errors import HeadraceError, InvalidRequest, Unavailable
 from shared.request_names import bare_id
@@ -40,6 +41,59 @@ REQUESTS_KEPT = 64
 QUESTIONS_LIMIT = 8
 """Questions to routers at the same time."""
 _EVENT_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
+
+
+PATH = "/ui"
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""The headers of every answer below /ui."""
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+class PageFile(Struct, frozen=True):
+    """The content of one file, and its type."""
+
+    content: bytes
+    content_type: str
+
+
+def page_files() -> dict[str, PageFile]:
+    """Return the files of the page by their path.
+
+        /ui                 index.html
+        /ui/page.css, …     the other files of the folder `page`, by name
+
+    The Content-Security-Policy allows scripts, styles and connections of the same origin alone: no inline script or
+    style, no other host, no frame around it. Trusted Types forbid that a text becomes markup.
+    """
+    found: dict[str, PageFile] = {}
+    for each in files("services.frontend.ui").joinpath("page").iterdir():
+        kind = _TYPES.get(each.name[each.name.rfind(".") :])
+        if kind is not None:
+            path = PATH if each.name == "index.html" else f"{PATH}/{each.name}"
+            found[path] = PageFile(each.read_bytes(), kind)
+    assert PATH in found, "the package lacks its page"
+    return found
 
 
 class PageApi:

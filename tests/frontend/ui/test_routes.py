@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +16,7 @@ import msgspec
 import pytest
 
 from services.frontend.config import AccessConfig, FrontendConfig, UiConfig
-from services.frontend.ui.files import HEADERS, page_files
-from services.frontend.ui.routes import QUESTIONS_LIMIT, REQUEST_LIMIT_CHARACTERS
+from services.frontend.ui.routes import HEADERS, PATH, POLICY, QUESTIONS_LIMIT, REQUEST_LIMIT_CHARACTERS, page_files
 from shared import subjects
 from shared.api_keys import key_digest
 from shared.bus.contract import Message
@@ -304,3 +304,49 @@ def test_settings_say_where_the_page_is() -> None:
     for serve, keyless, keyed in (("auto", "api", "off"), ("off", "off", "off"), ("port", "port", "port")):
         config = msgspec.convert({"serve": serve}, UiConfig)
         assert (config.place(keys=False), config.place(keys=True)) == (keyless, keyed)
+
+
+FOLDER = Path(__file__).parents[3] / "services" / "frontend" / "ui" / "page"
+
+
+def text(path: str) -> str:
+    return page_files()[path].content.decode()
+
+
+def test_every_file_of_the_folder_is_served_with_its_type() -> None:
+    served = page_files()
+    assert len(served) == len(list(FOLDER.iterdir()))
+    assert served[PATH].content_type == "text/html"
+    assert {served[path].content_type for path in served if path.endswith(".js")} == {"text/javascript"}
+
+
+def test_all_that_the_page_names_is_served_and_nothing_comes_from_elsewhere() -> None:
+    named = re.findall(r'(?:src|href)="([^"]+)"', text(PATH))
+    assert named
+    assert {f"/{each}" for each in named if not each.startswith("#")} <= set(page_files())
+    for path, file in page_files().items():
+        if file.content_type == "text/javascript":
+            modules = re.findall(r'from "\./([^"]+)"', file.content.decode())
+            assert {f"{PATH}/{each}" for each in modules} <= set(page_files()), path
+        addresses = re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", file.content.decode())
+        assert [each for each in addresses if "www.w3.org" not in each] == [], path
+
+
+def test_nothing_is_inline_and_no_text_becomes_markup() -> None:
+    page = text(PATH)
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son[a-z]+=|javascript:", page)
+    for path, file in page_files().items():
+        if file.content_type == "text/javascript":
+            forbidden = (
+                r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setAttribute\(\"style"
+            )
+            assert not re.search(forbidden, file.content.decode()), path
+
+
+def test_the_policy_allows_no_inline_code_no_other_host_and_no_frame() -> None:
+    rules = {rule.split(" ")[0]: rule.split(" ")[1:] for rule in POLICY.split("; ")}
+    assert rules["default-src"] == ["'none'"]
+    assert rules["frame-ancestors"] == ["'none'"]
+    assert {source for rule in rules.values() for source in rule} == {"'none'", "'self'", "'script'"}
+    assert HEADERS["X-Frame-Options"] == "DENY"
+    assert HEADERS["Referrer-Policy"] == "no-referrer"
