@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from services.frontend.protocol.closed_schema import closed_schema
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.served_schema import served_schema
+from services.frontend.protocol.served_schema import closed_schema, served_schema
 from services.frontend.protocol.tools import ToolName, check_size, decoded_object
 from services.frontend.tool_parsers.lark import OPTIONS, quote
 
