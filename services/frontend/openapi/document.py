@@ -14,10 +14,8 @@ from typing import Any
 
 import msgspec
 
-from services.frontend.anthropic.tools import ClientTool, KnownTool
 from services.frontend.openapi.chunk_structs import Health, Version
-from services.frontend.openapi.foreign import AS_CHAT, ERRORS, FOREIGN_DESCRIPTIONS
-from services.frontend.openapi.operations import DESCRIPTIONS, OperationDescription
+from services.frontend.openapi.operations import DESCRIPTIONS, ERRORS
 from services.frontend.openapi.schemas import Schema, components, ref
 from services.frontend.protocol.errors import ErrorBody
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER
@@ -133,8 +131,7 @@ def document(*, keys: bool, closed: bool = False) -> bytes:
     """Return the document as JSON. `keys`: API keys are required; `closed`: unknown fields are refused, not ignored."""
     paths = _Paths(keys)
     requests = [struct for one in DESCRIPTIONS.values() for struct in (one.request, *one.items)]
-    requests += [*(one.request for one in FOREIGN_DESCRIPTIONS.values()), ClientTool, KnownTool]
-    answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events)]
+    answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events) if struct is not None]
     parts: dict[str, Any] = {
         "schemas": components(
             requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody], closed=closed
@@ -175,8 +172,7 @@ class _Paths:
         model = _parameter("model", "path", {"minLength": 1}, required=True)
         stored = _parameter("response_id", "path", {"minLength": 1, "maxLength": 256}, required=True)
         paths: dict[str, Schema] = {
-            **{PATHS[operation]: {"post": self._operation(operation, one)} for operation, one in DESCRIPTIONS.items()},
-            **{FOREIGN_PATHS[operation]: {"post": self._foreign(operation)} for operation in FOREIGN_PATHS},
+            **{path: {"post": self._operation(each)} for each, path in (PATHS | FOREIGN_PATHS).items()},
             "/v1/models": {"get": self._endpoint("models", "List the models that are served", _json(ref(ModelList)))},
             "/v1/models/{model}": {
                 "parameters": [model],
@@ -199,8 +195,9 @@ class _Paths:
         public = self if status != "401" else _Paths(keys=False)
         return public._answer(_json(error), _REFUSED[status], _REFUSAL_HEADERS.get(status, ()))
 
-    def _operation(self, operation: Operation, one: OperationDescription) -> Schema:
-        content = _json(ref(one.answer))
+    def _operation(self, operation: Operation | ForeignOperation) -> Schema:
+        one = DESCRIPTIONS[operation]
+        content = _json({"type": "object"} if one.answer is None else ref(one.answer)) | one.streamed
         if one.events:
             content["text/event-stream"] = {"schema": _event(one.events)}
         endpoint = self._endpoint(
@@ -209,22 +206,8 @@ class _Paths:
             content,
             _STATUSES_WITH_BODY,
             ok="The answer; as events with `stream: true`" if one.events else _OK,
-            description="\n".join(f"- {rule}" for rule in one.rules()),
-            parameters=_SHARED,
-            requestBody={"required": True, "content": _json(ref(one.request))},
-        )
-        endpoint["responses"]["200"]["headers"][IGNORED_HEADER] = {"$ref": f"#/components/headers/{IGNORED_HEADER}"}
-        return endpoint
-
-    def _foreign(self, operation: ForeignOperation) -> Schema:
-        one = FOREIGN_DESCRIPTIONS[operation]
-        endpoint = self._endpoint(
-            operation,
-            one.summary,
-            _json({"type": "object"}) | one.streamed,
-            _STATUSES_WITH_BODY,
             provider=one.provider,
-            description="\n".join(f"- {rule}" for rule in (one.rule, AS_CHAT) if rule),
+            description="\n".join(f"- {rule}" for rule in one.rules()),
             parameters=_SHARED,
             requestBody={"required": True, "content": _json(ref(one.request))},
         )

@@ -1,6 +1,7 @@
 """The description of each operation in protocol/operations.py for the OpenAPI document. Pure.
 
 Rules are what a schema cannot express: they relate fields to each other, to the model or to the server's settings.
+Requests and errors of other providers' APIs are described too; their answers are as these providers describe them.
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ from typing import get_args
 
 from msgspec import Struct
 
+from services.frontend.anthropic.request import CountTokensRequest, MessagesRequest
+from services.frontend.anthropic.tools import ClientTool, KnownTool
+from services.frontend.ollama import request as ollama
 from services.frontend.openapi.chunk_structs import ChatChunk, CompletionChunk
+from services.frontend.openapi.schemas import Schema
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import ChatAnswer, CompletionAnswer
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.embeddings import EmbeddingAnswer, EmbeddingRequest
-from services.frontend.protocol.operations import Operation
+from services.frontend.protocol.operations import ForeignOperation, Operation
 from services.frontend.protocol.responses_events import Response, ResponseEvent
 from services.frontend.protocol.responses_items import INPUT_ITEMS
 from services.frontend.protocol.responses_request import ResponseRequest
 from services.frontend.protocol.responses_tools import RESPONSE_TOOLS
 from services.frontend.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+
+_AS_CHAT = "what a chat, a completion or a request for embeddings refuses is refused, by the name of its field here"
+_TEXT: Schema = {"type": "string"}
 
 
 class OperationDescription(Struct, frozen=True):
@@ -28,15 +36,24 @@ class OperationDescription(Struct, frozen=True):
 
     summary: str
     request: type[Struct]
-    answer: type[Struct]
+    answer: type[Struct] | None = None
+    """The answer. None if the provider of the API describes it."""
     events: tuple[type[Struct], ...] = ()
     """The data of the events of a streamed answer; empty if it is never streamed. Events with a type are named by
     it."""
     items: tuple[type[Struct], ...] = ()
     """Structs in the request that its type does not name."""
+    provider: str = ""
+    """The provider of the API, a key of ERRORS. Empty for OpenAI's and vLLM's."""
+    streamed: Schema = {}
+    """The content by its media type of a streamed answer that its provider describes."""
+    rule: str = ""
+    """A rule of this operation alone."""
 
     def rules(self) -> list[str]:
         """Return the rules of the fields that the request has."""
+        if self.provider:
+            return [*filter(None, (self.rule,)), _AS_CHAT]
         own = set(self.request.__struct_fields__)
         return [rule for fields, rule in _RULES if own & set(fields.split())]
 
@@ -88,7 +105,21 @@ tokens: at most 8 Mi characters
 ]
 """Fields, and a rule for each operation whose body has one of them."""
 
-DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
+
+def _object(**fields: Schema) -> Schema:
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+ERRORS: Mapping[str, Schema] = {
+    "Anthropic": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+    "Ollama": _object(error=_TEXT),
+}
+"""The schema of a failure by the provider of the API."""
+_EVENTS: Schema = {"text/event-stream": {"schema": _object(event=_TEXT, data=_TEXT)}}
+_LINES: Schema = {"application/x-ndjson": {"schema": _TEXT}}
+_BLOCKS = "a tool_result comes after its tool_use, and is the only one; the last message is not the assistant's"
+_RESULTS = "a message of role tool comes after a call of that tool without a result"
+DESCRIPTIONS: Mapping[Operation | ForeignOperation, OperationDescription] = {
     "chat": OperationDescription("Answer a conversation", ChatRequest, ChatAnswer, (ChatChunk,)),
     "completions": OperationDescription("Continue a text", CompletionRequest, CompletionAnswer, (CompletionChunk,)),
     "responses": OperationDescription(
@@ -101,4 +132,37 @@ DESCRIPTIONS: Mapping[Operation, OperationDescription] = {
     "embeddings": OperationDescription("Return texts as vectors of their meaning", EmbeddingRequest, EmbeddingAnswer),
     "tokenize": OperationDescription("Return the tokens of a prompt or of messages", TokenizeRequest, Tokenized),
     "detokenize": OperationDescription("Return the text of tokens", DetokenizeRequest, Detokenized),
+    "messages": OperationDescription(
+        "Answer a conversation, as Anthropic does",
+        MessagesRequest,
+        items=(ClientTool, KnownTool),
+        provider="Anthropic",
+        streamed=_EVENTS,
+        rule=_BLOCKS,
+    ),
+    "count_tokens": OperationDescription(
+        "Count the tokens of a conversation, as Anthropic does",
+        CountTokensRequest,
+        provider="Anthropic",
+        rule=_BLOCKS,
+    ),
+    "ollama_chat": OperationDescription(
+        "Answer a conversation, as Ollama does",
+        ollama.OllamaChatRequest,
+        provider="Ollama",
+        streamed=_LINES,
+        rule=_RESULTS,
+    ),
+    "ollama_generate": OperationDescription(
+        "Answer or continue a text, as Ollama does",
+        ollama.OllamaGenerateRequest,
+        provider="Ollama",
+        streamed=_LINES,
+    ),
+    "ollama_embed": OperationDescription(
+        "Return texts as vectors, as Ollama does", ollama.OllamaEmbedRequest, provider="Ollama"
+    ),
+    "ollama_show": OperationDescription(
+        "Describe one model, as Ollama does", ollama.OllamaShowRequest, provider="Ollama"
+    ),
 }
