@@ -26,8 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
-from services.frontend.models.message_list import TemplateRules
-from services.frontend.models.template_rules import find_rules
+from services.frontend.models.message_list import TemplateRules, find_rules
 from shared.errors import InvalidRequest, ModelError
 
 RENDERED_LIMIT_CHARACTERS = 8 << 20

@@ -15,7 +15,7 @@ special tokens on purpose.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from tokenizers import Encoding, Tokenizer
 from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, MessagesRefused, StepLimitReached
 from services.frontend.models.encode_pool import KeyPool, give_memory_back
 from services.frontend.models.fim import JOINT
-from services.frontend.models.message_list import fit
+from services.frontend.models.message_list import TemplateRules, fit
 from services.frontend.models.model import Model, ModelLimits
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
@@ -80,34 +80,33 @@ async def render_chat(
     `continues` it ends with the text of the last message. `more` has values for the template's own names. Raise
     InvalidRequest."""
     template = _template(model, messages, with_tools=bool(tools))
+    begins = answer_begins and not continues
     if continues:
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": last["content"] + _END_MARK}]
-        text = await _fitted(template, model, messages, pool, tools, more, answer_begins=False)
-        return _up_to_mark(text, f"messages[{len(messages) - 1}].content")
-    return await _fitted(template, model, messages, pool, tools, more, answer_begins=answer_begins)
+
+    async def rendered(turns: Sequence[Mapping[str, Any]]) -> str:
+        return await _rendered(template, model, turns, pool, tools, more, answer_begins=begins)
+
+    text = await _fitted(template.rules, messages, rendered)
+    return _up_to_mark(text, f"messages[{len(messages) - 1}].content") if continues else text
 
 
 async def _fitted(
-    template: ChatTemplate,
-    model: Model,
+    rules: TemplateRules,
     messages: Sequence[Mapping[str, Any]],
-    pool: KeyPool,
-    tools: Sequence[Mapping[str, Any]],
-    more: Mapping[str, Any],
-    *,
-    answer_begins: bool,
+    rendered: Callable[[Sequence[Mapping[str, Any]]], Awaitable[str]],
 ) -> str:
     """Render messages as the template takes them by its rules; if it refuses that, as the strictest would."""
-    fitted = fit(messages, template.rules)
+    fitted = fit(messages, rules)
     try:
-        return await _rendered(template, model, fitted, pool, tools, more, answer_begins=answer_begins)
+        return await rendered(fitted)
     except MessagesRefused as refused:
-        strict = fit(messages, template.rules.strict())
+        strict = fit(messages, rules.strict())
         if strict == fitted:
             raise
         try:
-            return await _rendered(template, model, strict, pool, tools, more, answer_begins=answer_begins)
+            return await rendered(strict)
         except MessagesRefused:
             raise refused from None
 
