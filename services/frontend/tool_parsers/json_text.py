@@ -40,11 +40,16 @@ def value(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
     elif first == "[":
         yield from _members(reader, out, depth, "]")
     else:
-        scalar = yield from reader.read_word(_WORD, SCALAR_LIMIT_CHARACTERS)
-        scalar = _PYTHON.get(scalar, scalar)
-        if _SCALAR.fullmatch(scalar) is None:
-            raise Malformed("malformed")
-        out(scalar)
+        out((yield from scalar(reader)))
+
+
+def scalar(reader: TextReader) -> Reading[str]:
+    """Read a number or a constant and return it as JSON. Raise Malformed."""
+    word = yield from reader.read_word(_WORD, SCALAR_LIMIT_CHARACTERS)
+    word = _PYTHON.get(word, word)
+    if _SCALAR.fullmatch(word) is None:
+        raise Malformed("malformed")
+    return word
 
 
 def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[None]:
@@ -87,7 +92,7 @@ def text(reader: TextReader, out: Out, limit_characters: int = sys.maxsize) -> R
         if first == "\\":
             piece = yield from _escape(reader)
         else:
-            piece = reader.read_run(_PLAIN[quote], min(left, RUN_LIMIT_CHARACTERS)) or _quoted(reader.read())
+            piece = reader.read_run(_PLAIN[quote], min(left, RUN_LIMIT_CHARACTERS)) or quoted(reader.read())
         left -= len(piece)
         if not piece or left < 0:
             raise Malformed("malformed")
@@ -100,12 +105,12 @@ def _escape(reader: TextReader) -> Reading[str]:
     reader.read()
     if kind == "u":
         digits = yield from hex_digits(reader, 4)
-        return f"\\u{digits}" if len(digits) == 4 else _quoted(f"\\u{digits}")
+        return f"\\u{digits}" if len(digits) == 4 else quoted(f"\\u{digits}")
     if not kind:
         raise Malformed("malformed")
     if kind in '"\\/bfnrt':
         return f"\\{kind}"
-    return kind if kind == "'" else _quoted(f"\\{kind}")
+    return kind if kind == "'" else quoted(f"\\{kind}")
 
 
 def hex_digits(reader: TextReader, most: int) -> Reading[str]:
@@ -119,7 +124,8 @@ def hex_digits(reader: TextReader, most: int) -> Reading[str]:
     return digits
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as JSON writes it between quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

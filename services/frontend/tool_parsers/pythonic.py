@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.frontend.tool_parsers import lark, python_text
+from services.frontend.tool_parsers import json_text, lark
 from services.frontend.tool_parsers.call_object import FENCE, read_fence, read_rest_of_calls
+from services.frontend.tool_parsers.json_text import DEPTH_LIMIT, Out, hex_digits, quoted
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Malformed, Reading, TextReader
 
@@ -71,7 +72,7 @@ def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
     yield from reader.expect_spaced("(")
     if (yield from reader.peek()) == "{":
         result.begin_call(name)
-        yield from python_text.value(reader, result.add_arguments)
+        yield from literal(reader, result.add_arguments)
         yield from reader.expect_spaced(")")
         result.end_call()
         return
@@ -80,7 +81,7 @@ def _call(reader: TextReader, result: ParseResult) -> Reading[None]:
     result.add_arguments("{")
     while keyword:
         result.add_arguments(json.dumps(keyword, ensure_ascii=False) + ": ")
-        yield from python_text.value(reader, result.add_arguments)
+        yield from literal(reader, result.add_arguments)
         if not (yield from reader.optional_spaced(",")):
             break
         keyword = yield from _keyword(reader)
@@ -172,3 +173,83 @@ def _value(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "boolean" and not schema.keys() - {"type", *_DEFINITIONS, *_ANNOTATIONS}:
         return '("True" | "False")'
     return lark.json_value(schema)
+
+
+# --- literals
+
+_PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\n": ""}
+_ESCAPES |= {one: one for one in "\\'\""}
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+def literal(reader: TextReader, out: Out, depth: int = 0) -> Reading[None]:
+    """Read any literal of Python, without the white space around it, and pass it on as JSON. Raise Malformed after the
+    valid part has been passed on.
+
+    These are texts in either quotes, numbers as in JSON, True, False and None (and JSON's words for them), lists, and
+    dicts whose keys are texts.
+    """
+    first = yield from reader.peek()
+    if first in _PLAIN:
+        yield from _text(reader, out)
+    elif first in ("[", "{"):
+        yield from _members(reader, out, depth, "]" if first == "[" else "}")
+    else:
+        out((yield from json_text.scalar(reader)))
+
+
+def _members(reader: TextReader, out: Out, depth: int, close: str) -> Reading[None]:
+    """Read a list or a dict; a comma may come after the last member."""
+    if depth == DEPTH_LIMIT:
+        raise Malformed("malformed")
+    out(reader.read())
+    yield from reader.read_white()
+    separator = ""
+    while (yield from reader.peek()) != close:
+        out(separator)
+        separator = ", "
+        if close == "}":
+            if (yield from reader.peek()) not in _PLAIN:
+                raise Malformed("malformed")
+            yield from _text(reader, out)
+            yield from reader.expect_spaced(":")
+            out(": ")
+        yield from literal(reader, out, depth + 1)
+        if not (yield from reader.optional_spaced(",")):
+            break
+    yield from reader.expect(close)
+    out(close)
+
+
+def _text(reader: TextReader, out: Out) -> Reading[None]:
+    quote = reader.read()
+    out('"')
+    while True:
+        first = yield from reader.peek()
+        if plain := reader.read_run(_PLAIN[quote]):
+            out(quoted(plain))
+        elif first == "\\":
+            out((yield from _escape(reader)))
+        elif first == quote:
+            reader.read()
+            out('"')
+            return
+        else:
+            raise Malformed("malformed")
+
+
+def _escape(reader: TextReader) -> Reading[str]:
+    """Read an escape; return it as JSON writes it. An escape that Python does not know stands for itself."""
+    reader.read()
+    kind = yield from reader.peek()
+    reader.read()
+    if kind not in _DIGITS:
+        return quoted(_ESCAPES.get(kind, "\\" + kind))
+    digits = yield from hex_digits(reader, _DIGITS[kind])
+    code = int(digits, 16) if len(digits) == _DIGITS[kind] else -1
+    if not 0 <= code <= 0x10FFFF:
+        return quoted(f"\\{kind}{digits}")
+    if code > 0xFFFF:
+        return chr(code)
+    return f"\\u{code:04x}"  # perhaps half a surrogate pair, which only a JSON escape can express
