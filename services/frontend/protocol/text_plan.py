@@ -41,8 +41,6 @@ class TextPlan(Struct, frozen=True, kw_only=True):
     limit_param: str
     """The field that says it."""
     min_tokens: int
-    prompt_only: bool
-    """Whether the answers have no text of their own."""
     stops: tuple[str, ...]
     include_stop: bool
     """Whether the text that ended an answer is part of it."""
@@ -64,6 +62,11 @@ class TextPlan(Struct, frozen=True, kw_only=True):
     with_tier: bool
     """Whether the answer names the service tier."""
 
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answers have no text of their own."""
+        return self.max_tokens == 0
+
     def check_prompt_ids(self, tokens: int) -> None:
         """Raise InvalidRequest if an answer would name more than PROMPT_IDS_LIMIT tokens of its prompts, which have
         `tokens` tokens. A chat's answer names them once, a completion's in each choice."""
@@ -75,46 +78,37 @@ class TextPlan(Struct, frozen=True, kw_only=True):
 
 def plan_of(request: TextRequest) -> TextPlan:
     """Return the plan of a request that is checked."""
-    is_chat = isinstance(request, ChatRequest)
     max_tokens, limit_param = token_limit(request)
-    options = request.stream_options
+    stop, options = request.stop or (), request.stream_options
+    if isinstance(request, ChatRequest):
+        logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+        prompt_logprobs, with_tier = False, request.service_tier is not None
+    else:
+        logprobs = -1 if request.logprobs is None else request.logprobs
+        prompt_logprobs, with_tier = with_prompt_logprobs(request), False
     return TextPlan(
-        is_chat=is_chat,
+        is_chat=isinstance(request, ChatRequest),
         count=request.n or 1,
         max_tokens=max_tokens,
         limit_param=limit_param,
         min_tokens=request.min_tokens or 0,
-        prompt_only=max_tokens == 0,
-        stops=stop_strings(request),
+        stops=tuple(filter(None, (stop,) if isinstance(stop, str) else stop)),
         include_stop=bool(request.include_stop_str_in_output),
-        logprobs=logprobs_of(request),
-        prompt_logprobs=isinstance(request, CompletionRequest) and with_prompt_logprobs(request),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         numbered_tokens=bool(request.return_tokens_as_token_ids),
         special_tokens=request.skip_special_tokens is False,
         with_ids=bool(request.return_token_ids),
         streamed=bool(request.stream),
         with_usage=options is not None and bool(options.include_usage),
         each_usage=options is not None and bool(options.include_usage and options.continuous_usage_stats),
-        with_tier=isinstance(request, ChatRequest) and request.service_tier is not None,
+        with_tier=with_tier,
     )
-
-
-def stop_strings(request: TextRequest) -> tuple[str, ...]:
-    """Return the stop strings of a request."""
-    given = request.stop or ()
-    return tuple(filter(None, (given,) if isinstance(given, str) else given))
-
-
-def logprobs_of(request: TextRequest) -> int:
-    """Return how many likeliest tokens to report with each token, as in `Sampling.logprobs`. -1 means no
-    log-probabilities."""
-    if isinstance(request, ChatRequest):
-        return (request.top_logprobs or 0) if request.logprobs else -1
-    return -1 if request.logprobs is None else request.logprobs
 
 
 def sampling_of(
     request: TextRequest,
+    plan: TextPlan,
     max_tokens: int,
     drawn_seed: int,
     grammar: str = "",
@@ -131,12 +125,13 @@ def sampling_of(
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        logprobs=logprobs_of(request),
+        logprobs=plan.logprobs,
+        prompt_logprobs=plan.logprobs if plan.prompt_logprobs else -1,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
         logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
-        min_tokens=request.min_tokens or 0,
+        min_tokens=plan.min_tokens,
         allowed_tokens=pack_tokens(request.allowed_token_ids or ()),
     )
 

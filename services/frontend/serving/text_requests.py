@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 
+from msgspec import Struct
 from msgspec.structs import replace
 from prometheus_client import Counter
 
@@ -18,7 +19,7 @@ from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.messages import text_of
-from services.frontend.protocol.text_plan import TextPlan, TextRequest, sampling_of
+from services.frontend.protocol.text_plan import sampling_of
 from services.frontend.protocol.tools import CustomFunction
 from services.frontend.requests.request_trace import CallSpans
 from services.frontend.requests.stream import InferenceRequest
@@ -26,7 +27,7 @@ from services.frontend.serving.text_prompts import AskedText, TokenisedText
 from services.frontend.structured.grammar import AnswerGrammar
 from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parse_result import ParseResult
-from services.frontend.tool_parsers.parser import AnswerParser
+from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
 from shared.hashing import pack_hashes, seed_of, sequence_hashes
 from shared.messages.cards import SamplingDefaults
 from shared.messages.generate import Sampling
@@ -46,7 +47,7 @@ def text_requests(
     count, salt = plan.count, context.salt(asked.request.cache_salt)
     name, affinity_key = context.id.unique, asked.request.prompt_cache_key or context.session
     alone = count * len(tokenised.prompts) == 1
-    names = _named_tokens(plan, model.token_bytes)
+    outputs = _Outputs.of(asked, tokenised, tool_calls)
     for at, (prompt, text) in enumerate(zip(tokenised.prompts, tokenised.echoed, strict=True)):
         sampling = _sampling(asked, prompt, grammar, defaults)
         first = InferenceRequest(
@@ -63,8 +64,8 @@ def text_requests(
             deadline=asked.deadline,
             received_s=context.received_s,
             served=context.permit.served,
-            output=_output(asked, tokenised, prompt, text, tool_calls),
-            prompt_entries=_prompt_entries(plan, names, prompt, text),
+            output=outputs.output(prompt, text),
+            prompt_entries=outputs.prompt_entries(prompt, text),
             trace=context.trace,
             prompt_only=plan.prompt_only,
             grammar_param="" if grammar is None else grammar.param,
@@ -77,8 +78,8 @@ def text_requests(
                 other,
                 id=f"{name}/{at * count + choice}",
                 sampling=replace(sampling, seed=seed),
-                output=_output(asked, tokenised, prompt, text, tool_calls),
-                prompt_entries=_prompt_entries(plan, names, prompt, text),
+                output=outputs.output(prompt, text),
+                prompt_entries=outputs.prompt_entries(prompt, text),
             )
             for choice in range(1, count)
             for seed in [(sampling.seed + choice) & ((1 << 64) - 1)]  # as in vLLM
@@ -90,82 +91,89 @@ def text_requests(
 def _sampling(asked: AskedText, prompt: Prompt, grammar: AnswerGrammar | None, defaults: SamplingDefaults) -> Sampling:
     request, fim = asked.request, asked.model.fim
     text = "" if grammar is None else grammar.grammar
-    sampling = sampling_of(request, prompt.max_tokens, random.getrandbits(64), text, defaults)
+    sampling = sampling_of(request, asked.plan, prompt.max_tokens, random.getrandbits(64), text, defaults)
     if isinstance(request, CompletionRequest) and request.suffix and fim is not None:
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *fim.ends))
-    return replace(sampling, prompt_logprobs=sampling.logprobs) if asked.plan.prompt_logprobs else sampling
+    return sampling
 
 
-def _output(
-    asked: AskedText, tokenised: TokenisedText, prompt: Prompt, echoed: str, tool_calls: Counter
-) -> Output | ParsedOutput:
-    """Return what turns the tokens of one choice into text, which follows `echoed`. Plain content needs no parser."""
-    plan, parsing = asked.plan, tokenised.parsing
-    table = _named_tokens(plan, asked.model.marked_token_bytes if tokenised.is_parsed else asked.model.token_bytes)
-    if plan.special_tokens:
-        table = replace(table, table=table.names)
-    output = Output(
-        table,
-        plan.stops,
-        min_tokens=plan.min_tokens,
-        include_stop=plan.include_stop,
-        with_ids=plan.with_ids,
-        begins_at=len(echoed),
-        before=_text_before(asked.request, table, prompt, echoed),
-        special_stops=_special_stops(asked, table),
-    )
-    if not tokenised.is_parsed:
-        return output
-    result = ParseResult() if parsing.calls is None else _call_result(asked, parsing.calls, tool_calls)
-    return ParsedOutput(output, AnswerParser(parsing, result))
+class _Outputs(Struct, frozen=True):
+    """Makes what turns the tokens of each choice into text."""
 
+    asked: AskedText
+    parsing: ParsePlan | None
+    """What the answers are parsed for. None: plain content needs no parser."""
+    tool_calls: Counter
+    named: TokenBytes
+    """The model's tokens with the names that the request's log-probabilities have."""
+    table: TokenBytes
+    """The same for the text of answers, in which marks or special tokens may stand."""
+    special_stops: dict[int, str]
+    """The stop strings that are tokens without a text, by their ids."""
 
-def _special_stops(asked: AskedText, table: TokenBytes) -> dict[int, str]:
-    """Return the stop strings that are tokens without a text, by their ids."""
-    ids = {stop: asked.model.tokenizer.token_to_id(stop) for stop in asked.plan.stops}
-    return {token: stop for stop, token in ids.items() if token is not None and not table.bytes_of(token)}
+    @staticmethod
+    def of(asked: AskedText, tokenised: TokenisedText, tool_calls: Counter) -> _Outputs:
+        plan, model = asked.plan, asked.model
+        named = replace(model.token_bytes, numbered=plan.numbered_tokens)
+        table = replace(model.marked_token_bytes, numbered=plan.numbered_tokens) if tokenised.is_parsed else named
+        if plan.special_tokens:
+            table = replace(table, table=table.names)
+        ids = {stop: model.tokenizer.token_to_id(stop) for stop in plan.stops}
+        stops = {token: stop for stop, token in ids.items() if token is not None and not table.bytes_of(token)}
+        return _Outputs(asked, tokenised.parsing if tokenised.is_parsed else None, tool_calls, named, table, stops)
 
+    def output(self, prompt: Prompt, echoed: str) -> Output | ParsedOutput:
+        """Return what turns the tokens of one choice into text, which follows `echoed`."""
+        plan, parsing = self.asked.plan, self.parsing
+        output = Output(
+            self.table,
+            plan.stops,
+            min_tokens=plan.min_tokens,
+            include_stop=plan.include_stop,
+            with_ids=plan.with_ids,
+            begins_at=len(echoed),
+            before=self._text_before(prompt, echoed),
+            special_stops=self.special_stops,
+        )
+        if parsing is None:
+            return output
+        result = ParseResult() if parsing.calls is None else self._call_result(parsing.calls)
+        return ParsedOutput(output, AnswerParser(parsing, result))
 
-def _call_result(asked: AskedText, format_name: FormatName, tool_calls: Counter) -> ParseResult:
-    """Return what collects the tool calls of one choice, gives each an id, and counts it."""
-    request, trace, form = asked.request, asked.context.trace, FORMATS[format_name]
-    assert isinstance(request, ChatRequest)
-    spans = None if trace is None else CallSpans(trace, format_name)
+    def prompt_entries(self, prompt: Prompt, echoed: str) -> PromptEntries | None:
+        """Return what makes entries of the prompt's log-probabilities for one choice, before which the prompt is
+        echoed. None if they are not asked for."""
+        return PromptEntries(self.named, prompt.tokens, echoed) if self.asked.plan.prompt_logprobs else None
 
-    def draw_id() -> str:
-        if spans is not None:
-            spans.begun()
-        return f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}"
+    def _call_result(self, format_name: FormatName) -> ParseResult:
+        """Return what collects the tool calls of one choice, gives each an id, and counts it."""
+        request, trace, form = self.asked.request, self.asked.context.trace, FORMATS[format_name]
+        assert isinstance(request, ChatRequest)
+        spans = None if trace is None else CallSpans(trace, format_name)
 
-    def count_call(outcome: str) -> None:
-        tool_calls.labels(format_name, outcome).inc()
-        if spans is not None:
-            spans.ended(outcome)
+        def draw_id() -> str:
+            if spans is not None:
+                spans.begun()
+            return f"{form.id_prefix}{random.getrandbits(4 * form.id_digits):0{form.id_digits}x}"
 
-    tools = [tool.function for tool in request.tools or ()]
-    return ParseResult(
-        frozenset(tool.name for tool in tools),
-        draw_id,
-        count=count_call,
-        parallel=request.parallel_tool_calls is not False,
-        whole=not asked.plan.streamed,
-        customs=frozenset(tool.name for tool in tools if isinstance(tool, CustomFunction)),
-    )
+        def count_call(outcome: str) -> None:
+            self.tool_calls.labels(format_name, outcome).inc()
+            if spans is not None:
+                spans.ended(outcome)
 
+        tools = [tool.function for tool in request.tools or ()]
+        return ParseResult(
+            frozenset(tool.name for tool in tools),
+            draw_id,
+            count=count_call,
+            parallel=request.parallel_tool_calls is not False,
+            whole=not self.asked.plan.streamed,
+            customs=frozenset(tool.name for tool in tools if isinstance(tool, CustomFunction)),
+        )
 
-def _text_before(request: TextRequest, table: TokenBytes, prompt: Prompt, echoed: str) -> bytes:
-    """Return the end of the text that an answer continues; empty for the answer of a chat, which begins a text."""
-    if isinstance(request, ChatRequest) and not (request.continue_final_message and text_of(request.messages[-1])):
-        return b""
-    return replace(table, table=table.names).end_of(prompt.tokens) if echoed else table.end_of(prompt.tokens)
-
-
-def _prompt_entries(plan: TextPlan, table: TokenBytes, prompt: Prompt, echoed: str) -> PromptEntries | None:
-    """Return what makes entries of the prompt's log-probabilities for one choice, before which the prompt is echoed.
-    None if they are not asked for."""
-    return PromptEntries(table, prompt.tokens, echoed) if plan.prompt_logprobs else None
-
-
-def _named_tokens(plan: TextPlan, table: TokenBytes) -> TokenBytes:
-    """Return a model's tokens with the names that the request's log-probabilities have."""
-    return replace(table, numbered=True) if plan.numbered_tokens else table
+    def _text_before(self, prompt: Prompt, echoed: str) -> bytes:
+        """Return the end of the text that an answer continues; empty for the answer of a chat, which begins a text."""
+        request, table = self.asked.request, self.table
+        if isinstance(request, ChatRequest) and not (request.continue_final_message and text_of(request.messages[-1])):
+            return b""
+        return replace(table, table=table.names).end_of(prompt.tokens) if echoed else table.end_of(prompt.tokens)

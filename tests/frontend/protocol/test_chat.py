@@ -15,7 +15,7 @@ from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.decoding import advisory_fields, fields_not_built
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import messages_as_rendered
-from services.frontend.protocol.text_plan import sampling_of, stop_strings
+from services.frontend.protocol.text_plan import plan_of, sampling_of
 from services.frontend.protocol.tools import DESCRIPTION_LIMIT_CHARACTERS
 from shared.errors import InvalidRequest
 from shared.messages.generate import Sampling
@@ -86,7 +86,7 @@ EXPLICIT: dict[str, Any] = {
 @pytest.mark.parametrize("name", EXPLICIT)
 def test_a_default_may_be_sent_and_asks_for_nothing(name: str) -> None:
     asked = decode_chat(json.dumps({"messages": HELLO, name: EXPLICIT[name]}).encode())  # strict: nothing is ignored
-    assert sampling_of(asked, 5, 77) == Sampling(5, seed=77)
+    assert sampling_of(asked, plan_of(asked), 5, 77) == Sampling(5, seed=77)
     chat(**{name: None})
 
 
@@ -108,7 +108,7 @@ def test_documents_and_any_json_are_variables_of_the_template() -> None:
 def test_an_empty_stop_string_is_ignored_and_named(stop: Any) -> None:
     ignored = IgnoredFields()
     asked = decode_chat(json.dumps({"messages": HELLO, "stop": stop}).encode(), ignored)
-    assert (stop_strings(asked), ignored.names) == (("a",) if "a" in stop else (), ("stop",))
+    assert (plan_of(asked).stops, ignored.names) == (("a",) if "a" in stop else (), ("stop",))
 
 
 def test_text_parts_are_joined_and_names_are_kept() -> None:

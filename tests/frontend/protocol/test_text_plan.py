@@ -9,7 +9,7 @@ import pytest
 
 from services.frontend.protocol.chat import ChatRequest, decode_chat
 from services.frontend.protocol.completions import CompletionRequest, decode_completion
-from services.frontend.protocol.text_plan import logprobs_of, plan_of, sampling_of, stop_strings
+from services.frontend.protocol.text_plan import TextRequest, plan_of, sampling_of
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
 from shared.messages.generate import Sampling
@@ -23,51 +23,55 @@ def completion(**fields: Any) -> CompletionRequest:
     return decode_completion(json.dumps({"prompt": "x", **fields}).encode())
 
 
+def sampling(request: TextRequest, max_tokens: int, drawn_seed: int) -> Sampling:
+    return sampling_of(request, plan_of(request), max_tokens, drawn_seed)
+
+
 def test_defaults_are_openais() -> None:
-    assert sampling_of(chat(), 5, 77) == Sampling(5, seed=77)
+    assert sampling(chat(), 5, 77) == Sampling(5, seed=77)
     assert (plan_of(chat()).max_tokens, plan_of(chat()).limit_param) == (None, "max_tokens")
 
 
 def test_the_tokens_that_alone_may_be_drawn_are_packed() -> None:
-    assert sampling_of(chat(allowed_token_ids=[7, 3]), 1, 0).allowed_tokens == pack_tokens([7, 3])
+    assert sampling(chat(allowed_token_ids=[7, 3]), 1, 0).allowed_tokens == pack_tokens([7, 3])
 
 
 def test_a_top_k_of_minus_one_is_off_as_vllm_has_it() -> None:
-    assert sampling_of(chat(top_k=-1), 1, 0).top_k == 0
+    assert sampling(chat(top_k=-1), 1, 0).top_k == 0
 
 
 def test_a_bias_is_of_a_token_id() -> None:
-    assert sampling_of(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
-    assert sampling_of(chat(logit_bias={}), 1, 0).logit_bias == ()
+    assert sampling(chat(logit_bias={"5": -100, "0": 0.5}), 1, 0).logit_bias == ((5, -100.0), (0, 0.5))
+    assert sampling(chat(logit_bias={}), 1, 0).logit_bias == ()
 
 
 def test_seeds_are_64_bits_and_zero_is_one() -> None:
-    assert sampling_of(chat(seed=0), 1, 77).seed == 0
-    assert sampling_of(chat(seed=-2), 1, 77).seed == (1 << 64) - 2
+    assert sampling(chat(seed=0), 1, 77).seed == 0
+    assert sampling(chat(seed=-2), 1, 77).seed == (1 << 64) - 2
 
 
 def test_a_seed_of_minus_one_is_drawn_as_vllm_and_ollama_have_it() -> None:
-    assert sampling_of(chat(seed=-1), 1, 77).seed == 77
+    assert sampling(chat(seed=-1), 1, 77).seed == 77
 
 
 def test_a_top_p_of_zero_leaves_the_likeliest_token() -> None:
-    assert 0 < sampling_of(chat(top_p=0), 1, 0).top_p < 1e-5
+    assert 0 < sampling(chat(top_p=0), 1, 0).top_p < 1e-5
 
 
 def test_a_stop_is_one_string_or_several() -> None:
-    assert stop_strings(chat(stop="a")) == ("a",)
-    assert stop_strings(chat(stop=["a", "b"])) == ("a", "b")
-    assert stop_strings(chat(stop=[])) == stop_strings(chat()) == ()
-    assert len(stop_strings(chat(stop=[f"{number:016}" for number in range(256)]))) == 256
+    assert plan_of(chat(stop="a")).stops == ("a",)
+    assert plan_of(chat(stop=["a", "b"])).stops == ("a", "b")
+    assert plan_of(chat(stop=[])).stops == plan_of(chat()).stops == ()
+    assert len(plan_of(chat(stop=[f"{number:016}" for number in range(256)])).stops) == 256
 
 
 def test_logprobs_become_one_number() -> None:
-    assert [logprobs_of(chat(logprobs=flag)) for flag in (None, False, True)] == [-1, -1, 0]
-    assert logprobs_of(chat(logprobs=True, top_logprobs=4)) == 4
+    assert [plan_of(chat(logprobs=flag)).logprobs for flag in (None, False, True)] == [-1, -1, 0]
+    assert plan_of(chat(logprobs=True, top_logprobs=4)).logprobs == 4
 
 
 def test_logprobs_of_a_completion_are_a_number() -> None:
-    assert [logprobs_of(completion(logprobs=count)) for count in (None, 0, 5)] == [-1, 0, 5]
+    assert [plan_of(completion(logprobs=count)).logprobs for count in (None, 0, 5)] == [-1, 0, 5]
 
 
 def test_the_prompts_tokens_in_one_answer_are_bounded() -> None:
