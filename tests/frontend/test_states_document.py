@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
-from services.frontend.requests.deadline import FIELD, HEADER
 from services.frontend.requests.retry import Loss
 from services.frontend.requests.session import State
+from services.frontend.requests.terms import DEADLINE_FIELD, DEADLINE_HEADER
 
 TEXT = (Path(__file__).parents[2] / "docs" / "states.md").read_text()
 
@@ -34,8 +34,8 @@ def test_the_limits_and_their_defaults_are_the_settings() -> None:
     assert f"| {limits.deadline_s:g}, {limits.deadline_most_s:g} |" in TEXT
     for name in ("offer_timeout_s", "quiet_s", "frozen_s", "stall_s"):
         assert f"`{name}` ({getattr(limits, name):g} s)" in TEXT
-    assert f"`{HEADER}`" in TEXT
-    assert f"`{FIELD}`" in TEXT
+    assert f"`{DEADLINE_HEADER}`" in TEXT
+    assert f"`{DEADLINE_FIELD}`" in TEXT
 
 
 def test_every_metric_that_it_names_exists() -> None:

@@ -4,7 +4,7 @@ The input of a custom tool is a text instead of a JSON object. Open models write
 the model as a function with one parameter, `input`, and what a call has there is the tool's input.
 
     {"type": "custom", "custom": {"name": "apply_patch", …}}                ─▶ CustomFunction
-    {"name": "apply_patch", "arguments": {"input": "*** Begin Patch…"}}     ─▶ the text: tool_parsers/call_input.py
+    {"name": "apply_patch", "arguments": {"input": "*** Begin Patch…"}}     ─▶ the text: tool_parsers/parse_result.py
 """
 
 from __future__ import annotations

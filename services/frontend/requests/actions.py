@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from services.frontend.protocol.errors import failure_of
 from services.frontend.requests.retry import Loss
-from shared.errors import HeadraceError
+from shared.errors import HeadraceError, InvalidRequest
 from shared.messages.frames import PromptLogprobs, TokenLogprob
 from shared.messages.select import LoadEvent
 
@@ -129,3 +130,33 @@ Action = (
     | Finish
     | Fail
 )
+
+
+# --- what is noted of them for `headrace explain`, in words. A request that got its answer from its first worker has no
+# note here: the routers know all of it.
+
+
+def loss_note(action: CountLoss, instance: str, tokens: int) -> str:
+    """Return the note of a lost attempt at a worker; `tokens` is the number of output tokens so far."""
+    kept = f", after {tokens} tokens, which are kept" if tokens else ""
+    return f"lost at {instance or 'no worker'} ({action.loss}){kept}: {action.why}"
+
+
+def hand_over_note(action: HandOver) -> str:
+    """Return the note of a prompt that was computed, and whose answer another worker decodes."""
+    return f"computed its prompt and handed over to {action.instance}, which decodes"
+
+
+def no_worker_note(action: RetryLater) -> str:
+    """Return the note of a request for which no worker could be chosen."""
+    return f"no worker could be chosen, the routers are asked again in about {action.pause_s:g} s: {action.why}"
+
+
+def failure_note(error: HeadraceError) -> str:
+    """Return the note of an error that the client got. The text of a request that is itself at fault may repeat what
+    it says, so its note names the field alone."""
+    status = failure_of(error).status
+    if isinstance(error, InvalidRequest):
+        at_fault = ", ".join(filter(None, (error.param, error.code))) or "the request is at fault"
+        return f"refused with status {status}: {at_fault}"
+    return f"ended with status {status}: {error}"

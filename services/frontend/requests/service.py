@@ -21,7 +21,7 @@ from services.frontend.auth.accounts import NO_TOKENS, Account, TokenUse
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics, ModelMetrics
 from services.frontend.protocol.chat_chunks import CachedTokensByTier
-from services.frontend.requests import actions, events, request_notes
+from services.frontend.requests import actions, events
 from services.frontend.requests.admission import Admission, Permit
 from services.frontend.requests.attempt_spans import AttemptSpans
 from services.frontend.requests.calls import BusCalls
@@ -255,7 +255,7 @@ class RequestService:
                 case actions.SelectWorker():
                     tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
                 case actions.RetryLater():
-                    self._note(stream, action.attempt, request_notes.no_worker(action))
+                    self._note(stream, action.attempt, actions.no_worker_note(action))
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
                 case actions.DispatchAttempt():
                     if action.attempt > 1 and not handed_over:
@@ -268,7 +268,7 @@ class RequestService:
                     handed_over = True
                     stream.waiting_since = asyncio.get_running_loop().time()
                     stream.metrics.hand_overs.inc()
-                    self._note(stream, action.attempt, request_notes.handed_over(action))
+                    self._note(stream, action.attempt, actions.hand_over_note(action))
                 case actions.WithdrawAttempt():
                     self._cancel(action.instance, Cancel(name, action.attempt))
                 case actions.CountLoss():
@@ -292,10 +292,10 @@ class RequestService:
 
     def note_failure(self, request: str, error: HeadraceError) -> None:
         """Note, for `headrace explain`, that a request's client got an error."""
-        self._runtime.notes.requests.add(request, request_notes.failed(error), asyncio.get_running_loop().time())
+        self._runtime.notes.requests.add(request, actions.failure_note(error), asyncio.get_running_loop().time())
 
     def _count_loss(self, stream: Stream, action: actions.CountLoss) -> None:
-        text = request_notes.lost(action, stream.worker, len(stream.session.tokens))
+        text = actions.loss_note(action, stream.worker, len(stream.session.tokens))
         self._note(stream, action.attempt, text)
         self._metrics.lost.labels(action.loss).inc()
         if action.had_tokens:

@@ -67,7 +67,7 @@ class InferenceRequest(Struct, frozen=True):
     """Another request of the same body comes first. A follower is not refused for a long wait, because it may wait for
     that request."""
     priority: int = 0
-    """Requests of a higher priority are computed first (requests/priority.py)."""
+    """Requests of a higher priority are computed first (requests/terms.py)."""
     repeats_prompt: bool = False
     """The request that comes first has the same prompt."""
     lora: str = ""

@@ -46,7 +46,7 @@ def _log_end(
         served = permit.served
         fields |= {
             "model": permit.model,
-            "key": "" if permit.account is None else permit.account.name,
+            "key": permit.key,
             "prompt_tokens": served.prompt_tokens,
             "output_tokens": served.output_tokens,
             "cached_tokens": served.cached_tokens,

@@ -31,12 +31,11 @@ from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
 from services.frontend.protocol.text_plan import OPENAI_DEFAULTS, TextPlan, TextRequest, plan_of
 from services.frontend.requests.admission import Permit
-from services.frontend.requests.deadline import deadline_of
-from services.frontend.requests.priority import served_priority
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
+from services.frontend.requests.terms import deadline_of, served_priority
 from services.frontend.serving.choices import Choices, open_choices
-from services.frontend.serving.prompts import chat_prompt, key_pool, plan_of_reasoning
+from services.frontend.serving.prompts import TOKENISED, chat_prompt, key_pool, plan_of_reasoning, until
 from services.frontend.serving.reply import ChatReply, Opening
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.text_prompts import AskedText, check_support, tokenise_text
@@ -109,14 +108,11 @@ class ServingChat(Struct, frozen=True):
         if plan.is_chat or request.max_tokens == -1:
             default_tokens = self.config.default_max_tokens or None
         most_choices = min(self.service.limits.choices, self.service.limits.requests)
-        try:
-            async with asyncio.timeout_at(deadline.at):
-                with nullcontext() if trace is None else trace.span("tokenise"):
-                    pool = key_pool(self.pool, context.permit)
-                    tokenised = await tokenise_text(asked, pool, default_tokens, most_choices)
-                    grammar = await self._grammar(asked, tokenised.parsing)
-        except TimeoutError:
-            raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
+        async with until(deadline.at, TOKENISED):
+            with nullcontext() if trace is None else trace.span("tokenise"):
+                pool = key_pool(self.pool, context.permit)
+                tokenised = await tokenise_text(asked, pool, default_tokens, most_choices)
+                grammar = await self._grammar(asked, tokenised.parsing)
         tokenised = replace(tokenised, parsing=replace(tokenised.parsing, held=grammar is not None))
         self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
         if trace is not None:
@@ -142,12 +138,9 @@ class ServingChat(Struct, frozen=True):
     async def count_prompt(self, request: ChatRequest, context: RequestContext) -> int:
         """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
-        try:
-            async with asyncio.timeout_at(deadline.at):
-                pool = key_pool(self.pool, context.permit)
-                tokens, _ = await chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
-        except TimeoutError:
-            raise RequestTimeout("the request's deadline passed before its prompt was tokenised") from None
+        async with until(deadline.at, TOKENISED):
+            pool = key_pool(self.pool, context.permit)
+            tokens, _ = await chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
         return len(tokens) // 4
 
     @asynccontextmanager

@@ -23,10 +23,9 @@ from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.model_list import ModelEntry, ModelList
 from services.frontend.protocol.operations import ForeignOperation, Operation
-from services.frontend.requests import deadline
 from services.frontend.requests.admission import Permit
-from services.frontend.requests.priority import lowest_allowed
 from services.frontend.requests.request_trace import RequestTrace
+from services.frontend.requests.terms import DEADLINE_HEADER, lowest_allowed
 from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
@@ -86,7 +85,7 @@ class Dispatcher:
             id_,
             permit,
             now,
-            deadline_header=headers.get(deadline.HEADER),
+            deadline_header=headers.get(DEADLINE_HEADER),
             session=session_name(headers.get(SESSION_HEADER)),
             salt_header=header_salt(headers.get(SALT_HEADER)),
             lowest_priority=lowest_allowed(permit.account, self._config.access.min_priority),

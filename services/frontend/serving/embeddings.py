@@ -33,11 +33,10 @@ from services.frontend.output.output import Output
 from services.frontend.protocol import embeddings
 from services.frontend.protocol.errors import field_error
 from services.frontend.requests.admission import Permit
-from services.frontend.requests.deadline import deadline_of
-from services.frontend.requests.priority import served_priority
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
-from services.frontend.serving.prompts import key_pool
+from services.frontend.requests.terms import deadline_of, served_priority
+from services.frontend.serving.prompts import key_pool, until
 from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
@@ -79,12 +78,9 @@ class ServingEmbeddings(Struct, frozen=True):
         if len(inputs) * dimensions > embeddings.NUMBERS_LIMIT:
             wrong = f"input: {len(inputs)} vectors of {dimensions} numbers, more than {embeddings.NUMBERS_LIMIT} in all"
             raise InvalidRequest(f"{wrong}; ask for fewer, or for fewer `dimensions`", param="input")
-        try:
-            async with asyncio.timeout_at(deadline.at):
-                with nullcontext() if trace is None else trace.span("tokenise"):
-                    prompts = await self._prompts(inputs, model, limits, context.permit)
-        except TimeoutError:
-            raise RequestTimeout("the request's deadline passed before its input was tokenised") from None
+        async with until(deadline.at, "its input was tokenised"):
+            with nullcontext() if trace is None else trace.span("tokenise"):
+                prompts = await self._prompts(inputs, model, limits, context.permit)
         as_text, salt, unique = request.encoding_format == "base64", context.salt(request.cache_salt), context.id.unique
         del request, inputs
         tokens, permit = sum(map(len, prompts)) // 4, context.permit

@@ -28,7 +28,7 @@ from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.foreign import Names, ThinkingSupport, decode, name_here, renaming, review
 from services.frontend.protocol.operations import FOREIGN_PATHS, ForeignOperation
 from services.frontend.protocol.text_plan import TextRequest, plan_of
-from services.frontend.requests.deadline import allowed_s
+from services.frontend.requests.terms import allowed_s
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.reply import EventReply, message_of, opening_of

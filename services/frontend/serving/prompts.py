@@ -7,7 +7,9 @@ A chat and /tokenize make prompts here, so that both accept the same fields and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from services.frontend.models import preprocess
@@ -24,6 +26,7 @@ from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
 from services.frontend.requests.admission import Permit
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.parser import ParsePlan
+from shared.errors import RequestTimeout
 
 
 async def chat_prompt(
@@ -56,6 +59,20 @@ async def chat_prompt(
     tokens = await preprocess.encode(model, text, pool, special=special, param="messages", most=most)
     preprocess.check_encoded(model, tokens, limits, param="messages")
     return tokens, plan
+
+
+TOKENISED = "its prompt was tokenised"
+
+
+@asynccontextmanager
+async def until(deadline_s: float, done: str) -> AsyncIterator[None]:
+    """Limit what the context does to the request's deadline, on the event loop's clock. Raise RequestTimeout; `done`
+    says what was not done by then."""
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            yield
+    except TimeoutError:
+        raise RequestTimeout(f"the request's deadline passed before {done}") from None
 
 
 def key_pool(pool: EncodePool, permit: Permit) -> KeyPool:

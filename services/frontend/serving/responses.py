@@ -33,7 +33,7 @@ from services.frontend.protocol.responses_items import (
     messages_of,
 )
 from services.frontend.protocol.text_plan import plan_of
-from services.frontend.requests.deadline import deadline_of
+from services.frontend.requests.terms import deadline_of
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.reply import EventReply, response_opening
 from services.frontend.serving.request_context import RequestContext
@@ -74,12 +74,11 @@ class ServingResponses(Struct, frozen=True):
         rename = partial(name_here, table=table)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
         request, conversation = await self._as_chat(decoded, of_chat)
-        account = _account(context)
 
         def keep(response: Response, payload: bytes) -> None:
             if response.store:
                 continued = _append(conversation, messages_of(response.output, tools.chat_names))
-                self.directory.keep(StoredResponse(response_id, account, continued, payload))
+                self.directory.keep(StoredResponse(response_id, context.permit.key, continued, payload))
 
         with renaming(table):
             prepared = await self.chat.prepare(request, plan_of(request), of_chat)
@@ -94,12 +93,12 @@ class ServingResponses(Struct, frozen=True):
     async def retrieve(self, body: bytes, context: RequestContext) -> bytes:
         """Return a stored response as JSON. Raise InvalidRequest, Unavailable and RequestTimeout."""
         response_id = responses_request.decode_stored(body)
-        return await self._ask_for(Recall(response_id, _account(context), "response"), context)
+        return await self._ask_for(Recall(response_id, context.permit.key, "response"), context)
 
     async def delete(self, body: bytes, context: RequestContext) -> bytes:
         """Delete a response, and return the JSON answer. Raise InvalidRequest, Unavailable and RequestTimeout."""
         response_id = responses_request.decode_stored(body)
-        await self._ask_for(Forget(response_id, _account(context)), context)
+        await self._ask_for(Forget(response_id, context.permit.key), context)
         return msgspec.json.encode(ResponseDeleted(id=response_id))
 
     async def _as_chat(
@@ -140,7 +139,7 @@ class ServingResponses(Struct, frozen=True):
             if response_id not in recalled:
                 if len(recalled) == REFERENCED_RESPONSES:
                     raise field_error(f"input[{at}].id", f"references to more than {REFERENCED_RESPONSES} responses")
-                found = await self.directory.ask(Recall(response_id, _account(context), "response"), deadline)
+                found = await self.directory.ask(Recall(response_id, context.permit.key, "response"), deadline)
                 found = found or b'{"output":[]}'
                 recalled_bytes += len(found)
                 if recalled_bytes > RECALLED_BYTES:
@@ -168,7 +167,7 @@ class ServingResponses(Struct, frozen=True):
         if previous is None:
             return b"[]"
         deadline = self._deadline(context, decoded.request.deadline_s)
-        found = await self.directory.ask(Recall(previous, _account(context), "conversation"), deadline)
+        found = await self.directory.ask(Recall(previous, context.permit.key, "conversation"), deadline)
         if found is None:
             wrong = f"Previous response with id {previous!r} not found."  # in OpenAI's words, and with its status
             raise InvalidRequest(wrong, param="previous_response_id", code="previous_response_not_found")
@@ -213,8 +212,3 @@ def _append(conversation: bytes, messages: list[ChatMessage]) -> bytes:
     if not messages:
         return conversation
     return more if conversation == b"[]" else b"%b,%b" % (conversation[:-1], more[1:])
-
-
-def _account(context: RequestContext) -> str:
-    account = context.permit.account
-    return "" if account is None else account.name

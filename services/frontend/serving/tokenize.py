@@ -26,9 +26,8 @@ from services.frontend.output.detokenize import Detokenizer
 from services.frontend.protocol import tokenize
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.requests.deadline import allowed_s
-from services.frontend.serving.prompts import chat_prompt
-from shared.errors import RequestTimeout
+from services.frontend.requests.terms import allowed_s
+from services.frontend.serving.prompts import chat_prompt, until
 from shared.hashing import token_array
 
 TokenOperation = Literal["tokenize", "detokenize"]
@@ -52,13 +51,11 @@ class ServingTokenize(Struct, frozen=True):
         deadline_header: str | None = None,
     ) -> bytes:
         """Return the JSON answer. `pool` is the request's. Raise InvalidRequest, Unavailable and RequestTimeout."""
-        try:
-            async with asyncio.timeout(allowed_s(None, deadline_header, self.limits)):
-                if operation == "tokenize":
-                    return await self._tokenize(tokenize.decode_tokenize(body, ignored), pool, ignored)
-                return await self._detokenize(tokenize.decode_detokenize(body, ignored))
-        except TimeoutError:
-            raise RequestTimeout("the request's deadline passed before its answer was complete") from None
+        deadline_s = asyncio.get_running_loop().time() + allowed_s(None, deadline_header, self.limits)
+        async with until(deadline_s, "its answer was complete"):
+            if operation == "tokenize":
+                return await self._tokenize(tokenize.decode_tokenize(body, ignored), pool, ignored)
+            return await self._detokenize(tokenize.decode_detokenize(body, ignored))
 
     async def _tokenize(self, request: tokenize.TokenizeRequest, pool: KeyPool, ignored: IgnoredFields) -> bytes:
         model, limits = self.models.find(request.model)

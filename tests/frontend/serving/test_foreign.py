@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from services.frontend.config import AccessConfig, FrontendConfig, LimitsConfig
-from services.frontend.requests.deadline import HEADER
+from services.frontend.requests.terms import DEADLINE_HEADER
 from shared.api_keys import key_digest
 from tests.frontend.cards import Templated
 from tests.frontend.foreign import CITY, WEATHER
@@ -218,7 +218,7 @@ async def test_refusals_have_anthropics_form(directory: Path) -> None:
         assert full["error"]["type"] == "rate_limit_error"
         await w.workers[0].send(generate, 0, [5, 2], "stop")
         await waiting
-        late = await post(http, "/v1/messages", ASK, 504, **{HEADER: "0.05"})
+        late = await post(http, "/v1/messages", ASK, 504, **{DEADLINE_HEADER: "0.05"})
         assert late["error"]["type"] == "timeout_error"
 
 

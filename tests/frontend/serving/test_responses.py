@@ -21,7 +21,7 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 from services.frontend.protocol.responses_items import items_by_id
 from services.frontend.protocol.responses_request import LOGPROBS
-from services.frontend.requests.deadline import HEADER
+from services.frontend.requests.terms import DEADLINE_HEADER
 from services.frontend.server.nats_api import STATUS_HEADER
 from services.frontend.serving import response_directory, responses
 from shared import subjects
@@ -601,10 +601,10 @@ async def test_asking_another_frontend_takes_no_longer_than_the_request_may(dire
             await client.responses.create(**ASK, previous_response_id="resp_f2.x", extra_body={"deadline_s": 0.05})
         assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
         for ask in (http.get, http.delete):
-            async with ask("/v1/responses/resp_f2.x", headers={HEADER: "0.05"}) as response:
+            async with ask("/v1/responses/resp_f2.x", headers={DEADLINE_HEADER: "0.05"}) as response:
                 assert (response.status, (await response.json())["error"]["code"]) == (504, "deadline_exceeded")
-            async with ask("/v1/responses/resp_f2.x", headers={HEADER: "soon"}) as response:
-                assert (response.status, (await response.json())["error"]["param"]) == (400, HEADER)
+            async with ask("/v1/responses/resp_f2.x", headers={DEADLINE_HEADER: "soon"}) as response:
+                assert (response.status, (await response.json())["error"]["param"]) == (400, DEADLINE_HEADER)
 
 
 async def test_a_conversation_that_another_version_wrote_is_an_error_in_openais_shape(directory: Path) -> None:

@@ -12,7 +12,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import TokenBytes
-from services.frontend.requests.deadline import HEADER
+from services.frontend.requests.terms import DEADLINE_HEADER
 from services.frontend.serving.tokenize import TOKENS_PER_TURN, ServingTokenize
 from shared import subjects
 from shared.errors import InvalidRequest
@@ -146,7 +146,9 @@ async def test_they_take_a_place_and_keep_to_their_deadline(directory: Path) -> 
         await w.workers[0].send(generate, 0, [*w.ids("a"), 2], "stop")
         await first
         for given, status in (("0.000001", 504), ("soon", 400)):
-            async with http.post("/tokenize", json={"prompt": "x" * 200_000}, headers={HEADER: given}) as response:
+            async with http.post(
+                "/tokenize", json={"prompt": "x" * 200_000}, headers={DEADLINE_HEADER: given}
+            ) as response:
                 assert (given, response.status) == (given, status)
         await post(http, "/tokenize", prompt="x")
         assert w.metric("headrace_requests_total", operation="tokenize", status="200") == 1
