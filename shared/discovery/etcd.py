@@ -21,8 +21,7 @@ from prometheus_client import CollectorRegistry
 from shared.discovery.contract import AskOwner, Change, Entries, Read
 from shared.discovery.etcd_client import EtcdClient
 from shared.discovery.etcd_lease import EtcdRegistration
-from shared.discovery.etcd_listing import list_prefix
-from shared.discovery.etcd_watch import EtcdWatch
+from shared.discovery.etcd_watch import EtcdWatch, list_prefix
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import ConfigError

@@ -27,8 +27,8 @@ from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import listed
 from shared.discovery.key_view import KeyView
 from shared.errors import ConfigError, DiscoveryDown
-from shared.ownership import ownership_fault
 from shared.rate_limited_log import RateLimitedLog
+from shared.regular_file import ownership_fault
 
 POLL_S = 0.25
 
