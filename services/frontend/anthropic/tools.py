@@ -112,10 +112,8 @@ def _decoded(raw: bytes, where: str, ignored: IgnoredFields) -> tuple[str, Funct
     kind = decode_body(_KIND, raw, where=where)
     version = _VERSION.fullmatch(kind.type or "")
     if kind.type not in (None, "custom") and version is None:
-        if ignored.refuse:
-            why = f"tools of type {kind.type!r} are not served; give the model a tool of your own that does it"
-            raise field_error(f"{where}.type", why, "unsupported_value")
-        ignored.add(f"tools[].{kind.type}")
+        why = f"tools of type {kind.type!r} are not served; give the model a tool of your own that does it"
+        ignored.add_or_raise(f"tools[].{kind.type}", field_error(f"{where}.type", why, "unsupported_value"))
         return kind.name, None
     if version is not None:
         known = decode_body(_KNOWN, raw, ignored, where)

@@ -293,9 +293,8 @@ def check_common(request: CommonFields, ignored: IgnoredFields = REFUSE) -> None
     if options is not None:
         check_not_built(options, "stream_options.", ignored)
         if not request.stream:
-            if ignored.refuse:
-                raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-            ignored.add("stream_options")
+            refusal = InvalidRequest("stream_options needs stream: true", param="stream_options")
+            ignored.add_or_raise("stream_options", refusal)
     _check_stops([request.stop] if isinstance(request.stop, str) else request.stop or (), ignored)
     check_truncation(request.truncate_prompt_tokens)
     limit, _ = token_limit(request)
@@ -307,9 +306,7 @@ def _check_stops(stops: Sequence[str], ignored: IgnoredFields) -> None:
     if sum(map(len, stops)) > STOPS_LIMIT_CHARACTERS:
         raise field_error("stop", f"more than {STOPS_LIMIT_CHARACTERS} characters together")
     if "" in stops:
-        if ignored.refuse:
-            raise field_error(f"stop[{stops.index('')}]", "an empty text stops nothing")
-        ignored.add("stop")
+        ignored.add_or_raise("stop", field_error(f"stop[{stops.index('')}]", "an empty text stops nothing"))
 
 
 def check_least_tokens(request: CommonFields, most: int) -> None:

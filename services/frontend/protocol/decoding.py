@@ -75,7 +75,7 @@ def check_not_built(struct: Struct, where: str = "", ignored: IgnoredFields = RE
 
     Raise InvalidRequest for the first field that asks for something that is not built.
     """
-    for fields, may_ignore in ((fields_not_built(type(struct)), False), (advisory_fields(type(struct)), True)):
+    for fields, noted in ((fields_not_built(type(struct)), REFUSE), (advisory_fields(type(struct)), ignored)):
         for field, harmless in fields.items():
             value = getattr(struct, field)
             # `1 == True` in Python, but a flag is not a count.
@@ -83,9 +83,7 @@ def check_not_built(struct: Struct, where: str = "", ignored: IgnoredFields = RE
                 value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
             ):
                 continue
-            if not may_ignore or ignored.refuse:
-                raise not_supported(where + field)
-            ignored.add(where + field)
+            noted.add_or_raise(where + field, not_supported(where + field))
 
 
 @cache

@@ -69,9 +69,7 @@ def review(request: Struct, ignored: IgnoredFields) -> None:
 
 def ignore(field: str, ignored: IgnoredFields) -> None:
     """Note a field that has no effect for this model, or refuse it. Raise InvalidRequest."""
-    if ignored.refuse:
-        raise not_supported(field)
-    ignored.add(field)
+    ignored.add_or_raise(field, not_supported(field))
 
 
 def _nested(struct: Struct, where: str, count: ItemCount) -> Iterator[tuple[Struct, str]]:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Raw, Struct, inspect
 
 from services.frontend.protocol.errors import field_error
+from shared.errors import InvalidRequest
 
 IGNORED_HEADER = "X-Headrace-Ignored"
 """The header of an answer that names the ignored fields."""
@@ -58,6 +59,12 @@ class IgnoredFields:
     def renamed(self, rename: Callable[[str], str]) -> IgnoredFields:
         """Return a view for another form of the request: a field that it notes stands here by its new name."""
         return _RenamedFields(self, rename)
+
+    def add_or_raise(self, name: str, refusal: InvalidRequest) -> None:
+        """Note a field by its path, or raise the refusal of it."""
+        if self.refuse:
+            raise refusal
+        self.add(name)
 
     def add(self, name: str) -> None:
         """Note a field by its path."""

@@ -122,9 +122,8 @@ def check_message(message: ChatMessage, where: str, ignored: IgnoredFields = REF
         if call.function is None and call.custom is None:
             raise field_error(f"{where}.tool_calls[{at}].function", "the call names no function")
     for at, kind in unseen_parts(message.content):
-        if message.role != "tool" or ignored.refuse:
-            raise part_not_served(f"{where}.content[{at}].type", kind)
-        ignored.add(f"{where}.content[].{kind}")
+        noted = ignored if message.role == "tool" else REFUSE
+        noted.add_or_raise(f"{where}.content[].{kind}", part_not_served(f"{where}.content[{at}].type", kind))
     if message.content is None and message.role in ("system", "developer", "user"):
         raise field_error(f"{where}.content", "the message has no content")
 

@@ -265,18 +265,13 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
     item = decode_body(decoder, raw, ignored, where)
     check_not_built(item, f"{where}.", ignored)
     if isinstance(item, IgnoredItem):
-        if ignored.refuse:
-            raise field_error(f"{where}.type", f"items of type {item.type!r} are not supported", UNSUPPORTED)
-        ignored.add(f"input[].{item.type}")
+        refusal = field_error(f"{where}.type", f"items of type {item.type!r} are not supported", UNSUPPORTED)
+        ignored.add_or_raise(f"input[].{item.type}", refusal)
     if isinstance(item, CallOutput | ClientCallOutput):
         for at, kind in unseen_parts(_result(item)):
-            if ignored.refuse:
-                raise part_not_served(f"{where}.output[{at}].type", kind)
-            ignored.add(f"input[].output[].{kind}")
+            ignored.add_or_raise(f"input[].output[].{kind}", part_not_served(f"{where}.output[{at}].type", kind))
     if isinstance(item, PastThought) and item.content and item.summary:
-        if ignored.refuse:
-            raise not_supported(f"{where}.summary")
-        ignored.add("input[].summary")
+        ignored.add_or_raise("input[].summary", not_supported(f"{where}.summary"))
     return item
 
 

@@ -174,9 +174,8 @@ def decode_response(body: bytes, ignored: IgnoredFields = REFUSE) -> DecodedRequ
         check_not_built(request.reasoning, "reasoning.", ignored)
     for at, named in enumerate(request.include or ()):
         if named != LOGPROBS:
-            if ignored.refuse:
-                raise field_error(f"include[{at}]", f"{named!r} is not supported", "unsupported_value")
-            ignored.add(f"include[].{named}")
+            refusal = field_error(f"include[{at}]", f"{named!r} is not supported", "unsupported_value")
+            ignored.add_or_raise(f"include[].{named}", refusal)
     items = decode_items(request.input, ignored)
     tools = decode_tools(request.tools, request.tool_choice, ignored, added_tools(items))
     asked = DecodedRequest(request, items, tools)

@@ -189,9 +189,7 @@ def _decoded(raw: msgspec.Raw, where: str, ignored: IgnoredFields) -> ResponseTo
     kind = decode_body(_KIND, bytes(raw), where=where).type
     decoder = _DECODERS.get(kind)
     if decoder is None:
-        if ignored.refuse:
-            raise not_served(f"{where}.type", kind)
-        ignored.add(f"tools[].{kind}")
+        ignored.add_or_raise(f"tools[].{kind}", not_served(f"{where}.type", kind))
         return None
     tool = decode_body(decoder, bytes(raw), ignored, where)
     check_not_built(tool, f"{where}.", ignored)

@@ -204,9 +204,7 @@ def _input(grammar: InputGrammar | None, where: str, ignored: IgnoredFields) -> 
     try:
         regex = lark_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
     except NotRegular as why:
-        if ignored.refuse:
-            raise field_error(where, f"the grammar is not served: {why}") from None
-        ignored.add(re.sub(r"\[\d+\]", "[]", where))
+        ignored.add_or_raise(re.sub(r"\[\d+\]", "[]", where), field_error(where, f"the grammar is not served: {why}"))
         return input_schema()
     return input_schema(pattern=f"^(?:{regex})$")
 
