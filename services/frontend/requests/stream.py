@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from services.frontend.metrics import ModelMetrics
-from services.frontend.output.output import Delta, Output
+from services.frontend.output.output import Delta, Output, PromptEntries
 from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat_chunks import Usage, usage_of
 from services.frontend.requests.actions import Fail, Finish
 from services.frontend.requests.admission import Served

@@ -13,9 +13,8 @@ from prometheus_client import Counter
 
 from services.frontend.models.preprocess import Prompt
 from services.frontend.output.detokenize import TokenBytes
-from services.frontend.output.output import Output
+from services.frontend.output.output import Output, PromptEntries
 from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.output.prompt_entries import PromptEntries
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.messages import text_of

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.frontend.output.detokenize import END_LIMIT_TOKENS, Detokenizer, TokenBytes, read_token_bytes
-from services.frontend.output.output import Delta, LogprobEntry, Output, StopScanner
+from services.frontend.output.output import Delta, LogprobEntry, Output, PromptEntries, StopScanner
 from services.frontend.output.tokenizer_json import parse_tokenizer_json
 from shared.hashing import pack_tokens
-from shared.messages.frames import TokenLogprob
+from shared.messages.frames import PromptLogprobs, TokenLogprob
 from tests.frontend.output.test_detokenize import BYTE_LEVEL
 from tests.frontend.sentencepiece import FIRST_BYTE, sentencepiece
 
@@ -280,3 +282,54 @@ def test_the_stop_string_stays_where_it_is_asked_for(pieces: list[str], stops: l
     cut = "".join(map(without.push, pieces)) + without.finish()
     assert "".join(map(scanner.push, pieces)) + scanner.finish() == cut + without.found
     assert scanner.found == without.found
+
+
+TEXTS = [b"", b"Hal", b"lo", "ä".encode()[:1], "ä".encode()[1:], b"!"]
+PROMPT_TOKENS = TokenBytes(TEXTS, [b"<s>", *TEXTS[1:]], strip_first_space=False)
+PROMPT = [0, 1, 2, 3, 4, 5]
+
+
+def floats(*values: float) -> bytes:
+    return array("f", values).tobytes()
+
+
+def test_offsets_count_characters_and_special_tokens_have_none() -> None:
+    entries = PromptEntries(PROMPT_TOKENS, pack_tokens(PROMPT), "Halloä!")
+    found = [
+        entries.opening(),
+        *entries.push(PromptLogprobs(1, floats(-1, -2))),
+        *entries.push(PromptLogprobs(3, floats(-3, -4, -5))),
+    ]
+    assert [one.token for one in found] == [b"<s>", *TEXTS[1:]]
+    assert [one.text_offset for one in found] == [0, 0, 3, 5, 5, 6]
+    assert [one.logprob for one in found[1:]] == [-1, -2, -3, -4, -5]
+    assert [one.opens_prompt for one in found] == [True, *[False] * 5]
+
+
+def test_the_likeliest_tokens_are_named() -> None:
+    entries = PromptEntries(PROMPT_TOKENS, pack_tokens([1, 2]), "Hallo")
+    entries.opening()
+    [one] = entries.push(PromptLogprobs(1, floats(-3), pack_tokens([5, 2]), floats(-0.5, -3)))
+    assert [(top.token, top.logprob) for top in one.top] == [(b"!", -0.5), (b"lo", -3.0)]
+
+
+def test_offsets_never_pass_the_text() -> None:
+    entries = PromptEntries(PROMPT_TOKENS, pack_tokens([1, 2, 5]), "Hall")
+    entries.opening()
+    assert [one.text_offset for one in entries.push(PromptLogprobs(1, floats(-1, -2)))] == [3, 4]
+
+
+def test_a_special_token_has_characters_where_the_text_has_it() -> None:
+    entries = PromptEntries(PROMPT_TOKENS, pack_tokens([0, 1, 0, 2]), "Hal<s>lo")
+    found = [entries.opening(), *entries.push(PromptLogprobs(1, floats(-1, -2, -3)))]
+    assert [one.text_offset for one in found] == [0, 0, 3, 6]
+
+
+def test_the_space_that_a_text_drops_is_in_no_name() -> None:
+    spaced = TokenBytes([b"", b" Hello"], [b"<s>", b" Hello"], strip_first_space=True)
+    entries = PromptEntries(spaced, pack_tokens([0, 1, 1]), "Hello Hello")
+    given = PromptLogprobs(1, floats(-1, -2), pack_tokens([1, 1]), floats(-1, -2))
+    found = [entries.opening(), *entries.push(given)]
+    assert [one.token for one in found] == [b"<s>", b"Hello", b" Hello"]
+    assert [top.token for one in found for top in one.top] == [b"Hello", b" Hello"]
+    assert [one.text_offset for one in found] == [0, 0, 5]
