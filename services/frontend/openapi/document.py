@@ -14,18 +14,18 @@ from typing import Any
 
 import msgspec
 
-from services.frontend.openapi.chunk_structs import Health, Version
-from services.frontend.openapi.operations import DESCRIPTIONS, ERRORS
+from services.frontend.openapi.operations import DESCRIPTIONS, ERRORS, Health, Version
 from services.frontend.openapi.schemas import Schema, components, ref
 from services.frontend.protocol.errors import ErrorBody
 from services.frontend.protocol.ignored_fields import IGNORED_HEADER
-from services.frontend.protocol.model_list import ModelEntry, ModelList
 from services.frontend.protocol.operations import (
     FOREIGN_PATHS,
     PATHS,
     STORED_METHODS,
     STORED_PATH,
     ForeignOperation,
+    ModelEntry,
+    ModelList,
     Operation,
 )
 from services.frontend.protocol.responses_events import Response, ResponseDeleted

@@ -26,7 +26,7 @@ from msgspec import Struct
 from services.frontend.config import HttpConfig
 from services.frontend.metrics import Metrics
 from services.frontend.openapi import document
-from services.frontend.openapi.chunk_structs import Version
+from services.frontend.openapi.operations import Version
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.protocol.errors import failure, failure_of
 from services.frontend.protocol.operations import (
