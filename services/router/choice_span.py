@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.messages.select import Select, Selected, SelectReply
-from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord
+from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord, finished
 from shared.tracing.traceparent import TraceParent
 
 
@@ -26,4 +26,5 @@ def choice_span(
         }
     else:
         error = f"{reply.code}: {reply.reason}"
-    return ids.finished_below(parent, "choose", start_ns, end_ns, kind="server", attributes=attributes, error=error)
+    place, times = ids.child(parent), (start_ns, end_ns)
+    return finished("choose", place, parent.span, *times, kind="server", attributes=attributes, error=error)

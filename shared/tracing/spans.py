@@ -51,21 +51,6 @@ class SpanIds:
         """Return the place of a new span below `parent`."""
         return TraceParent(parent.trace, self.span())
 
-    def finished_below(
-        self,
-        parent: TraceParent,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        *,
-        kind: SpanKind = "internal",
-        attributes: dict[str, AttributeValue] | None = None,
-        error: str = "",
-    ) -> SpanRecord:
-        """Return a finished span below `parent`, whose own place nothing else has to know."""
-        place = self.child(parent)
-        return finished(name, place, parent.span, start_ns, end_ns, kind=kind, attributes=attributes, error=error)
-
 
 def finished(
     name: str,

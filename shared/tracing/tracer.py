@@ -23,9 +23,8 @@ from shared.config import TraceConfig
 from shared.metrics import counter, register_metrics
 from shared.rate_limited_log import RateLimitedLog
 from shared.tracing.exporter import SpanQueue, open_exporter
-from shared.tracing.sampler import DoorSampler
 from shared.tracing.spans import SpanIds, SpanRecord
-from shared.tracing.traceparent import TraceParent, parse
+from shared.tracing.traceparent import DoorSampler, TraceParent, parse
 
 
 class FirstSpan(TraceParent, frozen=True):

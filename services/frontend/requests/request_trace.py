@@ -65,8 +65,8 @@ class RequestTrace:
 
     def add(self, name: str, start_ns: int, attributes: dict[str, AttributeValue], error: str = "") -> None:
         """Add a span that ends now, below the request's own."""
-        ids, now_ns = self._tracer.ids, self._tracer.now_ns()
-        ended = ids.finished_below(self._place, name, start_ns, now_ns, attributes=attributes, error=error)
+        place, times = self._tracer.ids.child(self._place), (start_ns, self._tracer.now_ns())
+        ended = finished(name, place, self._place.span, *times, attributes=attributes, error=error)
         self._tracer.record((ended,))
 
     @contextmanager

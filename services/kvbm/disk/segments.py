@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from services.kvbm.disk.format import DIGEST_BYTES, PAGE_BYTES, DiskGeometry, Header, decode_header
 from services.kvbm.tiers.disk_results import HeaderProblem
-from shared.ownership import ownership_fault
+from shared.regular_file import ownership_fault
 
 SEGMENT = re.compile(r"segment-(\d{6,9})")
 PROBE = "probe"

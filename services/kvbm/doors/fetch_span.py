@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shared.hashing import KEY_BYTES
 from shared.messages.kvbm import Fetch, Fetched, KvbmRefused
-from shared.tracing.spans import AttributeValue
+from shared.tracing.spans import AttributeValue, finished
 from shared.tracing.traceparent import TraceParent, carried
 from shared.tracing.tracer import Tracer
 
@@ -35,10 +35,9 @@ class FetchSpan:
             "headrace.memory_blocks": self._memory,
             "headrace.disk_blocks": self._disk,
         }
-        ids, now_ns = self._tracer.ids, self._tracer.now_ns()
-        ended = ids.finished_below(
-            self._parent, "kvbm fetch", self._start_ns, now_ns, kind="server", attributes=attributes, error=error
-        )
+        place, times = self._tracer.ids.child(self._parent), (self._start_ns, self._tracer.now_ns())
+        parent = self._parent.span
+        ended = finished("kvbm fetch", place, parent, *times, kind="server", attributes=attributes, error=error)
         self._tracer.record((ended,))
 
 

@@ -14,8 +14,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from shared.ownership import ownership_fault
 from shared.pool.lock import OWNERS, is_owner
+from shared.regular_file import ownership_fault
 
 MOST_OWNERS = 256
 """The most owners that are watched, one descriptor each. No further engine can attach."""

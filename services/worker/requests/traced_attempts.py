@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.worker.contracts.messages import Begun
 from shared.messages.frames import Part
-from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord
+from shared.tracing.spans import AttributeValue, SpanIds, SpanRecord, finished
 from shared.tracing.traceparent import TraceParent
 
 _NS = 1_000_000_000
@@ -109,7 +109,8 @@ class TracedAttempts:
         attributes: dict[str, AttributeValue] | None = None,
         error: str = "",
     ) -> SpanRecord:
-        return self._ids.finished_below(traced.parent, name, start_ns, end_ns, attributes=attributes, error=error)
+        place, parent = self._ids.child(traced.parent), traced.parent.span
+        return finished(name, place, parent, start_ns, end_ns, attributes=attributes, error=error)
 
     def validate(self) -> None:
         """Raise AssertionError if the attempts contradict themselves."""
