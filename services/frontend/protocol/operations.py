@@ -1,8 +1,12 @@
-"""The operations of the API and their HTTP paths. Pure."""
+"""The operations of the API, their HTTP paths, and the answers of /v1/models. Pure."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
+
+from msgspec import Struct
+
+from shared.messages.cards import SamplingDefaults
 
 Operation = Literal[
     "chat", "completions", "embeddings", "responses", "retrieve_response", "delete_response", "tokenize", "detokenize"
@@ -32,3 +36,31 @@ FOREIGN_PATHS: dict[ForeignOperation, str] = {
     "ollama_show": "/api/show",
 }
 """The HTTP path of each of them; the method is POST."""
+
+
+# --- /v1/models and /v1/models/{name}: OpenAI's fields, and vLLM's `max_model_len`
+
+
+class ModelEntry(Struct, frozen=True):
+    """A model that is served."""
+
+    id: str
+    created: int
+    """Unix time in seconds when this process started."""
+    max_model_len: int
+    """Length of the context in tokens."""
+    object: Literal["model"] = "model"
+    owned_by: Literal["headrace"] = "headrace"
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """The sampling parameters of requests that do not set them."""
+    root: str = ""
+    """What is served under the name: the name itself, or of a LoRA the id, which names its files."""
+    parent: str | None = None
+    """The name of the model that a LoRA changes; null: it is no LoRA."""
+
+
+class ModelList(Struct, frozen=True):
+    """The models that are served."""
+
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"

@@ -21,8 +21,7 @@ from services.frontend.protocol.chat import decode_chat
 from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
-from services.frontend.protocol.model_list import ModelEntry, ModelList
-from services.frontend.protocol.operations import ForeignOperation, Operation
+from services.frontend.protocol.operations import ForeignOperation, ModelEntry, ModelList, Operation
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.terms import DEADLINE_HEADER, lowest_allowed
