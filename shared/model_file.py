@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO, TypeVar
 
 import msgspec
@@ -80,3 +82,29 @@ def read_model_json(
 ) -> T:
     """Read and decode a JSON file, as the two functions above do."""
     return decode_model_json(path, read_model_file(path, limit_bytes, missing=missing), kind)
+
+
+# --- the names of these files
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"
+
+FILES: Mapping[str, int] = MappingProxyType(
+    {
+        CONFIG: CONFIG_LIMIT_BYTES,
+        GENERATION: CONFIG_LIMIT_BYTES,
+        TOKENIZER: TOKENIZER_LIMIT_BYTES,
+        TOKENIZER_CONFIG: LIST_LIMIT_BYTES,
+        SPECIAL_TOKENS: LIST_LIMIT_BYTES,
+        TEMPLATE: CONFIG_LIMIT_BYTES,
+        TOOL_TEMPLATE: CONFIG_LIMIT_BYTES,
+        PROCESSOR_TEMPLATE: CONFIG_LIMIT_BYTES,
+    }
+)
+"""The files → the largest size in bytes that is read of each."""

@@ -9,8 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from shared.errors import ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file
-from shared.model_files.names import CONFIG
+from shared.model_file import CONFIG, CONFIG_LIMIT_BYTES, decode_model_json, read_model_file
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The entries of `layer_types`, which are also the keys of nested rope parameters."""

@@ -15,9 +15,18 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, read_model_json
+from shared.model_file import (
+    CONFIG,
+    CONFIG_LIMIT_BYTES,
+    FILES,
+    GENERATION,
+    LIST_LIMIT_BYTES,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_model_json,
+)
 from shared.model_files.config_json import ConfigJson, token_ids
-from shared.model_files.names import CONFIG, FILES, GENERATION, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 
 END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<turn|>", "<|end_of_turn|>"),

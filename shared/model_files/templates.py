@@ -10,8 +10,16 @@ from msgspec import Struct
 
 from shared import chat_templates
 from shared.errors import ModelError
-from shared.model_file import LIST_LIMIT_BYTES, decode_model_json, read_model_file
-from shared.model_files.names import FILES, PROCESSOR_TEMPLATE, TEMPLATE, TOKENIZER_CONFIG, TOOL_TEMPLATE
+from shared.model_file import (
+    FILES,
+    LIST_LIMIT_BYTES,
+    PROCESSOR_TEMPLATE,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    TOOL_TEMPLATE,
+    decode_model_json,
+    read_model_file,
+)
 
 
 class Templates(Struct, frozen=True):

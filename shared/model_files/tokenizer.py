@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ModelError
-from shared.model_file import decode_model_json
-from shared.model_files.names import TOKENIZER
+from shared.model_file import TOKENIZER, decode_model_json
 from shared.model_files.special_tokens import read_named_tokens, read_special_tokens_map, read_tokenizer_config
 
 

@@ -31,8 +31,8 @@ from weakref import WeakSet
 
 from shared import subjects
 from shared.errors import HeadraceError
-from shared.ownership import ownership_fault
 from shared.pool.format import PoolUnfit
+from shared.regular_file import ownership_fault
 
 LOCK = "lock"
 OWNERS = "owners"

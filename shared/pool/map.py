@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.ownership import ownership_fault
 from shared.pool.format import HEADER_BYTES, Arena, PoolGeometry, PoolUnfit, parse
+from shared.regular_file import ownership_fault
 
 _GENERATIONS = (1 << 64) - 1
 _MADV_POPULATE_WRITE = 23

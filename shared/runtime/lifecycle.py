@@ -44,9 +44,8 @@ from shared.messages.cards import ServiceName
 from shared.metrics import counter, process_registry, register_scraped
 from shared.runtime import logs, observe
 from shared.runtime.control import answer_control
-from shared.runtime.observe import ProcessHealth
+from shared.runtime.observe import ProcessHealth, scrape_targets
 from shared.runtime.runtime import Runtime
-from shared.runtime.scrape_targets import scrape_targets
 from shared.runtime.usage import usage
 from shared.tracing.exporter import open_exporter
 from shared.tracing.tracer import open_tracer

@@ -11,11 +11,13 @@ A page of another site gets 403 from all of them at a port of the process's own 
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry, exposition
@@ -23,6 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from shared.config import ObserveConfig
 from shared.errors import ConfigError
+from shared.messages.cards import Instance
 from shared.runtime.origin import OriginRule, rule_of
 
 IDLE_S = 75.0
@@ -170,3 +173,27 @@ def _write(file: Path, url: str) -> None:
         file.write_text(url + "\n", encoding="utf-8")
     except OSError as wrong:
         raise ConfigError(f"observe.url_file: {file}: {wrong.strerror}") from None
+
+
+def scrape_targets(instances: Iterable[Instance]) -> bytes:
+    """Return the targets as JSON: one for each instance that has a /metrics, in the order of services and instances.
+
+    Format: https://prometheus.io/docs/prometheus/latest/http_sd/
+
+    Every process serves them from the address book that it follows anyway, so there is no writer of files. One that has
+    not read it yet answers 503: for an empty list, Prometheus would drop all targets.
+    """
+    groups: list[dict[str, object]] = []
+    for one in sorted(instances, key=lambda one: (one.service, one.instance)):
+        url = urlsplit(one.http)
+        if not url.netloc:
+            continue
+        labels = {
+            "namespace": one.namespace,
+            "service": one.service,
+            "instance": one.instance,
+            "__scheme__": url.scheme,
+            "__metrics_path__": f"{url.path.rstrip('/')}/metrics",
+        }
+        groups.append({"targets": [url.netloc], "labels": labels})
+    return msgspec.json.encode(groups)

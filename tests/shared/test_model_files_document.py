@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from services.worker.native.gguf_tokenizer import splitter_of
-from shared.model_files.names import FILES
+from shared.model_file import FILES
 from shared.model_files.special_tokens import END_OF_TURN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "model_files.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ import msgspec
 
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
-from shared.ownership import ownership_fault
+from shared.regular_file import ownership_fault
 
 DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
 """Device → (divisor of the machine's memory, limit in bytes) of the default size. Without GPUs the default is modest,

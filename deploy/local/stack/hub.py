@@ -37,8 +37,7 @@ from deploy.local.stack.hub_files import (
 )
 from deploy.local.stack.model import WAITING, Progress
 from shared.errors import ConfigError, ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, LIST_LIMIT_BYTES, read_model_file
-from shared.model_files.names import FILES
+from shared.model_file import CONFIG_LIMIT_BYTES, FILES, LIST_LIMIT_BYTES, read_model_file
 
 SMALL = {
     **FILES,

@@ -38,8 +38,7 @@ from services.worker.native.gguf_tokenizer import as_json
 from services.worker.native.tensor_file import Floats, write_tensors
 from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
 from shared.errors import ModelError
-from shared.model_file import read_model_file
-from shared.model_files.names import FILES
+from shared.model_file import FILES, read_model_file
 
 _FORMAT = b"headrace 2"
 """A part of every key. Change it whenever a conversion writes something else."""

@@ -12,7 +12,7 @@ import pytest
 
 from shared.chat_templates import template_file
 from shared.errors import ModelError
-from shared.model_files.names import PROCESSOR_TEMPLATE, TEMPLATE, TOKENIZER_CONFIG, TOOL_TEMPLATE
+from shared.model_file import PROCESSOR_TEMPLATE, TEMPLATE, TOKENIZER_CONFIG, TOOL_TEMPLATE
 from shared.model_files.templates import pick_templates, read_templates
 from tests.tiny_model import write_tiny_model
 

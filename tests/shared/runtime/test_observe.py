@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,7 +15,16 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from shared.config import ObserveConfig
 from shared.errors import ConfigError
-from shared.runtime.observe import ProcessHealth, add_routes, advertised, check_host, serving, takes_openmetrics
+from shared.messages.cards import Instance, ServiceName
+from shared.runtime.observe import (
+    ProcessHealth,
+    add_routes,
+    advertised,
+    check_host,
+    scrape_targets,
+    serving,
+    takes_openmetrics,
+)
 from tests.servers import free_port
 
 DEADLINE_S = 10.0
@@ -125,3 +136,33 @@ async def test_a_page_of_another_site_gets_nothing_of_an_observe_port() -> None:
                 assert answer.status == (200 if hosts else 403)
             async with session.get(f"{url}/metrics", headers={"Host": "prometheus-target:9100"}) as answer:
                 assert answer.status == 200
+
+
+def instance(service: ServiceName, name: str, http: str) -> Instance:
+    return Instance("default", service, name, 1, "machine", 7, 0.0, "1.0", http=http)
+
+
+def test_each_instance_with_metrics_is_a_target_with_the_labels_of_its_series() -> None:
+    found: list[dict[str, Any]] = json.loads(
+        scrape_targets(
+            [
+                instance("worker", "0b", "http://[::1]:4001"),
+                instance("frontend", "0c", "https://node-1:9100/"),
+                instance("worker", "0a", "http://node-1:4000"),
+                instance("router", "0d", ""),
+            ]
+        )
+    )
+    assert [group["targets"] for group in found] == [["node-1:9100"], ["node-1:4000"], ["[::1]:4001"]]
+    assert found[0]["labels"] == {
+        "namespace": "default",
+        "service": "frontend",
+        "instance": "0c",
+        "__scheme__": "https",
+        "__metrics_path__": "/metrics",
+    }
+    assert [group["labels"]["instance"] for group in found] == ["0c", "0a", "0b"]
+
+
+def test_without_instances_there_is_an_empty_list() -> None:
+    assert scrape_targets([]) == b"[]"

@@ -23,7 +23,7 @@ from services.worker.native.config import read_config
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
-from shared.model_files.names import FILES
+from shared.model_file import FILES
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.gguf_model import write_gguf
 
