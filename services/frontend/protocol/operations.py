@@ -56,7 +56,7 @@ class ModelEntry(Struct, frozen=True):
     root: str = ""
     """What is served under the name: the name itself, or of a LoRA the id, which names its files."""
     parent: str | None = None
-    """The name of the model that a LoRA changes; null: it is no LoRA."""
+    """The name of the model that a LoRA changes. Null if it is no LoRA."""
 
 
 class ModelList(Struct, frozen=True):

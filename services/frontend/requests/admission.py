@@ -154,7 +154,7 @@ class Served(Struct):
     attempts: int = 0
 
     def add(self, *, prompt_tokens: int, output_tokens: int, cached_tokens: int, instance: str, attempts: int) -> None:
-        """Add a choice or an input that has ended. `instance` is empty where no worker was found."""
+        """Add a choice or an input that has ended. `instance` is empty if no worker was found."""
         self.prompt_tokens += prompt_tokens
         self.output_tokens += output_tokens
         self.cached_tokens += cached_tokens

@@ -101,12 +101,12 @@ class _Outputs(Struct, frozen=True):
 
     asked: AskedText
     parsing: ParsePlan | None
-    """What the answers are parsed for. None: plain content needs no parser."""
+    """What the answers are parsed for. None if they are plain content, which needs no parser."""
     tool_calls: Counter
     named: TokenBytes
     """The model's tokens with the names that the request's log-probabilities have."""
     table: TokenBytes
-    """The same for the text of answers, in which marks or special tokens may stand."""
+    """Tokens as they stand in the text of answers, where some are marks or special ones."""
     special_stops: dict[int, str]
     """The stop strings that are tokens without a text, by their ids."""
 

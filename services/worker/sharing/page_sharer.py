@@ -40,9 +40,9 @@ from services.worker.sharing.shares import Shares, SharingLimits, SharingRefused
 from services.worker.transfer.block_shape import BlockShape
 from shared.errors import ProtocolError
 from shared.hashing import ContentKey
-from shared.ownership import ownership_fault
 from shared.pool.lock import OWNERS, check_directory, is_owner
 from shared.rate_limited_log import RateLimitedLog
+from shared.regular_file import ownership_fault
 
 MOST_STRANGERS = 8
 """The most connections on which no reader is admitted. Further ones are closed at once."""
