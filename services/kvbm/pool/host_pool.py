@@ -94,7 +94,9 @@ class HostPool:
                 closing.callback(pool.close)
             except LockTaken as taken:
                 holder = taken.note.partition(" ")[0] or "unknown"
-                raise ConfigError(f"{directory}: another kvbm runs here, process {holder}") from None
+                raise ConfigError(
+                    f"{directory}: another kvbm runs here, process {holder}: end it, or set pool.directory"
+                ) from None
             except PoolUnfit as wrong:
                 raise ConfigError(str(wrong)) from None
             except OSError as wrong:
@@ -207,7 +209,8 @@ def check_memory(directory: Path, size_bytes: int, there_bytes: int) -> None:
     for what, room_bytes, needed_bytes in rooms:
         if room_bytes is not None and needed_bytes > room_bytes:
             raise ConfigError(
-                f"a pool of {_size(size_bytes)} needs {_size(needed_bytes)}, and {what} is {_size(room_bytes)}"
+                f"a pool of {_size(size_bytes)} needs {_size(needed_bytes)}, and {what} is {_size(room_bytes)}: lower "
+                "pool.size_bytes (--kvbm-bytes of `headrace up`)"
             )
 
 

@@ -103,9 +103,9 @@ class Server:
         await self._find_model(local, name)
         block_size, blocks, ranks = read_sizes((await self.ask("/metrics", optional=True)).decode(errors="replace"))
         if config.attached.events and ranks > 1:
-            raise ConfigError(f"attached.events: {self._url} has {ranks} data-parallel ranks, which publish apart")
+            raise ConfigError(f"attached.events: leave it out: {self._url} has {ranks} data-parallel ranks")
         if block_size and config.block_size not in (WorkerConfig(model="").block_size, block_size):
-            raise ConfigError(f"block_size: {config.block_size}; {self._url} has blocks of {block_size} tokens")
+            raise ConfigError(f"block_size: {config.block_size}: set {block_size}, as {self._url} has")
         if not blocks and not config.capacity_blocks:
             raise ConfigError(
                 f"capacity_blocks, block_size: set them: {self._url} does not show how many blocks it has"

@@ -168,7 +168,7 @@ async def test_a_server_that_is_no_such_one_is_named(
 
 
 async def test_a_block_size_or_ranks_that_contradict_are_named(peer: Peer, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^block_size: 64; .* has blocks of 32 tokens"):
+    with pytest.raises(ConfigError, match=r"^block_size: 64: set 32, as http.* has"):
         await facts(peer, model, block_size=64)
     peer.said["/metrics"] = says(200, SIZES + SIZES)
     assert (await facts(peer, model)).block_size == 32
