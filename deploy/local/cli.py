@@ -356,7 +356,7 @@ def _check(flags: CheckFlags) -> int:
 
 
 def _watch(flags: StatusFlags, every_s: float) -> int:
-    from deploy.local.show.watch import watch
+    from deploy.local.show.status import watch
 
     if flags.json:
         raise ConfigError("--watch shows tables: leave out --json")

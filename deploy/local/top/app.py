@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.live import Live
 
 from deploy.local.show.fleet import FleetConfig
-from deploy.local.show.status import look
-from deploy.local.show.watch import discovered, scrape
+from deploy.local.show.status import discovered, look, scrape
 from deploy.local.top.keys import Controls, KeyReader, press
 from deploy.local.top.model import Known
 from deploy.local.top.render import render, space

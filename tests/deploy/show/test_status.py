@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from aiohttp import web
+import asyncio
+import os
+import pty
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process, create_subprocess_exec
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
 
-from deploy.local.show.status import model_faults
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from deploy.local import cli
+from deploy.local.show.status import fit, model_faults
+from services.frontend.metrics import Metrics
+from shared import subjects
+from shared.config import ObserveConfig
+from shared.discovery.file import FileLease
+from shared.messages.cards import INSTANCE, Instance, ServiceName
+from shared.messages.codec import JSON_HEADER
+from shared.runtime.observe import ProcessHealth, serving
+from tests.deploy.up_state import up_state
 from tests.servers import free_port
 
 FAULT = "model m: the chat template, line 1: unexpected '}'"
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 180.0
 
 
 async def test_a_frontend_that_cannot_serve_a_model_says_why() -> None:
@@ -25,3 +48,91 @@ async def test_a_frontend_that_cannot_serve_a_model_says_why() -> None:
     finally:
         await runner.cleanup()
     assert await model_faults("f1", f"http://127.0.0.1:{port}") == []
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    """What an `up` has written that runs with discovery in files."""
+    with up_state(tmp_path) as state:
+        yield state
+
+
+def entry(service: ServiceName, name: str, http: str) -> tuple[str, bytes]:
+    value = Instance("default", service, name, 1, "machine", 42, 1.0, "0.1.0", http=http)
+    return subjects.instance_key("default", service, name), INSTANCE.encode(value, JSON_HEADER)
+
+
+def command(state: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "deploy.local.cli", "status", "--state", str(state), "--watch", "0.2"]
+
+
+async def shown(watching: Process, *texts: str) -> None:
+    """Read lines until each text was in one."""
+    assert watching.stdout is not None
+    missing, seen = set(texts), ""
+    while missing:
+        async with asyncio.timeout(LIMIT_S):
+            line = (await watching.stdout.readline()).decode()
+        seen += line
+        assert line, f"ended without {missing}: {seen}"
+        missing = {text for text in missing if text not in line}
+
+
+async def test_requests_are_seen_and_a_process_that_goes_away(state: Path) -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    lease = FileLease(state / "run" / "discovery")
+    loopback = ObserveConfig(port=0)
+    async with (
+        serving(loopback, ProcessHealth(), registry) as frontend,
+        AsyncExitStack() as router_runs,
+    ):
+        router = await router_runs.enter_async_context(serving(loopback, ProcessHealth(), CollectorRegistry()))
+        entries = dict([entry("frontend", "f1", frontend), entry("router", "r1", router)])
+        lease.write(entries)
+        watching = await create_subprocess_exec(*command(state), cwd=ROOT, stdout=PIPE)
+        await shown(watching, "every 0.2 s", "REQUESTS/S", "frontend  f1", "router    r1")
+        metrics.count_request("chat", 200, "m", 0.5)
+        metrics.of_model("m").first_token.observe(0.03)
+        await shown(watching, " ms ")
+
+        await router_runs.aclose()
+        await shown(watching, f"no answer: router r1 at {router}/metrics: ")
+        lease.write(dict([entry("frontend", "f1", frontend)]))
+        await shown(watching, "gone: router r1, ")
+        watching.send_signal(signal.SIGINT)
+        assert await watching.wait() == 0
+    lease.close()
+
+
+def test_a_terminal_shows_one_view_in_place_of_the_other(state: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, command(state), os.environ | {"TERM": "xterm", "NO_COLOR": "1"})
+    seen = b""
+    while seen.count(b"\033[J") < 2:
+        seen += os.read(terminal, 4096)
+    assert seen.startswith(b"\033[H")
+    assert seen.count(b"\033[H") == 2
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--watch", "0"], "error: --watch is 0.2 to 3600 seconds"),
+        (["--watch", "nan"], "error: --watch is 0.2 to 3600 seconds"),
+        (["--watch", "--json"], "error: --watch shows tables: leave out --json"),
+    ],
+)
+def test_wrong_usage_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", *words]) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_view_is_cut_to_the_terminal() -> None:
+    assert fit("a\nb\nc", 80, 3) == "a\nb\nc"
+    assert fit("long line\nb\nc\nd", 4, 3) == "long\nb\n… 2 more lines"
