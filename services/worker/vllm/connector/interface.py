@@ -1,14 +1,12 @@
-"""Which vLLM this connector fits: the range of versions, and the methods that it overrides. Pure."""
+"""Which vLLM this connector fits: the versions of the engine, and the methods that it overrides. Pure."""
 
 from __future__ import annotations
 
 import inspect
-import re
 
+from services.worker.vllm.version import check
 from shared.errors import ConfigError
 
-OLDEST, BEFORE = (0, 32), (0, 33)
-"""The first version that fits, and the first that was not tried."""
 METHODS = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
     "bind_kv_cache_manager": ("kv_cache_manager",),
@@ -38,10 +36,7 @@ METHODS = {
 
 def check_interface(version: str, base: type) -> None:
     """Raise ConfigError if this vLLM is not one that the connector fits."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEFORE:
-        allowed = f"{'.'.join(map(str, OLDEST))} or later, and before {'.'.join(map(str, BEFORE))}"
-        raise ConfigError(f"vLLM is {version}; Headrace's connector needs {allowed}")
+    check(version, "Headrace's connector")
     for name, needed in METHODS.items():
         method = getattr(base, name, None)
         if method is None:

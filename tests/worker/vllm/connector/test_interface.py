@@ -26,7 +26,7 @@ def test_what_it_was_built_for_fits() -> None:
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "dev"])
 def test_other_versions_are_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match=f"vLLM is {version}; Headrace's connector needs 0.32 or later"):
+    with pytest.raises(ConfigError, match=f"vLLM {version} is installed; Headrace's connector works with 0.32 up to"):
         check_interface(version, base())
 
 
