@@ -29,9 +29,16 @@ from services.router.index.index import TIERS
 from services.router.index.kv_events import DecodedBatch, RemovedEvent, StoredEvent
 from services.router.metrics import RouterMetrics
 from services.router.sync.digest_check import DigestCheck, DigestResult, Digests
-from services.router.sync.silence import Silence
 from services.router.sync.snapshots import snapshot_slices
-from services.router.sync.source import Action, ApplyBatch, ClearBlocks, RequestReplay, RequestSnapshot, SourceSync
+from services.router.sync.source import (
+    Action,
+    ApplyBatch,
+    ClearBlocks,
+    RequestReplay,
+    RequestSnapshot,
+    Silence,
+    SourceSync,
+)
 from shared.errors import ProtocolError, Unavailable
 from shared.messages.cards import EventSource
 from shared.messages.kv_events import SnapshotRequest

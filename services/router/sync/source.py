@@ -317,3 +317,34 @@ class SourceSync:
         assert self.state != "live" or not self._held, "batches are held while live"
         assert self.state == "syncing" or all(sequence > self.applied for sequence in self._held)
         assert self.state != "replaying" or self._replays
+
+
+class Silence:
+    """Detects whether one source is silent. Times are seconds on a monotonic clock; `limit_s` 0 disables it."""
+
+    def __init__(self, *, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._suspected_s: float | None = None
+        """When the first request was prefilled without a batch; None if there is none."""
+        self.last_batch_s: float | None = None
+        """When the last batch came by itself, not by replay; None if none came yet."""
+        self.silent = False
+
+    def batch_received(self, now_s: float) -> None:
+        """Record a batch that came by itself."""
+        self.last_batch_s = now_s
+        self._suspected_s = None
+        self.silent = False
+
+    def prefill_seen(self, since_s: float, now_s: float) -> None:
+        """Record a request, reserved at `since_s`, that computed at least one full block and has its first token
+        now."""
+        if not self._limit_s or (self.last_batch_s is not None and self.last_batch_s >= since_s):
+            return
+        if self._suspected_s is None:
+            self._suspected_s = now_s
+        self.silent = now_s - self._suspected_s >= self._limit_s
+
+    def validate(self) -> None:
+        """Assert every invariant."""
+        assert not self.silent or self._suspected_s is not None
