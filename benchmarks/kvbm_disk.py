@@ -36,7 +36,7 @@ from benchmarks.report import Goal, report
 from services.kvbm.disk.disk import Disk
 from services.kvbm.disk.format import DiskGeometry, disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.tiers.disk_results import DiskFailure, FoundBlock, LoadedFromDisk, WrittenToDisk
+from services.kvbm.tiers.disk_records import DiskFailure, FoundBlock, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 
 KIB = 1024

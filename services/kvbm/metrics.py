@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from services.kvbm.tickets.results import ExpiredTicket, TicketStatistics
 from services.kvbm.tiers.actions import TierEvent
-from services.kvbm.tiers.disk_results import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
+from services.kvbm.tiers.disk_records import DiskFailure, DiskStatistics, LoadedFromDisk, WrittenToDisk
 from services.kvbm.tiers.hit_window import LookupCounts
 from shared.blocks import ContentEvicted
 from shared.metrics import ROUND_TRIP_SECONDS, STEP_SECONDS, counter, gauge, histogram, register_metrics

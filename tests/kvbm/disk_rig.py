@@ -12,7 +12,7 @@ from pathlib import Path
 from services.kvbm.disk.disk import Disk
 from services.kvbm.disk.format import DiskGeometry, disk_geometry
 from services.kvbm.disk.io_threads import DiskThreads
-from services.kvbm.tiers.disk_results import DiskFailure, FoundBlock, LoadedFromDisk, WrittenToDisk
+from services.kvbm.tiers.disk_records import DiskFailure, FoundBlock, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 from shared.hashing import ContentKey, pack_tokens
 

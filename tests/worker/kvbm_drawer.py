@@ -21,7 +21,7 @@ from services.kvbm.tickets.packing import (
 from services.kvbm.tickets.results import FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, TierSizes
-from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.disk_records import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from services.worker.contracts.messages import KvbmAsk

@@ -36,7 +36,7 @@ from xxhash import xxh3_64_intdigest
 from services.kvbm.disk.format import PAGE_BYTES, DiskGeometry, Header, HeaderTooLarge, decode_header, encode_header
 from services.kvbm.disk.io_threads import DiskThreads
 from services.kvbm.disk.segments import Segments
-from services.kvbm.tiers.disk_results import (
+from services.kvbm.tiers.disk_records import (
     DiskFailure,
     DiskStatistics,
     FoundBlock,

@@ -22,7 +22,7 @@ import struct
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from services.kvbm.tiers.disk_results import HeaderProblem
+from services.kvbm.tiers.disk_records import HeaderProblem
 from shared.blocks import Content
 from shared.errors import HeadraceError
 from shared.hashing import KEY_BYTES

@@ -28,7 +28,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from services.kvbm.disk.format import DIGEST_BYTES, PAGE_BYTES, DiskGeometry, Header, decode_header
-from services.kvbm.tiers.disk_results import HeaderProblem
+from services.kvbm.tiers.disk_records import HeaderProblem
 from shared.regular_file import ownership_fault
 
 SEGMENT = re.compile(r"segment-(\d{6,9})")

@@ -9,7 +9,7 @@ from msgspec import Struct
 from services.kvbm.metrics import EvictionReason
 from services.kvbm.tickets.results import TicketStatistics
 from services.kvbm.tiers.actions import TierEvent
-from services.kvbm.tiers.disk_results import DiskStatistics
+from services.kvbm.tiers.disk_records import DiskStatistics
 from services.kvbm.tiers.hit_window import LookupCounts
 from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey

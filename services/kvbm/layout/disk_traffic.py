@@ -17,8 +17,7 @@ from services.kvbm.disk.disk import Disk
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.tickets.packing import SlotChecksums
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill
-from services.kvbm.tiers.disk_records import WriteOutcome
-from services.kvbm.tiers.disk_results import DiskFailure, LoadedFromDisk, WrittenToDisk
+from services.kvbm.tiers.disk_records import DiskFailure, LoadedFromDisk, WriteOutcome, WrittenToDisk
 from shared.pool.map import ArenaMap
 
 SPILLS_MOST = 64

@@ -42,8 +42,7 @@ from services.kvbm.tickets.results import ExpiredTicket
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers import policies
 from services.kvbm.tiers.actions import Offered, Read, ReadOutcome, Spill, TierEvent
-from services.kvbm.tiers.disk_records import WriteOutcome
-from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.disk_records import FoundBlock, WriteOutcome
 from services.kvbm.tiers.hit_window import HitWindow, LookupCounts
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content

@@ -27,7 +27,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.kvbm.tiers.disk_results import FoundBlock
 from services.kvbm.tiers.policies import EvictionPolicy
 from services.kvbm.tiers.residency import Residency
 from shared.blocks import Content, ContentEvicted, ContentStored
@@ -35,6 +34,63 @@ from shared.hashing import ContentKey
 
 WriteOutcome = Literal["ok", "failed", "no space", "damaged"]
 """How a write ended. damaged: the memory to be written did not hold the block's bytes."""
+HeaderProblem = Literal["blank", "torn", "version", "layout"]
+"""Why a page is not a record of this layout. blank: it was never written. torn: its checksum or its lengths are wrong.
+version: it has another format version. layout: it has another layout or payload size."""
+LossReason = Literal["off", "busy", "no space", "error", "too large", "missing", "other key", "damaged"] | HeaderProblem
+"""Why a block was not written or not read.
+
+    off, busy               not tried: the tier is off; the limit of requests is under way
+    no space, error         the disk refused
+    too large               the block's tokens do not fit the header
+    missing                 the file ends before the record does
+    blank … layout          the header is not a record of this layout (`HeaderProblem`)
+    other key, damaged      the record holds another block; the payload, or the memory to write, is not what was written
+"""
+
+
+class WrittenToDisk(Struct, frozen=True):
+    """The record holds the block."""
+
+    took_s: float
+    """Seconds in the thread, for checksum and disk, without the queue."""
+
+
+class LoadedFromDisk(Struct, frozen=True):
+    """The memory holds the block, and its checksum was right."""
+
+    content: Content
+    took_s: float
+    checksum: int = 0
+    """The payload's checksum, as its header has it."""
+
+
+class DiskFailure(Struct, frozen=True):
+    """The request was not done; `detail` is for people."""
+
+    reason: LossReason
+    detail: str
+
+    @property
+    def tried(self) -> bool:
+        """Whether the disk was tried. If not, the record is as it was; if so, the record's former block is to be
+        forgotten."""
+        return self.reason not in ("off", "busy")
+
+
+class FoundBlock(Struct, frozen=True, gc=False):
+    """A block that was on the disk when the tier came up. Its payload is checked when it is read."""
+
+    record: int
+    content: Content
+
+
+class DiskStatistics(Struct, frozen=True):
+    """The state of the disk tier."""
+
+    state: Literal["off", "scanning", "on"]
+    reason: str
+    """Why the tier is off, or why it does not grow; empty if all is well."""
 
 
 class RecordStatistics(Struct, frozen=True):

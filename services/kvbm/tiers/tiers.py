@@ -27,8 +27,7 @@ from services.kvbm.tiers.actions import (
     TierSizes,
     TierStatistics,
 )
-from services.kvbm.tiers.disk_records import DiskRecords, WriteOutcome
-from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.disk_records import DiskRecords, FoundBlock, WriteOutcome
 from services.kvbm.tiers.frequency import AccessFrequency
 from services.kvbm.tiers.host_slots import HostSlots, SlotState
 from services.kvbm.tiers.policies import EvictionPolicy

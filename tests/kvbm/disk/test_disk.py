@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.kvbm.tiers.disk_results import DiskFailure, LoadedFromDisk, WrittenToDisk
+from services.kvbm.tiers.disk_records import DiskFailure, LoadedFromDisk, WrittenToDisk
 from shared.blocks import Content
 from tests.kvbm.disk_rig import LAYOUT, RECORD_BYTES, content, memory, running, small
 

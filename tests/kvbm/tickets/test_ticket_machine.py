@@ -21,8 +21,7 @@ from services.kvbm.tickets.errors import TicketExpired
 from services.kvbm.tickets.results import ExpiredTicket, FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, TierSizes
-from services.kvbm.tiers.disk_records import WriteOutcome
-from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.disk_records import FoundBlock, WriteOutcome
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.reuse import ReusePolicy
 from services.kvbm.tiers.tiers import Tiers

@@ -9,7 +9,7 @@ from services.kvbm.tickets.errors import BadRequest, TicketExpired, TooManyTicke
 from services.kvbm.tickets.results import FetchProgress, TicketLimits
 from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import HeldPrefix, Offered, TierEvent, TierSizes
-from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.disk_records import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content, ContentEvicted, ContentStored

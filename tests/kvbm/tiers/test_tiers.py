@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.kvbm.tiers.actions import TierSizes
-from services.kvbm.tiers.disk_results import FoundBlock
+from services.kvbm.tiers.disk_records import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
 from shared.blocks import Content, ContentEvicted, ContentStored
