@@ -14,7 +14,7 @@ some day. Until then a restart finds the block again, which is right, since equa
 may be wrong is erased instead, so that no restart finds it.
 
 Nothing is synced: the tier survives the end of the process at any point, and after a crash of the machine the checksums
-say what is left. A request ends in one named outcome (`disk_results`), passed to its callback in the loop; nothing
+say what is left. A request ends in one named outcome (`disk_records`), passed to its callback in the loop; nothing
 raises. Its memory is in use until then, even if the tier fails meanwhile.
 """
 

@@ -320,7 +320,17 @@ class SourceSync:
 
 
 class Silence:
-    """Detects whether one source is silent. Times are seconds on a monotonic clock; `limit_s` 0 disables it."""
+    """Detects a source that sends no events while requests compute blocks there: a wrong port, or events disabled.
+    Times are seconds on a monotonic clock; `limit_s` 0 disables it.
+
+    heard ──a request computed new blocks, and no batch came──▶ suspected ──again, `limit_s` later──▶ silent
+      ▲                                                             │                                   │
+      └──────────────────────── a batch comes ──────────────────────┴───────────────────────────────────┘
+
+    A worker sends the events of a prompt's blocks before its first token, so a batch comes between the reservation and
+    the first token. An idle source, or one whose prompts are all cached, is therefore never suspected. One lost batch
+    is not enough either: it takes requests `limit_s` apart, and no batch from the first to the last of them.
+    """
 
     def __init__(self, *, limit_s: float) -> None:
         self._limit_s = limit_s
