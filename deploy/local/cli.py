@@ -13,44 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict, replace
 
+from deploy.local import usage
 from deploy.local.install import InstallError
 from deploy.local.stack.stack import UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal, highlight, paint
-from deploy.local.usage import (
-    DEFAULT_MODEL,
-    DEFAULT_URL,
-    AddressFlags,
-    BenchFlags,
-    ChatFlags,
-    CheckFlags,
-    ClearFlags,
-    ClientFlags,
-    CompletionFlags,
-    DrainFlags,
-    ExplainFlags,
-    InstallGpuFlags,
-    InstallNixlFlags,
-    InstallVllmFlags,
-    KeysFileFlags,
-    ListKeysFlags,
-    LoadLoraFlags,
-    LogFlags,
-    LoraFlags,
-    NewKeyFlags,
-    PullFlags,
-    ResumeFlags,
-    RevokeKeyFlags,
-    SleepFlags,
-    StatusFlags,
-    TopFlags,
-    UnloadLoraFlags,
-    UpFlags,
-    VersionFlags,
-    WakeFlags,
-    WorkerFlags,
-    parse,
-)
 from shared.config import environment
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
 from shared.version import VERSION
@@ -80,45 +47,45 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
-    match parse(words):
-        case CheckFlags() as flags:
+    match usage.parse(words):
+        case usage.CheckFlags() as flags:
             return _check(flags)
-        case UpFlags() as flags:
+        case usage.UpFlags() as flags:
             return _up(flags)
-        case PullFlags() as flags:
+        case usage.PullFlags() as flags:
             _pull(flags)
-        case StatusFlags() as flags:
+        case usage.StatusFlags() as flags:
             return _status(flags)
-        case TopFlags() as flags:
+        case usage.TopFlags() as flags:
             return _top(flags)
-        case ExplainFlags() as flags:
+        case usage.ExplainFlags() as flags:
             return _explain(flags)
-        case LogFlags() as flags:
+        case usage.LogFlags() as flags:
             return _log_level(flags)
-        case WorkerFlags() | LoraFlags() as flags:
+        case usage.WorkerFlags() | usage.LoraFlags() as flags:
             return _operate(flags)
-        case ChatFlags() as flags:
+        case usage.ChatFlags() as flags:
             _chat(flags)
-        case BenchFlags() as flags:
+        case usage.BenchFlags() as flags:
             return _bench(flags, words)
-        case NewKeyFlags() | KeysFileFlags() as flags:
+        case usage.NewKeyFlags() | usage.KeysFileFlags() as flags:
             _key(flags)
-        case CompletionFlags() as flags:
+        case usage.CompletionFlags() as flags:
             _completion(flags)
-        case InstallGpuFlags():
+        case usage.InstallGpuFlags():
             _install_gpu()
-        case InstallNixlFlags():
+        case usage.InstallNixlFlags():
             _install_nixl()
-        case InstallVllmFlags() as flags:
+        case usage.InstallVllmFlags() as flags:
             _install_vllm(flags)
-        case VersionFlags():
+        case usage.VersionFlags():
             print(f"headrace {VERSION}")
         case _:  # no command: the commands are shown
             pass
     return 0
 
 
-def _status(flags: StatusFlags) -> int:
+def _status(flags: usage.StatusFlags) -> int:
     if flags.watch is not None:
         return _watch(flags, flags.watch)
     from deploy.local.show.status import show  # imported here because it loads gRPC: `chat` needs none
@@ -127,7 +94,7 @@ def _status(flags: StatusFlags) -> int:
         return show(config, as_json=flags.json)
 
 
-def _explain(flags: ExplainFlags) -> int:
+def _explain(flags: usage.ExplainFlags) -> int:
     from deploy.local.show import explain
 
     with _fleet(flags) as config:
@@ -138,14 +105,14 @@ def _explain(flags: ExplainFlags) -> int:
         return explain.show_block(config, flags.key, as_json=flags.json)
 
 
-def _log_level(flags: LogFlags) -> int:
+def _log_level(flags: usage.LogFlags) -> int:
     from deploy.local.log_level import change_level
 
     with _fleet(flags) as config:
         return change_level(config, flags.level, [flags.instance] if flags.instance else [], for_s=flags.for_s)
 
 
-def _chat(flags: ChatFlags) -> None:
+def _chat(flags: usage.ChatFlags) -> None:
     from deploy.local.chat.api import ChatApi
     from deploy.local.chat.chat import chat, noticed_interrupts
 
@@ -153,13 +120,13 @@ def _chat(flags: ChatFlags) -> None:
         chat(ChatApi(_url(flags), _api_key(flags)), flags)
 
 
-def _completion(flags: CompletionFlags) -> None:
+def _completion(flags: usage.CompletionFlags) -> None:
     from deploy.local.completion import script
 
     print(script(flags.shell), end="")
 
 
-def _up(flags: UpFlags) -> int:
+def _up(flags: usage.UpFlags) -> int:
     from deploy.local.stack.block_store import block_store
     from deploy.local.stack.check import check
     from deploy.local.stack.model import NAME as BUNDLED
@@ -168,12 +135,12 @@ def _up(flags: UpFlags) -> int:
     from deploy.local.stack.up import exclusive, up
 
     if flags.model == BUNDLED and not Path(BUNDLED).exists():
-        flags = replace(flags, model=DEFAULT_MODEL)
+        flags = replace(flags, model=usage.DEFAULT_MODEL)
     options, wanted = checked_options(flags)
     state_dir, weights = flags.state_dir, flags.engine in ("native", "vllm")
     cache = cache_directory(state_dir)
     os.environ.pop(CACHE_VARIABLE, None)  # workers get it from their file; the other services would refuse it
-    source = find_default(cache) if flags.model == DEFAULT_MODEL else find_source(flags.model, weights=weights)
+    source = find_default(cache) if flags.model == usage.DEFAULT_MODEL else find_source(flags.model, weights=weights)
     options = replace(options, model=str(source.path), model_name=flags.model_name or source.name, cache=str(cache))
     terminal = Terminal()
 
@@ -187,7 +154,7 @@ def _up(flags: UpFlags) -> int:
         return up(replace(options, model=str(path), store=store), state_dir, terminal)
 
 
-def _pull(flags: PullFlags) -> None:
+def _pull(flags: usage.PullFlags) -> None:
     from deploy.local.stack.check import check
     from deploy.local.stack.hub_files import parse_name
     from deploy.local.stack.model_source import NAMES, fetch_named
@@ -203,19 +170,19 @@ def _pull(flags: PullFlags) -> None:
     print(fetch_named(named, check_model, terminal))
 
 
-def _key(flags: NewKeyFlags | KeysFileFlags) -> None:
+def _key(flags: usage.NewKeyFlags | usage.KeysFileFlags) -> None:
     from deploy.local import key
 
     match flags:
-        case NewKeyFlags():
+        case usage.NewKeyFlags():
             key.new(flags.name, {name: getattr(flags, name) for name in key.LIMITS}, flags.file, flags.out)
-        case ListKeysFlags():
+        case usage.ListKeysFlags():
             print(highlight(key.listed(_keys_file(flags)), sys.stdout))
-        case RevokeKeyFlags():
+        case usage.RevokeKeyFlags():
             key.revoke(flags.name, _keys_file(flags))
 
 
-def _keys_file(flags: KeysFileFlags) -> Path:
+def _keys_file(flags: usage.KeysFileFlags) -> Path:
     """Return the keys file: that of the flags, else that of the `up` that runs here."""
     file = flags.file or _running(flags.state_dir).get("keys")
     if not file:
@@ -243,7 +210,7 @@ def _install_nixl() -> None:
     print("NIXL is installed: set peers.backend of every kvbm to nixl")
 
 
-def _install_vllm(flags: InstallVllmFlags) -> None:
+def _install_vllm(flags: usage.InstallVllmFlags) -> None:
     from deploy.local import install_vllm
 
     device = flags.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
@@ -252,25 +219,25 @@ def _install_vllm(flags: InstallVllmFlags) -> None:
     print("./headrace up --engine vllm")
 
 
-def _operate(flags: WorkerFlags | LoraFlags) -> int:
+def _operate(flags: usage.WorkerFlags | usage.LoraFlags) -> int:
     from deploy.local.operate import operate  # imported here because it loads gRPC
     from shared.messages.people import OperateWorker
 
-    prefixes, model = (flags.instance, flags.model) if isinstance(flags, LoraFlags) else ([flags.instance], "")
+    prefixes, model = (flags.instance, flags.model) if isinstance(flags, usage.LoraFlags) else ([flags.instance], "")
     match flags:
-        case SleepFlags(level=level):
+        case usage.SleepFlags(level=level):
             asked = OperateWorker("sleep", level=level)
-        case WakeFlags():
+        case usage.WakeFlags():
             asked = OperateWorker("wake")
-        case DrainFlags():
+        case usage.DrainFlags():
             asked = OperateWorker("drain")
-        case ResumeFlags():
+        case usage.ResumeFlags():
             asked = OperateWorker("resume")
-        case ClearFlags():
+        case usage.ClearFlags():
             asked = OperateWorker("clear")
-        case LoadLoraFlags(name=name, directory=directory):
+        case usage.LoadLoraFlags(name=name, directory=directory):
             asked = OperateWorker("load_lora", name, path=str(Path(directory).absolute()))
-        case UnloadLoraFlags(name=name):
+        case usage.UnloadLoraFlags(name=name):
             asked = OperateWorker("unload_lora", name)
         case _:
             raise AssertionError(flags)
@@ -279,7 +246,7 @@ def _operate(flags: WorkerFlags | LoraFlags) -> int:
 
 
 @contextmanager
-def _fleet(flags: AddressFlags) -> Iterator[FleetConfig]:
+def _fleet(flags: usage.AddressFlags) -> Iterator[FleetConfig]:
     """Yield the addresses of the fleet: those in the flags, else those of the `up` that runs here."""
     state_dir = flags.state_dir
     running = _running(state_dir)
@@ -297,7 +264,7 @@ def _fleet(flags: AddressFlags) -> Iterator[FleetConfig]:
         raise _as_typed(wrong, flags) from None
 
 
-def _as_typed(wrong: ConfigError, flags: AddressFlags) -> ConfigError:
+def _as_typed(wrong: ConfigError, flags: usage.AddressFlags) -> ConfigError:
     """Return an error of a setting as one of the flag that has set it."""
     text = str(wrong)
     for setting, flag, value in (("nats.url", "--nats", flags.nats), ("discovery.endpoints", "--etcd", flags.etcd)):
@@ -306,7 +273,7 @@ def _as_typed(wrong: ConfigError, flags: AddressFlags) -> ConfigError:
     return wrong
 
 
-def _fleet_config(flags: AddressFlags, running: dict[str, Any]) -> FleetConfig:
+def _fleet_config(flags: usage.AddressFlags, running: dict[str, Any]) -> FleetConfig:
     """Return the addresses in the flags, else those of the `up` with the record `running`, which may be empty."""
     from deploy.local.show.fleet import fleet_config
 
@@ -320,7 +287,7 @@ def _fleet_config(flags: AddressFlags, running: dict[str, Any]) -> FleetConfig:
     )
 
 
-def _check(flags: CheckFlags) -> int:
+def _check(flags: usage.CheckFlags) -> int:
     from deploy.local.check.run import CheckOptions, check
     from deploy.local.check.serve import serve
     from deploy.local.check.wire import parse_address
@@ -355,7 +322,7 @@ def _check(flags: CheckFlags) -> int:
         raise _as_typed(wrong, flags) from None
 
 
-def _watch(flags: StatusFlags, every_s: float) -> int:
+def _watch(flags: usage.StatusFlags, every_s: float) -> int:
     from deploy.local.show.status import watch
 
     if flags.json:
@@ -366,7 +333,7 @@ def _watch(flags: StatusFlags, every_s: float) -> int:
         return watch(config, every_s)
 
 
-def _top(flags: TopFlags) -> int:
+def _top(flags: usage.TopFlags) -> int:
     if not LEAST_WATCH_S <= flags.every <= MOST_WATCH_S:
         raise ConfigError(f"--every is {LEAST_WATCH_S:g} to {MOST_WATCH_S:g} seconds")
     if find_spec("rich") is None:
@@ -378,7 +345,7 @@ def _top(flags: TopFlags) -> int:
         return top(config, flags.every)
 
 
-def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
+def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
     from deploy.local.bench import plan, sweep
     from deploy.local.chat.api import connection_to
 
@@ -401,13 +368,13 @@ def _bench(flags: BenchFlags, words: Sequence[str]) -> int:
     return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
 
 
-def _url(flags: ClientFlags) -> str:
+def _url(flags: usage.ClientFlags) -> str:
     """Return the URL of the API: that of the flags, else that of the `up` that runs here."""
     running = {} if flags.url else _running(flags.state_dir)
-    return (flags.url or str(running.get("url", DEFAULT_URL))).rstrip("/")
+    return (flags.url or str(running.get("url", usage.DEFAULT_URL))).rstrip("/")
 
 
-def _api_key(flags: ClientFlags) -> str:
+def _api_key(flags: usage.ClientFlags) -> str:
     """Return the API key from a file or, as for all OpenAI clients, from the environment. Empty if there is none. No
     flag takes the key itself, because `ps` would show it."""
     file = flags.api_key_file
