@@ -106,7 +106,7 @@ def _explain(flags: usage.ExplainFlags) -> int:
 
 
 def _log_level(flags: usage.LogFlags) -> int:
-    from deploy.local.log_level import change_level
+    from deploy.local.operate import change_level
 
     with _fleet(flags) as config:
         return change_level(config, flags.level, [flags.instance] if flags.instance else [], for_s=flags.for_s)

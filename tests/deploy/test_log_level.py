@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.log_level import choose_processes
+from deploy.local.operate import choose_processes
 from shared import subjects
 from shared.errors import ConfigError
 from shared.messages.cards import INSTANCE, Instance, ServiceName
