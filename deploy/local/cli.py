@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -256,6 +257,7 @@ def _fleet(flags: usage.AddressFlags) -> Iterator[FleetConfig]:
             "or name the servers of another fleet with --etcd and --nats"
         )
     config = _fleet_config(flags, running)
+    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops; notes and errors have the reason
     try:
         yield config
     except DiscoveryDown as wrong:

@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -42,7 +41,6 @@ def operate(
 ) -> int:
     """Have workers do an operation, all at once, and print a line of each; return 1 if any did not. `prefixes` are the
     beginnings of their ids; without one, all of the model's workers are asked. Raise ConfigError and Unavailable."""
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
     if not 0 < timeout_s <= MOST_SECONDS:
         raise ConfigError(f"--timeout-s is more than 0 and at most {MOST_SECONDS:g}")
     return asyncio.run(_operate(config, asked, prefixes, model, timeout_s))
@@ -115,7 +113,6 @@ def choose_workers(
 def change_level(config: FleetConfig, level: str, prefixes: Sequence[str], *, for_s: float) -> int:
     """Have processes log from a level on, and print a line of each; return 1 if any did not. `prefixes` are the
     beginnings of their ids; without one, all are asked. Raise ConfigError and Unavailable."""
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
     if not 0 <= for_s <= 86_400:
         raise ConfigError("--for-s is 0 to 86400")
     return asyncio.run(_change_level(config, ChangeLogLevel(level, for_s), prefixes))

@@ -9,7 +9,6 @@ kvbm        where blocks are
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -36,7 +35,6 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
 
     Raise Unavailable if discovery, NATS or every process that was asked cannot be reached.
     """
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
     nameless = request is not None and not request.strip(BLANK)  # an empty name would mean all requests
     known = _Known() if nameless else asyncio.run(_ask(config, request or ""))
     _print_remarks(known.remarks)
@@ -64,7 +62,6 @@ def show(config: FleetConfig, request: str | None, *, as_json: bool) -> int:
 def show_block(config: FleetConfig, key: str, *, as_json: bool) -> int:
     """Print where a block is and what happened to it. Return 1 if nothing is known of it. Raise ConfigError, and what
     `show` raises."""
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops
     try:
         block_name(key)
     except ProtocolError as wrong:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import shutil
 import sys
 import time
@@ -48,7 +47,6 @@ METRICS_LIMIT_BYTES = 4 << 20
 
 def show(config: FleetConfig, *, as_json: bool) -> int:
     """Print the overview. Raise DiscoveryDown; if NATS is down, a note says so."""
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops; the notes have the reason
     view = asyncio.run(_look(config))
     text = msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else ""
     print(text or highlight(render(view), sys.stdout))
@@ -141,7 +139,6 @@ async def _listen(bus: NatsBus, namespace: str, loads: dict[str, tuple[LoadRepor
 
 def watch(config: FleetConfig, every_s: float) -> int:
     """Show the fleet every `every_s` seconds until Ctrl-C. Raise DiscoveryDown if it cannot be read at first."""
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops; the notes have the reason
     with suppress(KeyboardInterrupt):
         asyncio.run(_watch(config, every_s))
     return 0

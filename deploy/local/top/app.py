@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import logging
 import os
 import signal
 import sys
@@ -55,7 +54,6 @@ def require_terminal() -> None:
 def top(config: FleetConfig, every_s: float) -> int:
     """Show the fleet until `q`, Ctrl-C or a signal; return the exit status. Raise DiscoveryDown if it cannot be read at
     first."""
-    logging.basicConfig(level=logging.CRITICAL)  # silence the log of retry loops; the notes have the reason
     try:
         return asyncio.run(Top(config, every_s).run())
     except OSError as wrong:
