@@ -4,7 +4,7 @@
     2  the mirrors of changed modules (the rule of tests/test_mirror.py), and tests that name another changed file
     3  tests that import a changed module, and the mirrors of the modules that do
 
-Of 3 only those that `./check` runs. The cheapest of a row come first, until they take BUDGET_S; the others are
+Only those of 3 that `./check` runs. The cheapest of a row come first, until they take BUDGET_S; the others are
 left to `./check`.
 """
 

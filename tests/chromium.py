@@ -29,7 +29,7 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def program() -> str | None:
-    """The browser of this machine; None: there is none."""
+    """The browser of this machine. None if there is none."""
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 

@@ -34,7 +34,7 @@ _SECRET = bytes.fromhex(
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
 )
 _SECRET_OFFSETS = (0, 32, 48, 16)
-"""Of the four terms, in the order of the tokens."""
+"""Offsets of the four terms, in the order of the tokens."""
 
 U64 = NDArray[np.uint64]
 

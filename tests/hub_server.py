@@ -82,7 +82,7 @@ class HubServer:
         self.faults: dict[str, list[str]] = defaultdict(list)
         """Name of a file, or `listing` → what happens to its next requests, one each: an HTTP status, `to ADDRESS`,
         `cut` and `stall` (in the middle), `drip` (ends after 4 KiB), `changed`, `larger` and `endless` (other content),
-        `whole` (no ranges), a key of `WITHOUT_END`. Of a listing only statuses, `cut` and these keys."""
+        `whole` (no ranges), a key of `WITHOUT_END`. For a listing only statuses, `cut` and these keys."""
         self.without_digest = set[str]()
         """Names of files that the listing has without a digest."""
         self.over = Event()

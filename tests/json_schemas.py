@@ -36,7 +36,7 @@ SCHEMAS = st.recursive(_LEAVES, _containers, max_leaves=4)
 
 
 def holds(value: Any, schema: dict[str, Any]) -> bool:
-    """Of the words that are used here."""
+    """Tell whether the value fits, by the words that are used here."""
     match schema:
         case {"anyOf": either}:
             return any(holds(value, one) for one in either)

@@ -2,8 +2,8 @@
 
     python -m tests.language [PATH …]     prints each finding as path:line: rule: text; without paths, of the whole tree
 
-Docstrings of the product are held to all rules, documents to the list of words and to the rules of grammar, other
-strings of the product and names of tests to the list of words.
+Docstrings of the product are held to all rules, those of tests and documents to the list of words and to the rules of
+grammar, other strings of the product and names of tests to the list of words.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FEWEST_WORDS = 3
 _CODE = re.compile(r"``?[^`]*``?")
 _SPECIAL = r"(?:empty|none|null|zero|0|-1|true|false|unset|unknown|absent)"
 _EMPTY_CASE = re.compile(rf"(?:[.;,(]\s+|\A|\n\s*\n\s*){_SPECIAL}:\s", re.IGNORECASE)
-"""`X; empty: Y`, which is two sentences: `X. Empty if Y.`"""
+"""`X; empty: Y`, which is two sentences, `X. Empty if Y.`"""
 _WHERE = re.compile(
     rf"\braises?\s[A-Z]\w+(?:\s\([A-Z, ]+\))?(?:(?:,|\sand|\sor)+\s[A-Z]\w+)*,?\s+where\b"  # Raise X where …
     rf"|\b{_SPECIAL},?\s+where\b"  # None where …
@@ -152,11 +152,11 @@ def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
         text = str(constant.value)
         for lines, wrong in words(text):
             yield Finding(name, constant.lineno + lines, "word", wrong)
+        for lines, wrong in grammar(text):
+            yield Finding(name, constant.lineno + lines, "grammar", wrong)
         if in_product:
             for lines, wrong in docstring(text):
                 yield Finding(name, constant.lineno + lines, "docstring", wrong)
-            for lines, wrong in grammar(text):
-                yield Finding(name, constant.lineno + lines, "grammar", wrong)
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(text)) if is_shown and id(node) not in documented and " " in text:

@@ -34,7 +34,7 @@ class LongRun(Struct, frozen=True, forbid_unknown_fields=True):
     commit: str
     """The first 12 digits of its hash, and `+` if files were changed."""
     date: date
-    """Of its end."""
+    """Day of its end."""
     steps: tuple[Step, ...]
     tests: dict[str, int]
     """How many tests passed, failed, were skipped and so on."""

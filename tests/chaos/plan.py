@@ -56,7 +56,7 @@ Kind = Literal[
 
 SERVICES: tuple[Target, ...] = ("worker", "router", "frontend")
 ALONE: tuple[Target, ...] = ("kvbm", "nats", "etcd")
-"""Of which there is one."""
+"""Targets of which there is one."""
 _OF_SERVICES: tuple[Kind, ...] = ("kill", "restart", "freeze", "sever nats", "hang nats", "sever etcd", "hang etcd")
 _OF_ROLES: Mapping[Target, tuple[Target, ...]] = {
     "worker": ("prefill", "decode"),
@@ -100,7 +100,7 @@ class Fault(Struct, frozen=True):
     """Which of the target's instances, from 0."""
     for_s: float
     pause_s: float
-    """Of quiet before it."""
+    """Seconds of quiet before it."""
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class Ask(Struct, frozen=True):
     """Since the one before."""
     question: int
     frontend: int
-    """Where its client tries first; -1: over NATS, any frontend."""
+    """Where its client tries first. -1 means over NATS, any frontend."""
     streamed: bool
     salt: str = ""
     """Requests with another one find nothing of this one in a cache."""

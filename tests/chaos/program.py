@@ -126,7 +126,7 @@ class Program:
 
 
 def children(pid: int) -> list[int]:
-    """Of a running process, whichever thread started them."""
+    """Return the children of a running process, whichever thread started them."""
     try:
         return [
             int(child)

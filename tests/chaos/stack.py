@@ -52,14 +52,14 @@ _HELD = re.compile(
 )
 _STATE = re.compile(r'state="(\w+)"')
 _HELD_STATES = ("held", "writing", "loading", "quarantined")
-"""Of blocks and slots; the other ones are free, or hold what can be found."""
+"""States of blocks and slots; the other ones are free, or hold what can be found."""
 _ATTACHED = re.compile(r"^headrace_kvbm_attached\{[^}]*\} 1\.0$", re.MULTILINE)
 _HAND_OVERS = re.compile(r"^headrace_hand_overs_total\{[^}]*\} (\S+)$", re.MULTILINE)
 _STALE = re.compile(r"^headrace_stale_files\{[^}]*\} 1\.0$", re.MULTILINE)
 
 
 class Detection(Struct, frozen=True):
-    """How soon the services find what is wrong; None: as they do by default."""
+    """How soon the services find what is wrong. None means as they do by default."""
 
     lease_ttl_s: float | None = None
     quiet_s: float | None = None
@@ -108,7 +108,7 @@ class Stack:
         return f"nats://127.0.0.1:{self._nats_port}"
 
     def names(self, service: Target) -> list[str]:
-        """Of all its instances, in order."""
+        """Return the names of all its instances, in order."""
         return [name for name in self.urls if name.startswith(f"{service} ")]
 
     async def start(self) -> None:
@@ -134,7 +134,7 @@ class Stack:
         await self._http.close()
 
     def engine(self, worker: str) -> int | None:
-        """The process id of a worker's engine; None: it has none now."""
+        """The process id of a worker's engine. None if it has none now."""
         return next(iter(children(self.programs[worker].pid)), None)
 
     def wipe_etcd(self) -> None:
@@ -152,7 +152,7 @@ class Stack:
             pool.write(bytes(HEADER_BYTES))
 
     def damage_memory(self, draw: Random) -> None:
-        """Of the blocks alone."""
+        """Damage the blocks alone."""
         _turn_bits(self._pool, 20_000, PoolGeometry.of(self._pool.stat().st_size).slots_at, draw)
 
     def keys_file(self, frontend: str) -> Path:
@@ -198,7 +198,7 @@ class Stack:
         return f"files that cannot be read: {stale}" if stale else ""
 
     async def unready(self, name: str) -> bool | None:
-        """Whether the service says so; None: it says nothing."""
+        """Whether the service says so. None if it says nothing."""
         try:
             async with self._http.get(f"{self.urls[name]}/health") as response:
                 return response.status == 503
@@ -224,7 +224,7 @@ class Stack:
         return counted
 
     async def _metrics(self, name: str) -> str:
-        """Empty: it did not answer."""
+        """Empty if it did not answer."""
         try:
             async with self._http.get(f"{self.urls[name]}/metrics") as response:
                 return await response.text()

@@ -48,7 +48,7 @@ SAMPLE_S = 2.0
 LOOK_S = 1.0
 """Between two looks at a frontend's health, as a balancer takes them."""
 SILENCE_S = 60.0
-"""Beyond the longest fault. Of a whole answer over NATS nothing is heard until its end."""
+"""Beyond the longest fault. Nothing of a whole answer over NATS is heard until its end."""
 SETTLE_LIMIT_S = 60.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
@@ -67,7 +67,7 @@ class Settings(Struct, frozen=True):
     """Requests."""
     instances: int = 2
     durations_s: tuple[float, ...] = (0.5, 2.0, 4.0)
-    """Of faults."""
+    """Durations of faults."""
     detection: Detection = FAST
     device: Device = "cpu"
     """Where the workers compute."""

@@ -28,7 +28,7 @@ DEADLINE = "deadline_exceeded"
 SILENT_AFTER_KILL_S = 15.0
 """A whole answer takes no longer in quiet times: what was asked before that, its frontend was not computing."""
 LEAST_LIFE_S = 60.0
-"""Of a process whose size is judged."""
+"""Least life of a process whose size is judged, in seconds."""
 LEAST_SAMPLES = 8
 RSS_SHARE, RSS_SLACK_BYTES = 0.10, 16 << 20
 FDS_SLACK = 30
@@ -63,7 +63,7 @@ class Answer(Struct):
     ask: Ask
     asked_s: float
     frontend: int
-    """Who took it; -1: over NATS, unknown."""
+    """Who took it. -1 means over NATS, unknown."""
     text: str = ""
     finish: str = ""
     prompt_tokens: int = -1
@@ -91,7 +91,7 @@ class Happened(Struct):
     healed_s: dict[str, float] = {}
     """Path → from the beginning to the first success of a request made after it."""
     whole_s: float | None = None
-    """From the beginning until every instance was ready and published, and no other; None: not within the limit."""
+    """From the beginning until every instance was ready and published, and no other. None if not within the limit."""
     trouble: str = ""
 
 
@@ -198,7 +198,7 @@ def _ended_badly(answer: Answer, ended_s: float) -> Violation:
 
 
 def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "nats", "cut", "deadline", ""]:
-    """Why it may have ended without an answer; empty: it may not."""
+    """Why it may have ended without an answer. Empty if it may not."""
     for happened in faults:
         kind, target = happened.fault.kind, happened.fault.target
         under_it = answer.asked_s <= happened.done_s and happened.began_s <= answer.heard_s

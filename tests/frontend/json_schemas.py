@@ -22,7 +22,7 @@ _NAMES = st.text(max_size=8)
 _SCALARS = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(max_size=8)
 _ANYTHING = st.recursive(_SCALARS, lambda one: st.lists(one, max_size=3) | st.dictionaries(_NAMES, one, max_size=3))
 LONGEST = 6
-"""Of lists and texts that a schema lets be longer."""
+"""Length of lists and texts that a schema lets be longer."""
 
 
 def pointed(document: Schema, ref: str) -> Schema:
@@ -94,7 +94,7 @@ def _objects(schema: Schema, document: Schema) -> st.SearchStrategy[dict[str, An
 
 
 def misfit(value: Any, schema: Schema, document: Schema, *, closed: bool = False, where: str = "") -> str | None:
-    """Where and why the value does not fit, None: it does. `closed`: no object has a field that its schema has not."""
+    """Where and why the value does not fit. None if it does. `closed`: no object has a field that its schema has not."""
     if "$ref" in schema:
         return misfit(value, pointed(document, schema["$ref"]), document, closed=closed, where=where)
     if "anyOf" in schema:

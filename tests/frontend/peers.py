@@ -84,7 +84,7 @@ CONTEXT = 2048
 VOCABULARY = 320
 BLOCK_SIZE = 16
 DEADLINE_S = 60.0
-"""Of every wait in these tests; nothing comes near it unless it is broken."""
+"""Seconds of every wait in these tests; nothing comes near it unless it is broken."""
 
 
 def instance_entry(service: ServiceName, instance: str, started: float = 0.0) -> dict[str, bytes]:
@@ -175,7 +175,7 @@ class ScriptedRouter:
         self.bus = bus
         self.instance = instance
         self.answer: Callable[[Select], SelectReply | None] = self._choose
-        """None: no answer, as a frozen router."""
+        """None means no answer, as of a frozen router."""
         self.workers = list(workers)
         self.asked: Seen[Select] = Seen()
         self.told: Seen[LoadEvent] = Seen()
@@ -236,11 +236,11 @@ class ScriptedWorker:
         self.loses = 0
         """The number of the next frames that do not arrive."""
         self.epoch = 1
-        """Of the frames' numbers."""
+        """Epoch of the frames' numbers."""
         self.keeps_from = 0
         """Frames before this one are not kept for a resend."""
         self.sends_again = True
-        """False: it says so and does not."""
+        """False if it says so and does not."""
         self.streams: list[StreamState] = []
         """What it says that it runs."""
         self.at_hand: list[list[Part]] = []
@@ -365,7 +365,7 @@ class World:
         self.doors: Bus | None = None if connected is None else connected("f1-clients")
         self.url = ""
         self.page_url = ""
-        """Of the page at /ui."""
+        """URL of the page at /ui."""
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -36,7 +36,7 @@ class Service:
         self.name = name
         self.log = log
         self.url = ""
-        """Of its /health and /metrics, a frontend's of its API too; once it listens."""
+        """URL of its /health and /metrics, and of a frontend's API; set once it listens."""
         self._url_file = log.with_suffix(".url")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         with log.open("ab") as out:

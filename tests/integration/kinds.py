@@ -1,6 +1,6 @@
 """On what a test's workers compute, and in which type: one scenario runs on each.
 
-Those of a GPU are skipped where there is none; only the device differs, and where the pool lies: a GPU copies at full
+Those of a GPU are skipped if there is none; only the device differs, and where the pool lies: a GPU copies at full
 speed only to memory that it can pin.
 """
 
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of its workers, all of them."""
+        """Flags of its workers, all of them."""
         if self.device == "cpu":
             return ("--kv-dtype", self.dtype, *self.more)
         return ("--device", "cuda", "--cuda-dtype", self.dtype, *self.more)

@@ -199,7 +199,7 @@ class Wire:
         return Scored(answer.tokens, [one for part in parts for one in part.logprobs or ()])
 
     async def embed(self, name: str, tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
-        """Of length 1."""
+        """Return a vector of length 1."""
         peer = await self.peer(name)
         asked = request(secrets.token_hex(8), tokens, sampling=Sampling(max_tokens=1, pooling=pooling))
         reply = await peer.generate(asked)

@@ -70,7 +70,7 @@ class Balanced:
     def __init__(self, services: Fleet, port: int) -> None:
         self.services = services
         self.port = port
-        """Of the frontends, each at its own address."""
+        """Port of the frontends, each at its own address."""
         self.api = free_port()
         self.own = free_port()
 

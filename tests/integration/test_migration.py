@@ -179,5 +179,5 @@ def test_the_only_worker_loses_its_engine_and_its_stream_goes_on(services: Fleet
 
 
 def children(pid: int) -> list[int]:
-    """Of a process: a worker's engine is one."""
+    """Return the children of a process: a worker's engine is one."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

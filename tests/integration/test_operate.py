@@ -136,7 +136,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drain_s(request: pytest.FixtureRequest) -> float:
-    """Of the workers, as a test says."""
+    """Return drain_s of the workers, as a test says."""
     return float(request.param)
 
 

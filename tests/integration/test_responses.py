@@ -62,7 +62,7 @@ def start_worker(services: Fleet, name: str, model: Path) -> None:
 
 @pytest.fixture
 def clients(services: Fleet) -> Iterator[list[openai.OpenAI]]:
-    """Of either frontend."""
+    """Yield a client of each frontend."""
     made = [
         openai.OpenAI(base_url=f"{services.services[name].url}/v1", api_key="any", max_retries=0, timeout=LIMIT_S)
         for name in ("frontend 1", "frontend 2")

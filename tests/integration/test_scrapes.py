@@ -31,7 +31,7 @@ class Scrapes:
 
     def __init__(self) -> None:
         self.instances: list[str] = []
-        """Of each page, in order, without repetitions in a row."""
+        """Instances of each page, in order, without repetitions in a row."""
         self.targets = 0
         """Answers of /sd that have targets."""
         self.unanswered = 0

@@ -87,7 +87,7 @@ class Asking:
         return tokens
 
     def bias(self, text: str) -> dict[str, int]:
-        """Of the one token of a text, so that the model says it again and again."""
+        """Return a bias for the one token of a text, so that the model says it again and again."""
         [token] = self.ids(text)
         return {str(token): 100}
 

@@ -101,7 +101,7 @@ class Storm:
     """The storm of one seed. `seen` counts what happened."""
 
     def __init__(self, seed: int, folder: Path, *, peers: PeersConfig | None = None, names_from: int = 0) -> None:
-        """`peers`: how its kvbm reads from other machines; None: it does not. Its engines are numbered from
+        """`peers`: how its kvbm reads from other machines. None if it reads from none. Its engines are numbered from
         `names_from` on."""
         self.random = Random(seed)
         self.folder = folder

@@ -183,7 +183,7 @@ async def _read(frontend: RequestService, answer: Answer) -> Literal["answered"]
 
 
 def judge(answer: Answer) -> str:
-    """What is wrong with an answer; empty: nothing."""
+    """What is wrong with an answer. Empty if there is nothing."""
     request = answer.request
     prompts = (request.tokens, *request.others)
     due = [one for tokens in prompts for one in [expected(request, tokens)] * request.choices]

@@ -14,7 +14,7 @@ from tests.simulation.process import MODEL, Process
 
 
 def violations(processes: Sequence[Process]) -> Iterator[str]:
-    """Of the living processes, one line each."""
+    """Yield what is wrong with the living processes, one line each."""
     living = [process for process in processes if process.state == "running"]
     everyone = {process.instance for process in living}
     workers = {process.instance: process for process in living if process.service == "worker"}
@@ -167,8 +167,8 @@ def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -
 
 
 def held(scheduler: Scheduler) -> dict[int, int | None]:
-    """Engine hash → sequence hash of everything a worker's prefix cache holds. None: a block before it has left, while
-    it was held for a copy; it leaves next."""
+    """Engine hash → sequence hash of everything a worker's prefix cache holds. None if a block before it has left,
+    while it was held for a copy; it leaves next."""
     sequences: dict[ContentKey, int | None] = {}
     for content in scheduler.kv_cache.snapshot():
         seed = seed_of(content.lora, content.salt)

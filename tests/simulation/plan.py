@@ -21,7 +21,7 @@ VOCABULARY = 64
 EOS = 0
 EMBEDDING_SIZE = 4
 SHARED_TOKENS = 24
-"""Of the longest common prefix."""
+"""Tokens of the longest common prefix."""
 STARTED_S = 0.1
 """Seconds until every process is there, under clear skies; earlier requests may be refused with 503."""
 
@@ -47,7 +47,7 @@ NEVER_MISSED: frozenset[FaultKind] = frozenset(
 )
 """However many of them happen, some worker can serve, as long as not every worker's lease expires."""
 UNNOTICED: frozenset[FaultKind] = NEVER_MISSED | frozenset[FaultKind](("kill engine", "lose all NATS"))
-"""One of them, also where there is one router only; of the other kinds one, where another router can take over."""
+"""One of them, also if there is one router only; of the other kinds one, where another router can take over."""
 
 
 OF_HALVES: tuple[FaultKind, ...] = (
@@ -57,9 +57,9 @@ OF_HALVES: tuple[FaultKind, ...] = (
 """What befalls the halves of a hand-over; the first five also a kvbm."""
 AGGREGATED: tuple[Role, ...] = ("aggregated",)
 ROLES_SHARE = 0.3
-"""Of the seeds; in theirs workers have roles."""
+"""Share of the seeds in which workers have roles."""
 AIMED_SHARE = 0.7
-"""Of the faults of these seeds."""
+"""Share of the faults of these seeds."""
 FLEETS: tuple[tuple[Role, ...], ...] = (
     ("decode", "prefill"),
     ("decode", "decode", "prefill"),
@@ -73,7 +73,7 @@ Moment = Literal[
     "first token",  # the prompt's worker has the first token, and stores blocks before it hands over
     "taken over",  # the request was dispatched to the worker that decodes
 ]
-"""Of a request that is handed over."""
+"""Moments of a request that is handed over."""
 Half = Literal["prefill", "decode", "kvbm"]
 """Which of the processes that such a request needs."""
 
@@ -116,26 +116,26 @@ CLEAR = Skies(lost=0.0, repeated=0.0, overtaken=0.0, slow=0.0, delay_s=0.0, torn
 
 
 class Sizes(Struct, frozen=True):
-    """Of what every process has; small enough to be reached."""
+    """Sizes of what every process has; small enough to be reached."""
 
     capacity_blocks: int
-    """Of a worker's pool."""
+    """Blocks of a worker's pool."""
     max_waiting: int
     """At a worker. Under a clear sky there is room for all requests: being refused is no excuse there."""
     speed: float
-    """Of an engine; 1 is some 20 ms a step."""
+    """Speed of an engine; 1 is some 20 ms a step."""
     ring_batches: int
     """That a worker keeps for replay."""
     held_batches: int
     """That a router keeps while a replay is on its way."""
     index_bytes: int
-    """Of a router's index, which drops blocks beyond."""
+    """Bytes of a router's index, which drops blocks beyond."""
     pool_slots: int
-    """Of the kvbm's pool; 0: there is no kvbm."""
+    """Slots of the kvbm's pool. 0 if there is no kvbm."""
     offload: Literal["filled", "evicted"]
     """What the kvbm is offered."""
     copy_s: float
-    """Of a block, between an engine of speed 1 and the pool."""
+    """Seconds of copying a block between an engine of speed 1 and the pool."""
     policy: Literal["kv", "round-robin"]
     """The routers'. `kv` sends a prompt to who has its blocks: who has not, and fetches them, is rare then."""
     wait_s: float
@@ -160,7 +160,7 @@ class Request(Struct, frozen=True):
     others: tuple[tuple[int, ...], ...] = ()
     """Further prompts."""
     choices: int = 1
-    """Of each prompt."""
+    """Choices of each prompt."""
 
 
 class Plan(Struct, frozen=True):
@@ -170,7 +170,7 @@ class Plan(Struct, frozen=True):
     frontends: int
     routers: int
     roles: tuple[Role, ...]
-    """Of the workers at the beginning; the first one and its replacements always decode."""
+    """Roles of the workers at the beginning; the first one and its replacements always decode."""
     sizes: Sizes
     storm_s: float
     """Until then requests come and things go wrong."""

@@ -86,7 +86,7 @@ class Process:
         pool: str = "",
         role: Role = "aggregated",
     ) -> None:
-        """`pool`: the directory of the kvbm's; empty: there is none. `role`: a worker's."""
+        """`pool`: the directory of the kvbm's. Empty if there is none. `role`: a worker's."""
         self.service: ServiceName = service
         self.role: Role = role
         self.instance = instance

@@ -35,7 +35,7 @@ def failures(first: int, count: int) -> list[str]:
 
 
 def failure(seed: int) -> str:
-    """What went wrong in a seed; empty: nothing."""
+    """What went wrong in a seed. Empty if there is nothing."""
     again = f".venv/bin/python -m tests.simulation {seed}"
     try:
         wrong = run(plan(seed))

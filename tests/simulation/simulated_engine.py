@@ -39,7 +39,7 @@ class SimulatedEngine:
         self._commands: deque[EngineOrder] = deque()
         """Commands that are not handled yet; bounded as the attempts and requests of the shell are."""
         self._works: list[Work] | None = None
-        """Works of the step under way; None: no step is under way."""
+        """Works of the step under way. None if no step is under way."""
         self._begun_s = 0.0
         self._ends_s = 0.0
         self._frozen = False

@@ -39,7 +39,7 @@ from tests.simulation.process import Process, make_pool
 from tests.simulation.weather import StormyWeather
 
 TTL_S = 1.0
-"""Of leases."""
+"""Seconds of leases."""
 QUIET_S = 20.0
 """Longer than any deadline, back-off and interval in process.py, one after the other."""
 LOOK_S = 0.25
@@ -186,7 +186,7 @@ class World:
             await self._pass(AIM_S)
 
     def _half(self, aim: Aim) -> Process | None:
-        """The process of a request that is at this moment of a hand-over; None: no request is."""
+        """The process of a request that is at this moment of a hand-over. None if no request is."""
         for session in (
             stream.session
             for process in self._alive("frontend")
@@ -372,7 +372,7 @@ class World:
             yield traceback.format_exc(limit=-2)
 
     def _judge(self, answer: Answer) -> str:
-        """What is wrong with an answer and its time; empty: nothing."""
+        """What is wrong with an answer and its time. Empty if there is nothing."""
         name, asked = answer.request.name, self._process(answer.frontend)
         if answer.ended_s > answer.deadline_s + LATE_S and not asked.froze:
             return f"{name} ended {answer.ended_s - answer.deadline_s:.3f} s after its deadline"

@@ -56,7 +56,7 @@ class HandLender:
         return None
 
     def take_back(self, connection: int, number: int | None) -> None:
-        """A reader releases a share; None: it leaves."""
+        """A reader releases a share. None if it leaves."""
         if connection in self._readers:
             release = self.sharing.leave(connection) if number is None else self.sharing.release(connection, number)
             self._blocks.take_back(release)

@@ -30,7 +30,7 @@ from shared.hashing import ContentKey, pack_hashes
 from shared.messages import kvbm as wire
 
 ARENA_BYTES = 1 << 16
-"""Of 16 slots, since each is a page."""
+"""Bytes of 16 slots, since each is a page."""
 DISK_RECORDS = 12
 
 
@@ -63,7 +63,7 @@ class Drawer:
         self.reads: list[Read] = []
         self.spills: list[Spill] = []
         self.advanced: dict[int, list[bytes]] = {}
-        """Ticket → replies to a fetch beyond the first, the last one empty where no other will come."""
+        """Ticket → replies to a fetch beyond the first, the last one empty if no other will come."""
         self._right = right
         self.takes_discards = True
         self.checksums = SlotChecksums(self.slots.arena.slots)

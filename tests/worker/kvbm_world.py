@@ -173,7 +173,7 @@ class Engine:
             self.core.validate()
 
     def step(self) -> bool:
-        """False: there was nothing to do."""
+        """False if there was nothing to do."""
         now_s = self.world.now_s
         told, works = self.core.begin(now_s)
         self.hear(told)
@@ -240,7 +240,7 @@ class Engine:
                 self.hand.go_on(self.world.draw.randrange(100))
 
     def copied(self) -> bool:
-        """All of them go on to their end; False: there were none."""
+        """All of them go on to their end. False if there were none."""
         if self.connector.idle:
             return False
         if not self.reader.idle:
@@ -315,7 +315,7 @@ class World:
         self.drawers = 0
         self.disk: dict[ContentKey, tuple[Content, bytes]] = {}
         self.loras: Sequence[str] = ("",)
-        """Of each request one, and of each engine all."""
+        """One of each request, and all of each engine."""
         self.prefixes: dict[ContentKey, list[int]] = {}
         """Block → all tokens up to its end, of all that will ever be computed."""
         self.requests = 0
@@ -325,7 +325,7 @@ class World:
         """Requests that engines expect, for `Engine.submit`."""
         self.waits_s: Sequence[float] = (0.5, 5.0)
         self.offloads: Sequence[Offload] = ("filled", "filled", "evicted")
-        """Of each engine one."""
+        """One of each engine."""
         self.copies = draw.choice((1, 2, 8))
         """Halves of blocks that are copied at once."""
         self.step_s = draw.choice((0.01, 3.0))
@@ -333,7 +333,7 @@ class World:
         self.overlaps = False
         """Whether engines exchange blocks while they compute a step."""
         self.trouble: float | None = None
-        """How likely bad luck is; None: all goes well."""
+        """How likely bad luck is. None means that all goes well."""
         self.answer_s = 1.0
         """How long they wait for an answer."""
         self.damages = False

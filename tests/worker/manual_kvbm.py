@@ -38,7 +38,7 @@ class Kvbm:
         self.memory = engine.runner.memory
         self.kept: dict[ContentKey, Bytes] = {}
         self.sharer = ""
-        """The worker that shares what is kept; empty: it is the kvbm's."""
+        """The worker that shares what is kept. Empty if it is the kvbm's."""
         self.on_disk: set[ContentKey] = set()
         self.fetches: dict[int, Fetching] = {}
         self.saving: list[tuple[int, ContentKey, Bytes]] = []

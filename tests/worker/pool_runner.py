@@ -110,7 +110,7 @@ class HandMover:
         self._batches: deque[_CopyBatch] = deque()
         self._ended: list[Copied] = []
         self.trouble = ""
-        """Why the next batch that goes on fails; empty: it does not."""
+        """Why the next batch that goes on fails. Empty if it does not."""
 
     def attach(self, slots: Slots) -> None:
         assert self._slots is None

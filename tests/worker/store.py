@@ -22,7 +22,7 @@ async def store(shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 <
 
 
 async def attached(shell: Shell, instance: str) -> None:
-    """Return when the worker's card names that kvbm; empty: none."""
+    """Return when the worker's card names that kvbm. Empty if there is none."""
 
     def linked() -> bool:
         card = shell.directory.cards.get(("model", WORKER))

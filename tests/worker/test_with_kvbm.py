@@ -156,7 +156,7 @@ async def test_the_health_of_a_worker_with_a_role_says_why_no_prompt_is_handed_o
 
 
 def turn_signs(pool: Path) -> None:
-    """Of every number in the slots; all stay finite."""
+    """Turn the sign of every number in the slots; all stay finite."""
     with pool.open("r+b") as file:
         geometry = parse(file.read(HEADER_BYTES), pool.stat().st_size)
         file.seek(geometry.slots_at)

@@ -73,8 +73,8 @@ def check_fits(ref: dict[str, Any], text: str) -> None:
 
 @schemathesis.hook
 def map_case(_context: Any, case: Any) -> Any:
-    """Of the one model there is, and with time enough: else most answers would be 404, or 504. Every other body that
-    fits breaks no rule between fields either, or few would come as far as a model."""
+    """Ask the one model there is, and give it time enough: else most answers would be 404, or 504. Every other body
+    that fits breaks no rule between fields either, or few would come as far as a model."""
     if NUMBER.fullmatch(str(case.headers.get(DEADLINE, ""))):
         case.headers[DEADLINE] = str(LEAST_DEADLINE_S)
     body = case.body
@@ -137,7 +137,7 @@ def mend(body: dict[str, Any]) -> None:
 
 
 def known(prompt: Any) -> Any:
-    """Of the tokens that the model has."""
+    """Keep the tokens that the model has."""
     if isinstance(prompt, list):
         ids = [one for one in prompt if isinstance(one, int | float)]
         return [int(one) % VOCABULARY for one in ids] or [known(one) or "x" for one in prompt]

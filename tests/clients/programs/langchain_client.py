@@ -45,7 +45,7 @@ async def it_streams_to_a_loop() -> None:
 
 
 def a_forced_call_is_one_with_arguments_of_their_types() -> None:
-    """Of a real model, that was not made for it."""
+    """Ask a real model, which was not made for it."""
     for choice in ("any", "multiply"):
         speaker = model("speaker", max_tokens=64).bind_tools([multiply], tool_choice=choice, parallel_tool_calls=False)
         whole, streamed = speaker.invoke("6 times 7?"), add_up(list(speaker.stream("6 times 7?")))

@@ -43,7 +43,7 @@ class Peer:
         self.status, self.body, self.models = 200, b"", MODELS
         self.health = b""
         self.announced: int | None = None
-        """The length that is announced for every body; None: its end is that of the connection."""
+        """The length that is announced for every body. None if its end is that of the connection."""
         self.repeated = b""
         """What follows each body again and again, until the client leaves."""
         self.asked: list[dict[str, Any]] = []

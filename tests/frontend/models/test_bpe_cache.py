@@ -88,7 +88,7 @@ def encoded(words: WordCache, tokenizer: Tokenizer, text: str) -> bytes:
 
 
 def ids_of(words: WordCache, text: str) -> bytes:
-    """Of a text with nothing that is left to `tokenizers`."""
+    """Return the ids of a text with nothing that is left to `tokenizers`."""
     pieces = list(words.encode(text))
     assert all(isinstance(piece, bytes) for piece in pieces)
     return b"".join(piece for piece in pieces if isinstance(piece, bytes))

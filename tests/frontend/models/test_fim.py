@@ -31,7 +31,7 @@ WRITTEN = {
 
 
 def read(*tokens: str, begins: str = "", spaced: bool = False) -> tuple[FimTokens | None, dict[int, str]]:
-    """Of a tokenizer of characters and these special tokens; with what each id is."""
+    """Read a tokenizer of characters and these special tokens; return also what each id is."""
     names = [chr(code) for code in range(128)] + ["☺", "▁", *tokens]
     ids = {name: at for at, name in enumerate(names)}
 

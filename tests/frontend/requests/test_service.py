@@ -24,7 +24,7 @@ from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
 
 PENDING_LIMIT = 65_536
-"""Of a subscription."""
+"""Messages that a subscription holds."""
 QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.5, frozen_s=3.0)
 COUNT: Any = [{"role": "user", "content": "count"}]
 

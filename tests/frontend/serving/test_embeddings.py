@@ -37,7 +37,7 @@ def vector(w: World, text: str) -> list[float]:
 
 
 async def test_openais_client_gets_the_same_vectors_in_both_encodings(directory: Path) -> None:
-    """Where nothing is said it asks for base64."""
+    """If nothing is said it asks for base64."""
     async with world(directory, embedding_size=SIZE) as w, clients(w) as (client, _):
         default = await client.embeddings.create(model=MODEL, input=TEXTS)
         floats = await client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")

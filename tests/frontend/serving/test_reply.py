@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Of a model that thinks and calls tools."""
+"""The answer of a model that thinks and calls tools."""
 QUESTION: dict[str, Any] = {"messages": [{"role": "system", "content": "Kind."}, {"role": "user", "content": "hü?"}]}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": SCHEMA}}

@@ -25,7 +25,7 @@ LIMIT_S = 180.0
 TOKENS = 2000
 """Seconds of them: a worker shows what it runs every 250 ms."""
 KILLED_AT = (0.1, 0.5)
-"""Of an answer's characters; a third worker writes the rest."""
+"""Shares of an answer's characters; a third worker writes the rest."""
 WORKERS = ("worker 1", "worker 2", "worker 3")
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.6, "frequency_penalty": 0.4}

@@ -28,7 +28,7 @@ from tests.simulation.clock import SimulatedLoop
 
 NAMESPACE = "test"
 LIMIT_S = 180.0
-"""Of virtual time."""
+"""Seconds of virtual time."""
 LINK = KvbmLink("k1", "5eed", "")
 
 

@@ -37,7 +37,7 @@ from tests.worker.kvbm_world import BOUNDS, Engine, World
 
 PROMPT = [1, 1, 2, 2, 1, 1, 2, 2]
 REUSABLE_TOKENS = 6
-"""Of it: its last token is always computed, with its block."""
+"""Tokens of it that can be reused: its last token is always computed, with its block."""
 
 
 @pytest.fixture

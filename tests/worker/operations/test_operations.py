@@ -57,7 +57,7 @@ class WorkerModel:
         """The AwaitIdle, ReadLora or AskEngine that is under way."""
         self.engines = 0
         self.due_engine = 0
-        """The number of the engine that lived when `due` was given out; 0: none did."""
+        """The number of the engine that lived when `due` was given out. 0 if none did."""
 
     def seen(self) -> tuple[str, tuple[str, ...], bool]:
         """What routers see: the state, the LoRAs of the card, and whether there is a card."""

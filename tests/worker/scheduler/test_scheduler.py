@@ -518,7 +518,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 2))
     def step_that_is_not_finite(self, pick: int) -> None:
-        """Of one of its works, but for a probe; each block may outlive another from then on."""
+        """Make one of its works not finite, but for a probe; each block may outlive another from then on."""
         self.engine.copies = True
         numbers = itertools.count()
         step_with(self.engine, lambda work: work.history[0] != 0 and next(numbers) == pick)

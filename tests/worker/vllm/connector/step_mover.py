@@ -23,7 +23,7 @@ class StepMover:
         """Batch → the block whose bytes were copied, and whether it is the last one; its slot is looked at next."""
         self._ended: list[Copied] = []
         self.trouble = ""
-        """Why the next batch that goes on fails; empty: it does not."""
+        """Why the next batch that goes on fails. Empty if it does not."""
 
     def attach(self, slots: Slots) -> None:
         assert self._slots is None

@@ -11,7 +11,7 @@ from shared.errors import ConfigError
 
 
 def base(**changed: Any) -> type:
-    """Return a class with the methods of vLLM's, but for those that are changed; None: it is not there."""
+    """Return a class with the methods of vLLM's, but for those that are changed. None if it is not there."""
     space: dict[str, Any] = {}
     for name, parameters in METHODS.items():
         exec(f"def {name}(self, {', '.join(parameters)}): ...", space)

@@ -328,7 +328,7 @@ class Engine:
         self._plan(request, request.computed, tokens, step, drafts)
 
     def _schedule_waiting(self, request: Request, step: _Step) -> bool:
-        """Return False where there is no room, so that those after it wait as well."""
+        """Return False if there is no room, so that those after it wait as well."""
         if request.stale:
             return True
         if request.state == "remote":
