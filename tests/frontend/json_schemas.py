@@ -94,7 +94,8 @@ def _objects(schema: Schema, document: Schema) -> st.SearchStrategy[dict[str, An
 
 
 def misfit(value: Any, schema: Schema, document: Schema, *, closed: bool = False, where: str = "") -> str | None:
-    """Where and why the value does not fit. None if it does. `closed`: no object has a field that its schema has not."""
+    """Where and why the value does not fit. None if it does. `closed`: no object has a field that its
+    schema has not."""
     if "$ref" in schema:
         return misfit(value, pointed(document, schema["$ref"]), document, closed=closed, where=where)
     if "anyOf" in schema:

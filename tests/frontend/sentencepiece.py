@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tests.frontend.peers import VOCABULARY
 
 Spaces = Literal["prepend", "first", "always", "none", "metaspace"]
-"""What puts the space before a text. `prepend`: a normalizer; `first`, `always`: Metaspace with that scheme; `none`: nothing,
-and the decoder drops none, as Gemma's; `metaspace`: Metaspace, which is the decoder too, as XLM-RoBERTa's."""
+"""What puts the space before a text. `prepend`: a normalizer; `first`, `always`: Metaspace with that scheme; `none`:
+nothing, and the decoder drops none, as Gemma's; `metaspace`: Metaspace, which is the decoder too, as XLM-RoBERTa's."""
 SPECIAL = ("<unk>", "<s>", "</s>", "<mid>")
 FIRST_BYTE = len(SPECIAL)
 """The token id of the byte 0."""
