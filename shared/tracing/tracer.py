@@ -48,14 +48,12 @@ class Tracer:
         config: TraceConfig,
         registry: CollectorRegistry,
         record: Callable[[SpanRecord], None],
-        *,
         draw: Random,
-        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._sampler = DoorSampler(config.sample, config.clients, config.clients_per_s)
         self._record = record
         self._draw = draw
-        self.now_ns = now_ns
+        self.now_ns = time.time_ns
         self.ids = SpanIds(draw)
         self._log = RateLimitedLog()
         register_metrics(self, registry)

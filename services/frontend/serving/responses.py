@@ -118,8 +118,7 @@ class ServingResponses(Struct, frozen=True):
         conversation = _append(former, messages_of(decoded.items, decoded.tools.chat_names))
         if len(conversation) > BODY_LIMIT_BYTES:
             param = "previous_response_id" if decoded.request.previous_response_id else "input"
-            why = f"the whole conversation is longer than {BODY_LIMIT_BYTES} bytes"
-            raise field_error(param, why, "request_too_large", status=413)
+            raise _too_large(param, "the whole conversation is", BODY_LIMIT_BYTES)
         return chat, conversation if decoded.is_stored else b""
 
     async def _with_references(
@@ -143,8 +142,7 @@ class ServingResponses(Struct, frozen=True):
                 found = found or b'{"output":[]}'
                 recalled_bytes += len(found)
                 if recalled_bytes > RECALLED_BYTES:
-                    why = f"the responses that are referred to are longer than {RECALLED_BYTES} bytes"
-                    raise field_error(f"input[{at}].id", why, "request_too_large", status=413)
+                    raise _too_large(f"input[{at}].id", "the responses that are referred to are", RECALLED_BYTES)
                 context.permit.add_bytes(len(found))
                 recalled[response_id] = _items(found)
                 await asyncio.sleep(0)  # a response of this frontend comes without waiting
@@ -154,8 +152,7 @@ class ServingResponses(Struct, frozen=True):
                 raise InvalidRequest(wrong, param=f"input[{at}].id", code="item_not_found", status=404)
             size_bytes += len(raw)
             if size_bytes > BODY_LIMIT_BYTES:
-                why = f"the items that are referred to are longer than {BODY_LIMIT_BYTES} bytes"
-                raise field_error(f"input[{at}].id", why, "request_too_large", status=413)
+                raise _too_large(f"input[{at}].id", "the items that are referred to are", BODY_LIMIT_BYTES)
             context.permit.add_bytes(len(raw))
             items.append(decode_referenced(raw, at))
         return replace(decoded, items=items)
@@ -197,6 +194,10 @@ class ServingResponses(Struct, frozen=True):
             raise field_error("include", why, "unsupported_value")
         if summary and not model.thinks:
             ignore(field, context.ignored)
+
+
+def _too_large(param: str, what: str, limit_bytes: int) -> InvalidRequest:
+    return field_error(param, f"{what} longer than {limit_bytes} bytes", "request_too_large", status=413)
 
 
 def _items(response: bytes) -> dict[str, bytes]:

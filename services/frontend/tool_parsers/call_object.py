@@ -1,4 +1,4 @@
-"""Parses a call written as a JSON object, {"name": …, "arguments": {…}}, with its keys in either order. Pure.
+"""Parses calls written as JSON objects, {"name": …, "arguments": {…}}, with its keys in either order. Pure.
 
 The name may also be under "function", as a text or in an object that holds the whole call. Llama calls the arguments
 "parameters", other models "args" or "input". Without any of these, the other members are the arguments, but for those
@@ -12,6 +12,7 @@ that describe a call ("type", "id"), which are ignored.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from services.frontend.tool_parsers import json_text
 from services.frontend.tool_parsers.lark import WHITE
@@ -118,6 +119,30 @@ def read_fence(reader: TextReader) -> Reading[None]:
         if (yield from reader.optional(fence)):
             break
     yield from reader.read_white()
+
+
+def call_objects(
+    reader: TextReader, result: ParseResult, mark: Callable[[], Reading[object]], *separators: str
+) -> Reading[bool]:
+    """Read calls in a row, with any of the separators between them, and what models write too much after them. Return
+    whether there was one. `mark` reads what comes before the first; then a fence and a bracket may come."""
+
+    def first(reader: TextReader, result: ParseResult) -> Reading[None]:
+        yield from mark()
+        yield from read_fence(reader)
+        yield from reader.optional_spaced("[")
+        yield from call_object(reader, result)
+
+    found = further = yield from result.attempt_call(first)
+    while further:
+        yield from reader.read_white()
+        while (yield from reader.peek()) in separators:
+            reader.read()
+            yield from reader.read_white()
+        further = (yield from reader.peek()) == "{" and (yield from result.attempt_call(call_object))
+    if found:
+        yield from read_rest_of_calls(reader)
+    return found
 
 
 def read_rest_of_calls(reader: TextReader) -> Reading[None]:

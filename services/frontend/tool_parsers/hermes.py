@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import lark
-from services.frontend.tool_parsers.call_object import call_object, read_fence, read_rest_of_calls
+from services.frontend.tool_parsers.call_object import call_objects
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader
 
@@ -22,21 +22,9 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
     """Read text and calls. A call counts even if the model ends its turn without the closing tag; a list of calls may
     stand between the tags."""
     while (yield from reader.read_until(_OPEN, result.add_text)):
-        further = yield from result.attempt_call(_first)
-        while further:
-            yield from reader.optional_spaced(",")
-            further = (yield from reader.peek()) == "{" and (yield from result.attempt_call(call_object))
-            if not further:
-                yield from read_rest_of_calls(reader)
-                yield from reader.optional_spaced(_CLOSE)
-                yield from reader.optional_spaced(_REASONED)
-
-
-def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
-    yield from reader.expect(_OPEN)
-    yield from read_fence(reader)
-    yield from reader.optional_spaced("[")
-    yield from call_object(reader, result)
+        if (yield from call_objects(reader, result, lambda: reader.expect(_OPEN), ",")):
+            yield from reader.optional_spaced(_CLOSE)
+            yield from reader.optional_spaced(_REASONED)
 
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.frontend.tool_parsers import lark
-from services.frontend.tool_parsers.call_object import FENCE, call_object, read_fence, read_rest_of_calls
+from services.frontend.tool_parsers.call_object import FENCE, call_objects
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader
 
@@ -27,20 +27,7 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 
 def _calls(reader: TextReader, result: ParseResult) -> Reading[None]:
-    further = yield from result.attempt_call(_first)
-    while further:
-        while (yield from reader.optional_spaced(";")) or (yield from reader.optional_spaced(",")):
-            pass
-        further = (yield from reader.peek()) == "{" and (yield from result.attempt_call(call_object))
-        if not further:
-            yield from read_rest_of_calls(reader)
-
-
-def _first(reader: TextReader, result: ParseResult) -> Reading[None]:
-    yield from reader.optional_spaced(_TAG)
-    yield from read_fence(reader)
-    yield from reader.optional_spaced("[")
-    yield from call_object(reader, result)
+    yield from call_objects(reader, result, lambda: reader.optional_spaced(_TAG), ";", ",")
 
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
