@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from services.frontend.tool_parsers.formats import FormatName, ReasoningName
+from services.frontend.tool_parsers.parser import FormatName, ReasoningName
 from shared.config import ServiceConfig, check_hosts
 from shared.runtime.origin import ANY_ORIGIN
 

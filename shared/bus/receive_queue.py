@@ -67,19 +67,15 @@ class ReceiveQueue:
         self._received += 1
         size = _size_bytes(message)
         if len(self._waiting) >= self._pending_limit or self._waiting_bytes + size > PENDING_LIMIT_BYTES:
-            self.count_dropped(1)
+            self._dropped += 1
+            if self._tell_dropped is not None:
+                self._tell_dropped(self._dropped)
             if self._overflowed is not None:
                 self._overflowed(message)
             return
         self._waiting.append(message)
         self._waiting_bytes += size
         self._wake.set()
-
-    def count_dropped(self, count: int) -> None:
-        """Count messages that were dropped, here or before they came here."""
-        self._dropped += count
-        if self._tell_dropped is not None:
-            self._tell_dropped(self._dropped)
 
     def statistics(self) -> SubscriptionStatistics:
         return SubscriptionStatistics(

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from services.frontend.app import frontend
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
-from services.frontend.tool_parsers.formats import FormatName
+from services.frontend.tool_parsers.parser import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
 from shared.config import NatsConfig, TraceConfig

@@ -9,7 +9,7 @@ import pytest
 
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.template_trial import try_template
-from services.frontend.tool_parsers.formats import detect_format
+from services.frontend.tool_parsers.parser import detect_format
 from shared.chat_templates import NAMES, template_file
 from shared.errors import InvalidRequest, ModelError
 

@@ -22,7 +22,7 @@ from services.frontend.models.tokenizer_trial import try_tokenizer
 from services.frontend.output.detokenize import TokenBytes, read_token_bytes
 from services.frontend.output.tokenizer_json import TokenizerJson, parse_tokenizer_json
 from services.frontend.tool_parsers import reasoning
-from services.frontend.tool_parsers.formats import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
+from services.frontend.tool_parsers.parser import FORMATS, FormatName, ReasoningName, detect_format, detect_reasoning
 from shared import model_file
 from shared.chat_templates import NAMES
 from shared.errors import ModelError

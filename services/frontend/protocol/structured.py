@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.served_schema import closed_schema, served_schema
 from services.frontend.protocol.tools import ToolName, check_size, decoded_object
 from services.frontend.tool_parsers.lark import OPTIONS, quote
@@ -123,11 +123,32 @@ class Constraint(Struct, frozen=True):
     """The grammars that it is made of, if they come from several fields."""
 
 
-def response_format_constraint(
-    asked: ResponseFormat | None, ignored: IgnoredFields = REFUSE, *, close: bool = False
-) -> Constraint | None:
-    """Return the constraint of `response_format`; None if any text is allowed. `close`: whether objects in schemas are
-    closed. Note the keywords of a schema that are ignored. Raise InvalidRequest."""
+class SchemaReader(Struct, frozen=True):
+    """Turns the JSON Schemas of one request into grammars."""
+
+    ignored: IgnoredFields
+    """The fields without effect. Keywords that are ignored are noted there."""
+    close: bool
+    """Whether objects are closed."""
+
+    def served(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return a schema as a grammar gets it. `where` is its place in the body."""
+        dropped: list[str] = []
+        served = served_schema(closed_schema(schema) if self.close else schema, dropped)
+        for word in dropped:
+            self.ignored.add(f"{where}.{word}")
+        return served
+
+    def constraint(self, schema: dict[str, Any], where: str) -> Constraint:
+        """Return the constraint to JSON that follows a schema. Raise InvalidRequest."""
+        check_size(schema, where)
+        if "x-guidance" in schema:
+            raise field_error(f"{where}.x-guidance", "not a keyword of JSON Schema")
+        return Constraint(json_grammar(self.served(schema, where)), where)
+
+
+def response_format_constraint(asked: ResponseFormat | None, schemas: SchemaReader) -> Constraint | None:
+    """Return the constraint of `response_format`; None if any text is allowed. Raise InvalidRequest."""
     where = "response_format.schema"
     match asked:
         case None | TextFormat():
@@ -140,25 +161,20 @@ def response_format_constraint(
                 schema, where = named.schema or {}, "response_format.json_schema.schema"
             elif schema is None:
                 raise field_error("response_format.json_schema", "needed for type json_schema")
-    return Constraint(_schema(schema, where, ignored, close=close), where)
+    return schemas.constraint(schema, where)
 
 
 def structured_outputs_constraint(
-    asked: StructuredOutputs,
-    prefix: str = "structured_outputs.",
-    ignored: IgnoredFields = REFUSE,
-    *,
-    close: bool = False,
+    asked: StructuredOutputs, schemas: SchemaReader, prefix: str = "structured_outputs."
 ) -> Constraint:
-    """Return the constraint of `structured_outputs`, or of fields with another prefix. `close`: whether objects in
-    schemas are closed. Note the keywords of a schema that are ignored. Raise InvalidRequest."""
+    """Return the constraint of `structured_outputs`, or of fields with another prefix. Raise InvalidRequest."""
     named = [field for field in asked.__struct_fields__ if getattr(asked, field) is not None]
     if len(named) != 1:
         raise field_error(prefix.rstrip("._"), f"set exactly one of {', '.join(asked.__struct_fields__)}")
     where = f"{prefix}{named[0]}"
     if asked.json is not None:
         schema = decoded_object(asked.json, where) if isinstance(asked.json, str) else asked.json
-        return Constraint(_schema(schema, where, ignored, close=close), where)
+        return schemas.constraint(schema, where)
     if asked.regex is not None:
         return Constraint({"lark_grammar": f"start: /{_within_slashes(asked.regex)}/"}, where)
     if asked.choice is not None:
@@ -166,23 +182,6 @@ def structured_outputs_constraint(
     if asked.grammar is not None:
         return Constraint({"lark_grammar": asked.grammar}, where)
     return Constraint(json_grammar({"type": "object"}), where)
-
-
-def _schema(schema: dict[str, Any], where: str, ignored: IgnoredFields, *, close: bool) -> dict[str, Any]:
-    check_size(schema, where)
-    if "x-guidance" in schema:
-        raise field_error(f"{where}.x-guidance", "not a keyword of JSON Schema")
-    return json_grammar(grammar_schema(schema, where, ignored, close=close))
-
-
-def grammar_schema(schema: dict[str, Any], where: str, ignored: IgnoredFields, *, close: bool) -> dict[str, Any]:
-    """Return a schema as a grammar gets it, and note its keywords that are ignored. `where` is its place in the
-    body."""
-    dropped: list[str] = []
-    served = served_schema(closed_schema(schema) if close else schema, dropped)
-    for word in dropped:
-        ignored.add(f"{where}.{word}")
-    return served
 
 
 def json_grammar(schema: dict[str, Any]) -> dict[str, Any]:

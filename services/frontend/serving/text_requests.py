@@ -24,9 +24,8 @@ from services.frontend.requests.request_trace import CallSpans
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.serving.text_prompts import AskedText, TokenisedText
 from services.frontend.structured.grammar import AnswerGrammar
-from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parse_result import ParseResult
-from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
+from services.frontend.tool_parsers.parser import FORMATS, AnswerParser, FormatName, ParsePlan
 from shared.hashing import pack_hashes, seed_of, sequence_hashes
 from shared.messages.cards import SamplingDefaults
 from shared.messages.generate import Sampling

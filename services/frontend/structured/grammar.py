@@ -26,12 +26,11 @@ from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.reasoning import DEFAULT_REASONING, ReasoningPlan
-from services.frontend.protocol.structured import Constraint, ConstraintPart, json_grammar
+from services.frontend.protocol.structured import Constraint, ConstraintPart, SchemaReader, json_grammar
 from services.frontend.protocol.tools import CustomFunction, InputGrammar, Tool, input_schema
 from services.frontend.structured.lark_regex import NotRegular, lark_regex
 from services.frontend.tool_parsers import lark, reasoning
-from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FORMATS, FormatName, ParsePlan
 
 
 class AnswerGrammar(Struct, frozen=True):
@@ -61,7 +60,7 @@ def answer_grammar(
     in schemas are closed.
 
     Raise InvalidRequest, naming the field."""
-    form = _constraint(request, plan, tokens, ignored, close=close)
+    form = _constraint(request, plan, tokens, SchemaReader(ignored, close))
     if form is None and thought.budget is None:
         return None
     param = thought.param if form is None else form.param
@@ -89,25 +88,18 @@ def _text(grammars: Sequence[dict[str, Any]], param: str) -> str:
 
 
 def _constraint(
-    request: ChatRequest | CompletionRequest,
-    plan: ParsePlan,
-    tokens: lark.Tokens,
-    ignored: IgnoredFields,
-    *,
-    close: bool,
+    request: ChatRequest | CompletionRequest, plan: ParsePlan, tokens: lark.Tokens, schemas: SchemaReader
 ) -> Constraint | None:
     """Return the constraint of the answer, without reasoning. Raise InvalidRequest."""
+    ignored = schemas.ignored
     forms: list[Constraint] = []
     if request.structured_outputs is not None:
-        forms.append(structured.structured_outputs_constraint(request.structured_outputs, ignored=ignored, close=close))
+        forms.append(structured.structured_outputs_constraint(request.structured_outputs, schemas))
     guided = (request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar)
     if any(field is not None for field in guided):
-        forms.append(
-            structured.structured_outputs_constraint(
-                structured.StructuredOutputs(*guided), "guided_", ignored, close=close
-            )
-        )
-    if (form := structured.response_format_constraint(request.response_format, ignored, close=close)) is not None:
+        asked = structured.StructuredOutputs(*guided)
+        forms.append(structured.structured_outputs_constraint(asked, schemas, "guided_"))
+    if (form := structured.response_format_constraint(request.response_format, schemas)) is not None:
         forms.append(form)
     if len(forms) > 1:
         first, second = (one.param.partition(".")[0] for one in forms[:2])
@@ -116,15 +108,15 @@ def _constraint(
     if not isinstance(request, ChatRequest) or request.tool_choice == "none":
         return content
     if content is None or not (request.tools or _forced(request.tool_choice)):
-        return _calls(request, plan.calls, tokens, ignored, close=close) or content
+        return _calls(request, plan.calls, tokens, schemas) or content
     if _forced(request.tool_choice) and not ignored.refuse:  # the answer is calls, so there is no content
         ignored.add(content.param.partition(".")[0])
-        return _calls(request, plan.calls, tokens, ignored, close=close)
+        return _calls(request, plan.calls, tokens, schemas)
     apart = plan.calls is not None and FORMATS[plan.calls].json_is_never_a_call
     if _forced(request.tool_choice) or request.response_format is None or not apart:
         why = "cannot be combined with tools that may be called; set tool_choice to none"
         raise field_error(content.param, why, UNSUPPORTED)
-    return _calls(request, plan.calls, tokens, ignored, content, close=close)
+    return _calls(request, plan.calls, tokens, schemas, content)
 
 
 def _forced(choice: structured.ToolChoice | None) -> bool:
@@ -135,10 +127,8 @@ def _calls(
     request: ChatRequest,
     written: FormatName | None,
     tokens: lark.Tokens,
-    ignored: IgnoredFields,
+    schemas: SchemaReader,
     content: Constraint | None = None,
-    *,
-    close: bool,
 ) -> Constraint | None:
     """Return the constraint of calls; None if no tool is strict, none must be called and any content is allowed.
 
@@ -166,9 +156,7 @@ def _calls(
         for at, tool in enumerate(tools)
     }
     calls = [
-        lark.CallableTool(
-            tool.function.name, _arguments(tool, places[tool.function.name], ignored, forced=forced, close=close)
-        )
+        lark.CallableTool(tool.function.name, _arguments(tool, places[tool.function.name], schemas, forced=forced))
         for tool in callable_
     ]
     try:
@@ -184,16 +172,16 @@ def _calls(
     return Constraint(pieces[0], "tools", pieces[1], None if content is None else content.grammar, parts)
 
 
-def _arguments(tool: Tool, where: str, ignored: IgnoredFields, *, forced: bool, close: bool) -> dict[str, Any] | None:
+def _arguments(tool: Tool, where: str, schemas: SchemaReader, *, forced: bool) -> dict[str, Any] | None:
     """Return the schema that a call's arguments must follow: the tool's if the call is forced or the tool is strict."""
     parameters = tool.function.parameters
     if not forced and not tool.function.strict:
         return None
     if isinstance(tool.function, CustomFunction):
-        return _input(tool.function.grammar, where, ignored)
+        return _input(tool.function.grammar, where, schemas.ignored)
     if not parameters:
         return NO_ARGUMENTS
-    return {"type": "object", "properties": {}, **structured.grammar_schema(parameters, where, ignored, close=close)}
+    return {"type": "object", "properties": {}, **schemas.served(parameters, where)}
 
 
 def _input(grammar: InputGrammar | None, where: str, ignored: IgnoredFields) -> dict[str, Any]:

@@ -182,17 +182,13 @@ def _worker(entry: Instance, facts: Facts, card: ModelCard | None) -> WorkerView
     role: str = entry.role if card is None else card.role
     role = "" if role == "aggregated" else role
     process = _process(entry, facts)
+    view = WorkerView(process, state, role, _cut(device), _cut(model), kvbm, None)
     if load is None:
-        return WorkerView(process, state, role, _cut(device), _cut(model), kvbm, None)
+        return view
     report = load.report
-    return WorkerView(
-        process,
-        state,
-        role,
-        _cut(device),
-        _cut(model),
-        kvbm,
-        round(load.age_s, 2),
+    return replace(
+        view,
+        reported_s=round(load.age_s, 2),
         running=report.running,
         waiting=report.waiting,
         waiting_tokens=report.waiting_tokens,

@@ -17,8 +17,7 @@ from services.frontend.output.output import Delta
 from services.frontend.protocol.chat_chunks import usage_of
 from services.frontend.protocol.foreign import Ended
 from services.frontend.requests.stream import join_deltas
-from services.frontend.tool_parsers.formats import FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FormatName, ParsePlan
 from tests.frontend.pieces import ANSWERS, CALL, parsed
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678, UTC)

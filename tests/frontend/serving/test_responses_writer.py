@@ -20,8 +20,7 @@ from services.frontend.protocol.responses_events import Response, ResponseEvent,
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.requests.stream import join_deltas
 from services.frontend.serving.responses_writer import ResponseWriter
-from services.frontend.tool_parsers.formats import FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FormatName, ParsePlan
 from shared.messages.generate import Sampling
 from tests.frontend.pieces import ANSWERS, CALL, parsed
 

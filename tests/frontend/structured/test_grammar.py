@@ -12,8 +12,7 @@ from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.reasoning import ReasoningPlan
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
-from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FORMATS, FormatName, ParsePlan
 from shared.errors import InvalidRequest
 from tests.frontend.tool_parsers.following import EOS, TOKENS, allowed, fits, follows, ids
 

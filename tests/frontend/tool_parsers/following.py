@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from services.frontend.tool_parsers import lark, reasoning
-from services.frontend.tool_parsers.formats import FORMATS
+from services.frontend.tool_parsers.parser import FORMATS
 
 MOST_TOKENS = 3000
 EOS = 256

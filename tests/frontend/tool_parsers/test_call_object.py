@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.tool_parsers.formats import FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FormatName, ParsePlan
 from tests.frontend.tool_parsers.transcripts import Answer, every_cut, one, text
 
 OBJECTS: list[tuple[FormatName, str, str, str]] = [

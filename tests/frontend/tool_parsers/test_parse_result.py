@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.tool_parsers.formats import FORMATS, FormatName
 from services.frontend.tool_parsers.parse_result import CallInput, ParseResult
-from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
+from services.frontend.tool_parsers.parser import FORMATS, AnswerParser, FormatName, ParsePlan
 from tests.frontend.pieces import ANSWERS, CALL
 
 BROKEN: dict[FormatName, str] = {

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.frontend.tool_parsers import lark
-from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FORMATS, FormatName, ParsePlan
 from services.frontend.tool_parsers.pythonic import rules as pythonic_rules
 from tests.frontend.tool_parsers.following import TOKENS, fits, follows, walk
 from tests.frontend.tool_parsers.transcripts import NAMES, read

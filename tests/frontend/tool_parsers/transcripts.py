@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from services.frontend.tool_parsers.formats import FormatName
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult, join_pieces
-from services.frontend.tool_parsers.parser import AnswerParser, ParsePlan
+from services.frontend.tool_parsers.parser import AnswerParser, FormatName, ParsePlan
 
 NAMES = frozenset({"weather", "get_time", "run-sql"})
 

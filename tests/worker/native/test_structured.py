@@ -21,8 +21,7 @@ from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.structured import StructuredOutputs
 from services.frontend.structured.grammar import answer_grammar
-from services.frontend.tool_parsers.formats import FORMATS, FormatName
-from services.frontend.tool_parsers.parser import ParsePlan
+from services.frontend.tool_parsers.parser import FORMATS, FormatName, ParsePlan
 from services.worker.native.runner import NativeRunner
 from shared.messages.generate import Sampling
 from tests import json_schemas
