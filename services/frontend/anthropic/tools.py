@@ -90,9 +90,6 @@ class _Kind(Struct, frozen=True):
     name: str = ""
 
 
-_KIND = msgspec.json.Decoder(_Kind)
-_CLIENT = msgspec.json.Decoder(ClientTool)
-_KNOWN = msgspec.json.Decoder(KnownTool)
 _VERSION = re.compile(r"(bash|text_editor|memory)_(\d{8})")
 
 
@@ -109,18 +106,18 @@ def decode_tools(given: Sequence[msgspec.Raw], ignored: IgnoredFields) -> Offere
 
 def _decoded(raw: bytes, where: str, ignored: IgnoredFields) -> tuple[str, Function | None]:
     """Return a tool's name and its function; None for a kind that is ignored. Raise InvalidRequest."""
-    kind = decode_body(_KIND, raw, where=where)
+    kind = decode_body(_Kind, raw, where=where)
     version = _VERSION.fullmatch(kind.type or "")
     if kind.type not in (None, "custom") and version is None:
         why = f"tools of type {kind.type!r} are not served; give the model a tool of your own that does it"
         ignored.add_or_raise(f"tools[].{kind.type}", field_error(f"{where}.type", why, "unsupported_value"))
         return kind.name, None
     if version is not None:
-        known = decode_body(_KNOWN, raw, ignored, where)
+        known = decode_body(KnownTool, raw, ignored, where)
         check_not_built(known, f"{where}.", ignored)
         description, schema = _PUBLISHED[version[1]](version[2])
         return known.name, Function(known.name, description, schema, known.strict)
-    own = decode_body(_CLIENT, raw, ignored, where)
+    own = decode_body(ClientTool, raw, ignored, where)
     check_not_built(own, f"{where}.", ignored)
     return own.name, Function(own.name, own.description, own.input_schema, own.strict)
 

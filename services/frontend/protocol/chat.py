@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
@@ -211,13 +210,12 @@ class ChatRequest(CommonFields, frozen=True, forbid_unknown_fields=True, kw_only
     moderation: NotBuilt = None
 
 
-_CHAT = msgspec.json.Decoder(ChatRequest)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def decode_chat(body: bytes, ignored: IgnoredFields = REFUSE) -> ChatRequest:
     """Decode and check the body of a chat. Raise InvalidRequest, naming the field."""
-    request = decode_body(_CHAT, body, ignored)
+    request = decode_body(ChatRequest, body, ignored)
     check_chat(request, ignored)
     return request
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from services.frontend.protocol.chat import Choices, CommonFields, TokenId, TokenLimit, TopLogprobs, check_common
 from services.frontend.protocol.decoding import decode_body, not_supported, texts_or_ids
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
@@ -46,12 +44,9 @@ class CompletionRequest(CommonFields, frozen=True, forbid_unknown_fields=True, k
     """Number of answers to choose `n` from. `n` itself asks for nothing, since all are returned; more is not built."""
 
 
-_COMPLETION = msgspec.json.Decoder(CompletionRequest)
-
-
 def decode_completion(body: bytes, ignored: IgnoredFields = REFUSE) -> CompletionRequest:
     """Decode and check the body of a completion. Raise InvalidRequest, naming the field."""
-    request = decode_body(_COMPLETION, body, ignored)
+    request = decode_body(CompletionRequest, body, ignored)
     check_common(request, ignored)
     if request.best_of is not None and request.best_of < (request.n or 1):
         raise field_error("best_of", "must not be less than n")

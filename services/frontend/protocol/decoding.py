@@ -17,7 +17,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct, inspect
@@ -127,9 +127,10 @@ def body_too_large(size_bytes: int | None) -> InvalidRequest:
 
 
 R = TypeVar("R")
+_decoder: Callable[[Any], Any] = cache(msgspec.json.Decoder)
 
 
-def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredFields = REFUSE, where: str = "") -> R:
+def decode_body(kind: type[R], body: bytes, ignored: IgnoredFields = REFUSE, where: str = "") -> R:
     """Decode a JSON body, without the fields that it may ignore; `where` is its own place, if it is part of another. A
     byte order mark before it is skipped, and 8.0 is an integer.
 
@@ -141,15 +142,16 @@ def decode_body(decoder: msgspec.json.Decoder[R], body: bytes, ignored: IgnoredF
     paused = len(body) > LARGE_BODY_BYTES and gc.isenabled()
     if paused:
         gc.disable()
+    decode: Callable[[bytes], R] = _decoder(kind).decode
     try:
         for _ in range(MENDS_LIMIT):
             try:
-                return decoder.decode(body)
+                return decode(body)
             except msgspec.ValidationError as wrong:
-                body = _mended(str(wrong), body, decoder.type, where, ignored)
-        return decoder.decode(body)
+                body = _mended(str(wrong), body, kind, where, ignored)
+        return decode(body)
     except msgspec.ValidationError as wrong:
-        raise _invalid(str(wrong), where, decoder.type) from None
+        raise _invalid(str(wrong), where, kind) from None
     except msgspec.DecodeError as wrong:
         if not body.strip():
             raise InvalidRequest("the body is empty; send JSON") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from services.frontend.protocol.chat import CacheName, Priority, Seconds, TokenCount, TokenId
@@ -76,12 +75,9 @@ class EmbeddingAnswer(Struct, frozen=True, kw_only=True):
     """An addition to OpenAI's fields, since other answers have an id too."""
 
 
-_EMBEDDINGS = msgspec.json.Decoder(EmbeddingRequest)
-
-
 def decode_embeddings(body: bytes, ignored: IgnoredFields = REFUSE) -> EmbeddingRequest:
     """Decode and check the body of an embeddings request. Raise InvalidRequest, naming the field."""
-    request = decode_body(_EMBEDDINGS, body, ignored)
+    request = decode_body(EmbeddingRequest, body, ignored)
     inputs_of(request)
     return request
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.chat_chunks import Usage
-from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body, not_supported
+from services.frontend.protocol.decoding import Harmless, check_not_built, not_supported
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields, ItemCount
+from services.frontend.protocol.ignored_fields import Advisory, IgnoredFields, ItemCount
 from shared.errors import InvalidRequest
 
 _PLACE = re.compile(r"\[\d+\]")
@@ -34,18 +33,6 @@ Hint = Annotated[
 
 class IgnoredPart(Struct, frozen=True):
     """A part of a request that is ignored, whatever it holds. `review` notes it by its tag."""
-
-
-R = TypeVar("R")
-
-
-_decoder: Callable[[Any], Any] = cache(msgspec.json.Decoder)
-
-
-def decode(kind: type[R], body: bytes, ignored: IgnoredFields = REFUSE) -> R:
-    """Decode a body. Raise InvalidRequest, naming the field."""
-    request: R = decode_body(_decoder(kind), body, ignored)
-    return request
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:

@@ -239,15 +239,10 @@ class _Kind(Struct, frozen=True):
         return self.type
 
 
-_KIND = msgspec.json.Decoder(_Kind)
-_DECODERS: dict[str | None, msgspec.json.Decoder[InputItem]] = {
-    kind: msgspec.json.Decoder(item)
-    for item in INPUT_ITEMS
-    for kind in get_args(get_type_hints(item)["type"])
-    if isinstance(kind, str)
+_ITEMS_BY_TYPE: dict[str | None, type[InputItem]] = {
+    kind: item for item in INPUT_ITEMS for kind in get_args(get_type_hints(item)["type"]) if isinstance(kind, str)
 }
-_DECODERS |= dict.fromkeys((None, "message"), msgspec.json.Decoder(InputMessage))
-_DECODERS["item_reference"] = msgspec.json.Decoder(ItemReference)
+_ITEMS_BY_TYPE |= {None: InputMessage, "message": InputMessage, "item_reference": ItemReference}
 
 
 def decode_items(given: str | Sequence[msgspec.Raw], ignored: IgnoredFields = REFUSE) -> list[InputItem]:
@@ -258,11 +253,11 @@ def decode_items(given: str | Sequence[msgspec.Raw], ignored: IgnoredFields = RE
 
 
 def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
-    kind = decode_body(_KIND, raw, where=where).name
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
+    kind = decode_body(_Kind, raw, where=where).name
+    struct = _ITEMS_BY_TYPE.get(kind)
+    if struct is None:
         raise field_error(f"{where}.type", f"items of type {str(kind)[:64]!r} are not supported", UNSUPPORTED)
-    item = decode_body(decoder, raw, ignored, where)
+    item = decode_body(struct, raw, ignored, where)
     check_not_built(item, f"{where}.", ignored)
     if isinstance(item, IgnoredItem):
         refusal = field_error(f"{where}.type", f"items of type {item.type!r} are not supported", UNSUPPORTED)

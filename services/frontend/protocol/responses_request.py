@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from services.frontend.protocol import chat, structured
@@ -130,9 +129,6 @@ class ResponseRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     image: NotBuilt = None
 
 
-_RESPONSE = msgspec.json.Decoder(ResponseRequest)
-
-
 class DecodedRequest(Struct, frozen=True):
     """A body that has been checked, and the items of its input."""
 
@@ -166,7 +162,7 @@ class DecodedRequest(Struct, frozen=True):
 
 def decode_response(body: bytes, ignored: IgnoredFields = REFUSE) -> DecodedRequest:
     """Decode and check the body of a response request. Raise InvalidRequest, naming the field."""
-    request = decode_body(_RESPONSE, body, ignored)
+    request = decode_body(ResponseRequest, body, ignored)
     check_not_built(request, "", ignored)
     if request.text is not None:
         check_not_built(request.text, "text.", ignored)
@@ -264,11 +260,8 @@ class StoredResponseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     stream: Annotated[NotBuilt, _FALSE] = None
 
 
-_STORED = msgspec.json.Decoder(StoredResponseRequest)
-
-
 def decode_stored(body: bytes) -> str:
     """Decode a request for a stored response; return the response's id. Raise InvalidRequest, naming the field."""
-    request = decode_body(_STORED, body)
+    request = decode_body(StoredResponseRequest, body)
     check_not_built(request)
     return request.response_id

@@ -129,12 +129,7 @@ class _Kind(Struct, frozen=True):
     type: Annotated[str, Meta(max_length=64)]
 
 
-_KIND = msgspec.json.Decoder(_Kind)
-_DECODERS: Mapping[str, msgspec.json.Decoder[ResponseTool]] = {
-    "function": msgspec.json.Decoder(FunctionTool),
-    "custom": msgspec.json.Decoder(CustomTool),
-    "namespace": msgspec.json.Decoder(NamespaceTool),
-}
+_TOOLS_BY_TYPE: Mapping[str, type[ResponseTool]] = {str(one.__struct_config__.tag): one for one in RESPONSE_TOOLS}
 _ODD = re.compile(r"[^a-zA-Z0-9_-]")
 _NAME_LIMIT_CHARACTERS = 64
 FUNCTIONS_LIMIT = 1024
@@ -186,12 +181,12 @@ def decode_tools(
 
 def _decoded(raw: msgspec.Raw, where: str, ignored: IgnoredFields) -> ResponseTool | None:
     """Return a tool; None for a kind that is ignored. Raise InvalidRequest."""
-    kind = decode_body(_KIND, bytes(raw), where=where).type
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
+    kind = decode_body(_Kind, bytes(raw), where=where).type
+    struct = _TOOLS_BY_TYPE.get(kind)
+    if struct is None:
         ignored.add_or_raise(f"tools[].{kind}", not_served(f"{where}.type", kind))
         return None
-    tool = decode_body(decoder, bytes(raw), ignored, where)
+    tool = decode_body(struct, bytes(raw), ignored, where)
     check_not_built(tool, f"{where}.", ignored)
     return tool
 

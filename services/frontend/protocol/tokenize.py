@@ -79,13 +79,10 @@ _CHAT_FIELDS = (
 )
 """The fields of a chat that its prompt depends on."""
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-
 
 def decode_tokenize(body: bytes, ignored: IgnoredFields = REFUSE) -> TokenizeRequest:
     """Decode and check the body of /tokenize. Raise InvalidRequest, naming the field."""
-    request = decode_body(_TOKENIZE, body, ignored)
+    request = decode_body(TokenizeRequest, body, ignored)
     check_not_built(request, "", ignored)
     if (request.prompt is None) == (request.messages is None):
         raise field_error("prompt", "send either prompt or messages")
@@ -106,7 +103,7 @@ def chat_of(request: TokenizeRequest, messages: Messages) -> ChatRequest:
 
 def decode_detokenize(body: bytes, ignored: IgnoredFields = REFUSE) -> DetokenizeRequest:
     """Decode the body of /detokenize. Raise InvalidRequest, naming the field."""
-    return decode_body(_DETOKENIZE, body, ignored)
+    return decode_body(DetokenizeRequest, body, ignored)
 
 
 # --- answers

@@ -1,6 +1,6 @@
 """Other providers' APIs, Anthropic's and Ollama's, in front of the operations for chats, completions and embeddings.
 
-body ─▶ decode ─▶ as_chat ─▶ ServingChat ─▶ stream ─▶ a writer of that API ─▶ EventReply
+body ─▶ decode_body ─▶ as_chat ─▶ ServingChat ─▶ stream ─▶ a writer of that API ─▶ EventReply
 
 A body becomes a chat, so admission, keys, grammars and migration are the chat's. Hints that have no effect are counted
 and named; what would change the answer is refused.
@@ -25,7 +25,8 @@ from services.frontend.ollama import answers as ollama_answers
 from services.frontend.ollama import request as ollama
 from services.frontend.ollama.answers import OllamaWriter
 from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.foreign import Names, ThinkingSupport, decode, name_here, renaming, review
+from services.frontend.protocol.decoding import decode_body
+from services.frontend.protocol.foreign import Names, ThinkingSupport, name_here, renaming, review
 from services.frontend.protocol.operations import FOREIGN_PATHS, ForeignOperation
 from services.frontend.protocol.text_plan import TextRequest, plan_of
 from services.frontend.requests.terms import allowed_s
@@ -60,13 +61,15 @@ class ServingForeign(Struct, frozen=True):
                 async with generating as reply:
                     yield reply
             case "count_tokens":
-                counted, table = self._as_chat(decode(anthropic.CountTokensRequest, body, context.ignored), context)
+                counted, table = self._as_chat(
+                    decode_body(anthropic.CountTokensRequest, body, context.ignored), context
+                )
                 with renaming(table):
                     yield msgspec.json.encode({"input_tokens": await self.chat.count_prompt(counted, context)})
             case "ollama_embed":
                 yield await self._embed(body, context)
             case "ollama_show":
-                asked = decode(ollama.OllamaShowRequest, body, context.ignored)
+                asked = decode_body(ollama.OllamaShowRequest, body, context.ignored)
                 review(asked, context.ignored)
                 yield ollama_answers.shown(*self.chat.models.find(ollama.served_name(asked.asked)))
             case _:
@@ -84,16 +87,16 @@ class ServingForeign(Struct, frozen=True):
         return msgspec.json.encode({"models": [ollama_answers.listed(*each) for each in found]})
 
     def _message(self, body: bytes, context: RequestContext) -> Generating:
-        request = decode(anthropic.MessagesRequest, body, context.ignored)
+        request = decode_body(anthropic.MessagesRequest, body, context.ignored)
         writer = MessageWriter(f"msg_{context.id.unique}", request.model)
         asked, table = self._as_chat(request, context)
         return self._generate(asked, writer, context, table)
 
     def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> Generating:
         request: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest = (
-            decode(ollama.OllamaChatRequest, body, context.ignored)
+            decode_body(ollama.OllamaChatRequest, body, context.ignored)
             if is_chat
-            else decode(ollama.OllamaGenerateRequest, body, context.ignored)
+            else decode_body(ollama.OllamaGenerateRequest, body, context.ignored)
         )
         tools = isinstance(request, ollama.OllamaChatRequest) and bool(request.tools)
         support = self._support(ollama.served_name(request.model), tools=tools)
@@ -123,7 +126,7 @@ class ServingForeign(Struct, frozen=True):
         return anthropic.as_chat(request, support, context.ignored)
 
     async def _embed(self, body: bytes, context: RequestContext) -> bytes:
-        request = decode(ollama.OllamaEmbedRequest, body, context.ignored)
+        request = decode_body(ollama.OllamaEmbedRequest, body, context.ignored)
         review(request, context.ignored)
 
         def ending(tokens: int) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 
 from services.frontend.anthropic.request import CountTokensRequest, MessagesRequest, as_chat
 from services.frontend.protocol.chat import ChatRequest
-from services.frontend.protocol.foreign import ThinkingSupport, decode, name_here
+from services.frontend.protocol.decoding import decode_body
+from services.frontend.protocol.foreign import ThinkingSupport, name_here
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.messages import ChatMessage, messages_as_rendered
 from services.frontend.protocol.structured import JsonSchemaFormat, NamedTool
@@ -26,14 +27,14 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 def chat(support: ThinkingSupport = PLAIN, /, **fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
     body = {"model": "tiny", "max_tokens": 50, "messages": HELLO, **fields}
     ignored = IgnoredFields()
-    asked, _ = as_chat(decode(MessagesRequest, msgspec.json.encode(body), ignored), support, ignored)
+    asked, _ = as_chat(decode_body(MessagesRequest, msgspec.json.encode(body), ignored), support, ignored)
     return asked, tuple(ignored.names)
 
 
 def refused(support: ThinkingSupport = PLAIN, /, **fields: Any) -> InvalidRequest:
     body = {"model": "tiny", "max_tokens": 50, "messages": HELLO, **fields}
     with pytest.raises(InvalidRequest) as wrong:
-        as_chat(decode(MessagesRequest, msgspec.json.encode(body)), support, REFUSE)
+        as_chat(decode_body(MessagesRequest, msgspec.json.encode(body)), support, REFUSE)
     return wrong.value
 
 
@@ -177,7 +178,7 @@ def test_errors_and_what_is_ignored_of_a_schema_have_the_name_that_the_client_wr
         ({"output_format": form, "output_config": {"format": form}}, "output_config.format"),
     ):
         body = {"model": "m", "max_tokens": 5, "messages": HELLO, **fields}
-        _, table = as_chat(decode(MessagesRequest, msgspec.json.encode(body)), PLAIN, REFUSE)
+        _, table = as_chat(decode_body(MessagesRequest, msgspec.json.encode(body)), PLAIN, REFUSE)
         assert name_here("response_format.json_schema.schema.format", table) == f"{name}.schema.format"
 
 
@@ -363,7 +364,7 @@ def test_tokens_are_counted_without_fields_of_an_answer() -> None:
         "tools": [WEATHER],
         "thinking": {"type": "enabled", "budget_tokens": 99},
     }
-    asked, _ = as_chat(decode(CountTokensRequest, msgspec.json.encode(body)), THINKS, REFUSE)
+    asked, _ = as_chat(decode_body(CountTokensRequest, msgspec.json.encode(body)), THINKS, REFUSE)
     assert asked.messages == [ChatMessage("user", "hello")]
     with pytest.raises(InvalidRequest, match="max_tokens"):
-        decode(CountTokensRequest, msgspec.json.encode(body | {"max_tokens": 5}))
+        decode_body(CountTokensRequest, msgspec.json.encode(body | {"max_tokens": 5}))

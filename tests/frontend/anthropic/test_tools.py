@@ -10,7 +10,7 @@ import pytest
 
 from services.frontend.anthropic.request import MessagesRequest, as_chat
 from services.frontend.anthropic.tools import OfferedTools, decode_tools
-from services.frontend.protocol.foreign import decode
+from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.structured.grammar import answer_grammar
 from services.frontend.tool_parsers.parser import ParsePlan
@@ -59,14 +59,14 @@ def test_one_that_must_be_called_is_refused() -> None:
     choice = {"type": "tool", "name": "web_search"}
     body = {"model": "m", "max_tokens": 5, "messages": HELLO, "tools": [*SERVER_TOOLS, WEATHER], "tool_choice": choice}
     with pytest.raises(InvalidRequest, match="'web_search' is not served") as refused:
-        as_chat(decode(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
+        as_chat(decode_body(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
     assert refused.value.param == "tool_choice.name"
 
 
 def test_a_call_of_tools_of_which_none_is_served_says_so() -> None:
     choice = {"type": "any"}
     body = {"model": "m", "max_tokens": 5, "messages": HELLO, "tools": SERVER_TOOLS, "tool_choice": choice}
-    asked, _ = as_chat(decode(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
+    asked, _ = as_chat(decode_body(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
     with pytest.raises(InvalidRequest, match="none of them is served") as refused:
         answer_grammar(asked, ParsePlan("hermes"), {})
     assert refused.value.param == "tool_choice"
@@ -75,11 +75,11 @@ def test_a_call_of_tools_of_which_none_is_served_says_so() -> None:
 def test_an_error_names_the_place_of_a_tool_after_ignored_ones() -> None:
     body = {"model": "m", "max_tokens": 5, "messages": HELLO, "tools": [*SERVER_TOOLS, WEATHER, WEATHER]}
     with pytest.raises(InvalidRequest, match="two tools") as refused:
-        as_chat(decode(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
+        as_chat(decode_body(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
     assert refused.value.param == "tools[8].name"
     body["tools"] = [*SERVER_TOOLS, WEATHER | {"input_schema": {"type": "array"}}]
     with pytest.raises(InvalidRequest, match="must be 'object'") as refused:
-        as_chat(decode(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
+        as_chat(decode_body(MessagesRequest, msgspec.json.encode(body)), PLAIN, IgnoredFields())
     assert refused.value.param == "tools[7].input_schema.type"
 
 

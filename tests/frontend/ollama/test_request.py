@@ -19,8 +19,9 @@ from services.frontend.ollama.request import (
 )
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
+from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.embeddings import EmbeddingRequest
-from services.frontend.protocol.foreign import ThinkingSupport, decode
+from services.frontend.protocol.foreign import ThinkingSupport
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.messages import messages_as_rendered
 from services.frontend.protocol.structured import JsonObjectFormat, JsonSchemaFormat
@@ -39,14 +40,14 @@ def called(*cities: str, **more: str) -> dict[str, Any]:
 def chat(support: ThinkingSupport = PLAIN, /, **fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
     body = msgspec.json.encode({"model": "tiny:latest", "messages": HELLO, **fields})
     ignored = IgnoredFields()
-    asked = as_chat(decode(OllamaChatRequest, body, ignored), support, ignored)
+    asked = as_chat(decode_body(OllamaChatRequest, body, ignored), support, ignored)
     assert isinstance(asked, ChatRequest)
     return asked, tuple(ignored.names)
 
 
 def text(**fields: Any) -> ChatRequest | CompletionRequest:
     body = msgspec.json.encode({"model": "tiny", "prompt": "hello", **fields})
-    return as_chat(decode(OllamaGenerateRequest, body), PLAIN, REFUSE)
+    return as_chat(decode_body(OllamaGenerateRequest, body), PLAIN, REFUSE)
 
 
 def test_options_are_the_fields_of_a_chat() -> None:
@@ -175,27 +176,27 @@ def test_a_prompt_is_a_chat_unless_it_is_raw_or_has_a_suffix() -> None:
 
 
 def test_without_a_prompt_or_messages_nothing_is_generated() -> None:
-    assert not generates(decode(OllamaGenerateRequest, b'{"model": "tiny"}'))
-    assert not generates(decode(OllamaChatRequest, b'{"model": "tiny", "messages": []}'))
-    assert generates(decode(OllamaGenerateRequest, b'{"model": "tiny", "prompt": "x"}'))
+    assert not generates(decode_body(OllamaGenerateRequest, b'{"model": "tiny"}'))
+    assert not generates(decode_body(OllamaChatRequest, b'{"model": "tiny", "messages": []}'))
+    assert generates(decode_body(OllamaGenerateRequest, b'{"model": "tiny", "prompt": "x"}'))
 
 
 @pytest.mark.parametrize("never", ["0", "0.0", "-0", '"0"', '"0s"', '"0m0s"', '"0.0h"', '"-0ms"'])
 def test_a_duration_of_zero_unloads(never: str) -> None:
-    assert unloads(decode(OllamaChatRequest, b'{"model": "m", "keep_alive": %b}' % never.encode()))
+    assert unloads(decode_body(OllamaChatRequest, b'{"model": "m", "keep_alive": %b}' % never.encode()))
 
 
 @pytest.mark.parametrize("keep", ["null", "-1", "300", '"5m"', '"0s1m"', '"-1"', '""', "0.5"])
 def test_another_duration_does_not_unload(keep: str) -> None:
-    assert not unloads(decode(OllamaGenerateRequest, b'{"model": "m", "keep_alive": %b}' % keep.encode()))
+    assert not unloads(decode_body(OllamaGenerateRequest, b'{"model": "m", "keep_alive": %b}' % keep.encode()))
 
 
 def test_the_models_former_field_is_name() -> None:
     shown = [{"name": "m"}, {"model": "", "name": "m"}, {"model": "m", "name": "x"}]
-    assert [decode(OllamaShowRequest, msgspec.json.encode(one)).asked for one in shown] == ["m", "m", "m"]
+    assert [decode_body(OllamaShowRequest, msgspec.json.encode(one)).asked for one in shown] == ["m", "m", "m"]
     for one in ({}, {"name": ""}, {"model": None}):
         with pytest.raises(InvalidRequest, match=r"^model: "):
-            _ = decode(OllamaShowRequest, msgspec.json.encode(one)).asked
+            _ = decode_body(OllamaShowRequest, msgspec.json.encode(one)).asked
 
 
 def test_a_custom_tool_is_refused_since_ollama_has_none() -> None:
@@ -238,9 +239,12 @@ def test_null_stands_for_a_field_that_is_not_there() -> None:
         "context",
     )
     body = msgspec.json.encode({"model": "m", **dict.fromkeys(names)})
-    assert not generates(decode(OllamaGenerateRequest, body))
-    assert not generates(decode(OllamaChatRequest, b'{"model": "m", "messages": null, "tools": null}'))
-    assert as_embedding(decode(OllamaEmbedRequest, b'{"model": "m", "input": "x", "dimensions": 0}')).dimensions is None
+    assert not generates(decode_body(OllamaGenerateRequest, body))
+    assert not generates(decode_body(OllamaChatRequest, b'{"model": "m", "messages": null, "tools": null}'))
+    assert (
+        as_embedding(decode_body(OllamaEmbedRequest, b'{"model": "m", "input": "x", "dimensions": 0}')).dimensions
+        is None
+    )
 
 
 def test_inputs_are_those_of_embeddings() -> None:
@@ -248,7 +252,9 @@ def test_inputs_are_those_of_embeddings() -> None:
         b'{"model": "tiny:latest", "input": ["a", "b"], "dimensions": 8, "truncate": true, "options": {"num_ctx": 9}}'
     )
     asked: Any = ["a", "b"]
-    assert as_embedding(decode(OllamaEmbedRequest, body)) == EmbeddingRequest(input=asked, model="tiny", dimensions=8)
+    assert as_embedding(decode_body(OllamaEmbedRequest, body)) == EmbeddingRequest(
+        input=asked, model="tiny", dimensions=8
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +278,7 @@ def test_inputs_are_those_of_embeddings() -> None:
 def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], param: str, why: str) -> None:
     body = msgspec.json.encode({"model": "tiny", "messages": HELLO, **fields})
     with pytest.raises(InvalidRequest) as wrong:
-        as_chat(decode(OllamaChatRequest, body), PLAIN, REFUSE)
+        as_chat(decode_body(OllamaChatRequest, body), PLAIN, REFUSE)
     assert wrong.value.param == param
     assert why in str(wrong.value)
     assert param in str(wrong.value)
