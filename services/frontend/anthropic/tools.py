@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
-from services.frontend.protocol.decoding import Harmless, check_not_built, decode_body
+from services.frontend.protocol.decoding import OTHER_TOOL, Harmless, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import IgnoredFields
@@ -57,17 +57,11 @@ class KnownTool(ToolOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A limit for the client's own work."""
 
 
-_OTHER_TOOL = {
-    "description": "A tool that Anthropic runs, or of a type that is not known: ignored and named",
-    "type": "object",
-    "properties": {"type": {"type": "string", "maxLength": 64}, "name": {"type": "string"}},
-    "required": ["type"],
-}
 AnyTool = Annotated[
     msgspec.Raw,
     Meta(
         extra_json_schema={
-            "anyOf": [*({"$ref": f"#/components/schemas/{one}"} for one in ("ClientTool", "KnownTool")), _OTHER_TOOL]
+            "anyOf": [*({"$ref": f"#/components/schemas/{one}"} for one in ("ClientTool", "KnownTool")), OTHER_TOOL]
         }
     ),
 ]

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from msgspec import Struct, UnsetType, inspect
 
-from services.frontend.protocol.decoding import SERVED_TOOLS
+from services.frontend.protocol.decoding import OTHER_TOOL, SERVED_TOOLS
 from services.frontend.protocol.tools import Tool
 
 Schema = dict[str, Any]
@@ -20,12 +20,8 @@ _REF = "#/components/schemas/{name}"
 _NOTHING: Schema = {}
 """The schema under `not` that makes a field fit no value, as `NotBuilt` has it."""
 _ANYTHING: Schema = {"description": "Anything; it is not read."}
-_OTHER_TOOL: Schema = {
-    "description": "A tool that a provider runs, or of a type that is not known: ignored and named",
-    "type": "object",
-    "properties": {"type": {"type": "string", "maxLength": 64, "not": {"enum": sorted(filter(None, SERVED_TOOLS))}}},
-    "required": ["type"],
-}
+_KIND: Schema = {"type": "string", "maxLength": 64, "not": {"enum": sorted(filter(None, SERVED_TOOLS))}}
+_OTHER_TOOL: Schema = OTHER_TOOL | {"properties": {"type": _KIND}}
 
 
 def components(requests: Sequence[type[Struct]], answers: Sequence[type[Struct]], *, closed: bool) -> dict[str, Schema]:

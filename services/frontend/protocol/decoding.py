@@ -43,6 +43,13 @@ _TOOL = re.compile(
 """What is wrong about a tool of a list that may only hold those of SERVED_TOOLS."""
 SERVED_TOOLS = frozenset({None, "function", "custom"})
 """The types of tools in a chat; without one it is a function."""
+OTHER_TOOL = {
+    "description": "A tool that a provider runs, or of a type that is not known: ignored and named",
+    "type": "object",
+    "properties": {"type": {"type": "string", "maxLength": 64}, "name": {"type": "string"}},
+    "required": ["type"],
+}
+"""The schema of a tool that is not served, for the OpenAPI document."""
 MENDS_LIMIT = 4
 """How often a body is decoded again without what may be ignored, or with its whole numbers as integers."""
 _VALUE = re.compile(r"Invalid (?:enum )?value '(\w+)'")
