@@ -23,12 +23,13 @@ from msgspec import Struct
 from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmLink
 from services.worker.kv_connector.connector import ExchangeTerms, KVConnector
 from services.worker.kv_connector.pool_attachment import OwnerName
+from services.worker.kv_connector.socket_client import SocketClient
+from services.worker.messages import Exchanged, KvbmAsk, KvbmLink
 from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes
 from services.worker.vllm.connector.rank_mover import RankMover
 from services.worker.vllm.connector.settings import ConnectorSettings
-from services.worker.vllm.connector.socket_client import SocketClient
 from shared.errors import ConfigError
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import Attached, StoreLayout

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from services.kvbm.layout.layout import LayoutStore
-from services.worker.vllm.connector import scheduler_half, socket_client
+from services.worker.kv_connector import socket_client
+from services.worker.vllm.connector import scheduler_half
 from tests.kvbm.store_rig import LIMIT_S, World, running, serving, settings, until
 from tests.worker.vllm.connector.engines import PROMPT, answer, attached, connector_settings, engine, no_ticket, steps
 from tests.worker.vllm.connector.vllm_shaped import Engine, Request

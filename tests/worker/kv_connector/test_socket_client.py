@@ -1,4 +1,4 @@
-"""services/worker/vllm/connector/socket_client.py: its bounds, with peers on a real Unix socket that behave badly."""
+"""services/worker/kv_connector/socket_client.py: its bounds, with peers on a real Unix socket that behave badly."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.contracts.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
-from services.worker.vllm.connector import socket_client
-from services.worker.vllm.connector.socket_client import HELLO_S, MOST_UNSENT_BYTES, RETRY_S, SocketClient
+from services.worker.kv_connector import socket_client
+from services.worker.kv_connector.socket_client import HELLO_S, MOST_UNSENT_BYTES, RETRY_S, SocketClient
+from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import (
     MOST_FRAME_BYTES,
