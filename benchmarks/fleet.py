@@ -48,10 +48,11 @@ from services.router.selection.model_router import ModelRouter
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import load_policy
-from services.worker.contracts.messages import EngineOrder, KvbmAsk, KvbmLink, KvbmUp, Prefetch, Stepped, Submit
+from services.worker.contracts.messages import EngineOrder, KvbmLink, Prefetch, Stepped, Submit
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import comes_meanwhile
 from services.worker.engine.loop import SLICE_S
+from services.worker.kv_connector.contract import KvbmAsk, KvbmNews, KvbmUp
 from shared.messages.cards import Role
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
@@ -139,7 +140,7 @@ class SimulatedFleet:
             store = store_id(card.kvbm, card.kvbm_layout)
             if store not in self.router.caches.stores:
                 self.router.caches.add_store(store)
-            self.clock.after(HOP_S, partial(self._order, worker, KvbmUp(card.kvbm)))
+            self.clock.after(HOP_S, partial(self._take_news, worker, KvbmUp(card.kvbm)))
         self.clock.after(REPORT_S * (len(self.workers) % 8) / 8, partial(self._report, worker))
         return name
 
@@ -218,6 +219,10 @@ class SimulatedFleet:
             worker.arrived.append(order)
         self._look(worker)
 
+    def _take_news(self, worker: SimulatedWorker, news: KvbmNews) -> None:
+        worker.core.handle(news, self.clock.now_s)
+        self._look(worker)
+
     def _look(self, worker: SimulatedWorker) -> None:
         if worker.gone:
             return
@@ -250,7 +255,7 @@ class SimulatedFleet:
     def _pass_on(self, worker: SimulatedWorker, messages: Sequence[KvbmAsk | KvbmLink]) -> None:
         for message in messages:
             if isinstance(message, KvbmAsk) and self.store is not None:
-                self.store.ask(message, partial(self._order, worker))
+                self.store.ask(message, partial(self._take_news, worker))
 
     def _rest_in_step(self, worker: SimulatedWorker) -> None:
         due_s = worker.core.exchange_due_s

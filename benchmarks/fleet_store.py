@@ -27,7 +27,7 @@ from services.kvbm.tickets.tickets import Tickets
 from services.kvbm.tiers.actions import Read, Spill, TierEvent
 from services.kvbm.tiers.policies import make_policy
 from services.kvbm.tiers.tiers import Tiers
-from services.worker.contracts.messages import KvbmAsk, KvbmReply
+from services.worker.kv_connector.contract import KvbmAsk, KvbmReply
 from shared.hashing import pack_hashes
 from shared.kv_events import to_kv_events
 from shared.messages import kvbm as wire

@@ -1,7 +1,7 @@
 """What does the machine's block store cost, and how near is it to the limits of the machine?
 
     copies    an engine's mover compared with plain memcpy              benchmarks.kvbm_copies
-    fetch     kvbm's answer over NATS: which blocks are where           benchmarks.kvbm_fetch
+    fetch     kvbm's answer: which blocks are where                     benchmarks.kvbm_fetch
     first     a prompt's first token from memory, and from disk         benchmarks.kvbm_first
     steps     the engine's steps, with and without storing              benchmarks.kvbm_steps
     disk      the disk tier compared with plain O_DIRECT                benchmarks.kvbm_disk

@@ -1,12 +1,12 @@
-"""How long does an engine's worker wait for kvbm's answer: which of 256 blocks are in memory, and where?
+"""How long does an engine wait for kvbm's answer: which of 256 blocks are in memory, and where?
 
-A kvbm in a process of its own and a real nats-server. Blocks are stored and committed once; then they are fetched and
-released, one request after another, as a worker's shell asks: the time from the request to the last reply, decoding
-included. `in kvbm` is the part that passes there between request and answer, in the mean, and `round trip` what a
-release takes, which costs kvbm next to nothing. The rest is a subscription, since a fetch may have many answers, and
-larger messages. `cpu` is the CPU time of this process and kvbm for one request, including kvbm's work after the answer.
+A kvbm in a process of its own. Blocks are stored and committed once; then they are fetched and released, one request
+after another, through the pool's socket and an engine's own client: the time from the request to the last reply,
+decoding included. Of that `in kvbm` is what passes there between request and answer, in the mean, and `round trip` what
+a release takes, which costs kvbm next to nothing. `cpu` is the CPU time of this process and kvbm for one request,
+including kvbm's work after the answer.
 
-What could mislead: three processes take turns, so on a busy machine the wall time depends on other programs. The blocks
+What could mislead: two processes take turns, so on a busy machine the wall time depends on other programs. The blocks
 are tiny, because their bytes are not sent.
 
     python -m benchmarks.kvbm_fetch [--blocks 256] [--rounds 300] [--quick] [--json]
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import select
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +32,11 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.report import Goal, report
+from services.worker.contracts.messages import KvbmOperation
+from services.worker.kv_connector.contract import KvbmAsk, KvbmReply
+from services.worker.kv_connector.socket_client import SocketClient
 from shared.blocks import Content
-from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
 from shared.hashing import ContentKey, content_key, pack_tokens, root_key
 from shared.messages.cards import KvLayout
@@ -118,10 +123,14 @@ async def _measure(directory: Path, nats: NatsServer, blocks: int, rounds: int) 
         await engine.attach()
         contents = _chain(blocks)
         assert await engine.store(contents) == blocks
-        asks = Asks(bus, engine, [content.key for content in contents])
-        await _timed(kvbm, asks.fetch, 20)
-        release = await _timed(kvbm, asks.release, rounds)
-        both = await _timed(kvbm, asks.fetch, rounds)
+        client = SocketClient(directory / "pool")
+        while not client.poll(time.monotonic()):
+            select.select([client], [], [], LIMIT_S)
+        asks = Asks(client, engine.owner, [content.key for content in contents])
+        _timed(kvbm, asks.fetch, 20)
+        release = _timed(kvbm, asks.release, rounds)
+        both = _timed(kvbm, asks.fetch, rounds)
+        client.close()
         engine.die()
     await bus.drain()
     return [
@@ -133,35 +142,44 @@ async def _measure(directory: Path, nats: NatsServer, blocks: int, rounds: int) 
 class Asks:
     """The requests that are timed."""
 
-    def __init__(self, bus: NatsBus, engine: Engine, keys: Sequence[ContentKey]) -> None:
-        self._bus = bus
-        self._engine = engine
-        self._keys = keys
-        self._fetch, self._release = engine.subject("fetch"), engine.subject("release")
+    def __init__(self, client: SocketClient, owner: str, keys: Sequence[ContentKey]) -> None:
+        self._client = client
+        self._fetch = FETCH.encode(Fetch(owner, b"".join(keys)))
+        self._blocks = len(keys)
+        self._owner = owner
+        self._numbers = count(1)
 
-    async def fetch(self) -> float:
+    def fetch(self) -> float:
         """Fetch and return the seconds; the release is not timed."""
         began_s = time.perf_counter()
-        asked = FETCH.encode(Fetch(self._engine.owner, b"".join(self._keys)))
-        async with self._bus.stream(self._fetch, asked, idle_timeout_s=LIMIT_S) as answers:
-            replies = [FETCH_REPLY.decode(answer.payload) async for answer in answers]
-            took_s = time.perf_counter() - began_s
-        [reply] = replies
+        reply = FETCH_REPLY.decode(self._answer("fetch", self._fetch))
+        took_s = time.perf_counter() - began_s
         assert isinstance(reply, Fetched)
-        assert reply.found == len(self._keys)
-        await self._let_go(reply.ticket)
+        assert reply.found == self._blocks
+        self._let_go(reply.ticket)
         return took_s
 
-    async def release(self) -> float:
-        """Fetch, then return the seconds of the release."""
+    def release(self) -> float:
+        """Return the seconds of a release."""
         began_s = time.perf_counter()
-        await self._let_go(1)
+        self._let_go(1)
         return time.perf_counter() - began_s
 
-    async def _let_go(self, ticket: int) -> None:
-        asked = RELEASE.encode(Release(self._engine.owner, ticket))
-        answer = await self._bus.request(self._release, asked, timeout_s=LIMIT_S)
-        assert SETTLED.decode(answer.payload) == Settled()
+    def _let_go(self, ticket: int) -> None:
+        answer = self._answer("release", RELEASE.encode(Release(self._owner, ticket)))
+        assert SETTLED.decode(answer) == Settled()
+
+    def _answer(self, operation: KvbmOperation, payload: bytes) -> bytes:
+        """Ask, and return the one answer."""
+        number = next(self._numbers)
+        assert not self._client.send(KvbmAsk(number, operation, payload, LIMIT_S), time.monotonic())
+        while True:
+            select.select([self._client], [], [], LIMIT_S)
+            for news in self._client.poll(time.monotonic()):
+                assert isinstance(news, KvbmReply), news
+                assert not news.failed, news.failed
+                if news.number == number and news.last:
+                    return news.payload
 
 
 class Timed(NamedTuple):
@@ -175,12 +193,12 @@ class Timed(NamedTuple):
     """Seconds of one request within kvbm, by operation."""
 
 
-async def _timed(kvbm: Service, ask: Callable[[], Awaitable[float]], rounds: int) -> Timed:
-    before = await asyncio.to_thread(_in_kvbm, kvbm)
+def _timed(kvbm: Service, ask: Callable[[], float], rounds: int) -> Timed:
+    before = _in_kvbm(kvbm)
     cpu_s = time.process_time() + _cpu_s(kvbm.process.pid)
-    seconds = [await ask() for _ in range(rounds)]
+    seconds = [ask() for _ in range(rounds)]
     cpu_s = time.process_time() + _cpu_s(kvbm.process.pid) - cpu_s
-    after = await asyncio.to_thread(_in_kvbm, kvbm)
+    after = _in_kvbm(kvbm)
     in_kvbm_s = {operation: (after[operation] - before.get(operation, 0.0)) / rounds for operation in after}
     return Timed(seconds, cpu_s / rounds, in_kvbm_s)
 

@@ -10,7 +10,6 @@ LINES_LIMIT = 60
 LONG = {
     ("services/worker/native/cuda/runner.py", "__init__"): "the state of a runner, declared once",
     ("services/worker/native/cuda/weights.py", "load_cuda_weights"): "a table of the names in a checkpoint",
-    ("services/worker/service.py", "__init__"): "wires the parts of a worker together",
 }
 """Functions that may be longer, each with the reason."""
 

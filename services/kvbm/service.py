@@ -1,8 +1,8 @@
 """kvbm's shell: passes each engine's request to its layout, learns which engines live, and reports to routers.
 
-    NATS  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ LayoutStore ──▶ reply
-    socket  the same, of engines without NATS (`socket_door.py`)
-          one subscription or connection, handled in order: a store sent before an attach must not be handled after it
+    socket  attach, store, commit, abort, fetch, release ──▶ Layouts ──▶ LayoutStore ──▶ reply (`socket_door.py`)
+    NATS  the same, of engines of one's own
+          one connection or subscription, handled in order: a store sent before an attach must not be handled after it
     NATS  stat, snapshot ──▶ people, routers            load report ──▶ routers, every 250 ms
     ZMQ   KV events of each layout ──▶ routers
     kernel locks: an engine is dead ──▶ all layouts     discovery: a worker's lease is lost ──▶ its engines' tickets

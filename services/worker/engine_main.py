@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import assert_never
 
@@ -27,6 +27,7 @@ from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model.facts import facts_of
 from services.worker.sharing.block_reader import BlockReader
 from services.worker.sharing.block_sharer import BlockSharer
@@ -158,17 +159,20 @@ def _facts(config: WorkerConfig, report: Callable[[Loading], None]) -> Ready:
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
     """Run the engine's loop until Shutdown. Raise ConfigError, and what the runner raises."""
-    mover = share_reader = sharer = None
-    if attachment is not None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        mover = runner.mover(time.monotonic)
-        if mover.fileno() >= 0:
-            channel.watch(mover.fileno())
-        share_reader, sharer = _sharing(config, runner, channel)
-    engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
-    with closing(engine) as core:
-        channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
-        EngineLoop(channel, core, runner, time.monotonic).run()
+    mover = share_reader = sharer = kvbm = None
+    with ExitStack() as opened:
+        if attachment is not None:
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            mover = runner.mover(time.monotonic)
+            if mover.fileno() >= 0:
+                channel.watch(mover.fileno())
+            share_reader, sharer = _sharing(config, runner, channel)
+            kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
+            channel.watch(kvbm.fileno())
+        engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
+        with closing(engine) as core:
+            channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
+            EngineLoop(channel, core, runner, time.monotonic, kvbm).run()
 
 
 def _sharing(

@@ -4,7 +4,6 @@
     NATS  operate                            ──▶ Operator ───────────▲
     NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀──────────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
-    NATS  the machine's kvbm ◀──▶ KvbmClient ◀──▶ EngineSupervisor
 
     starting ──Ready──▶ serving ──stopping──▶ draining ──nothing runs, or drain_s──▶ ended
        ▲                   │
@@ -28,7 +27,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
 from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
-from services.worker.kv_connector.client import KvbmClient
+from services.worker.kv_connector.link import LinkReports
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.model.card import CardAnnouncement, card_of, served_name
@@ -80,9 +79,9 @@ SHARING_FAILS = (
 FLUSH_LIMIT_S = 2.0
 """Seconds for sending the last frames."""
 _MAKE_SUBMIT: Callable[..., Submit] = Submit
-_SUBMITTED = attrgetter(*Submit.__struct_fields__[:-1])
-"""Returns the fields that a Submit copies from its Generate: all but `number`, its last one. `msgspec.convert` takes
-four times as long, and this runs for every request."""
+_SUBMITTED = attrgetter(*Submit.__struct_fields__[:-2])
+"""Returns the fields that a Submit copies from its Generate: all but `number` and `trace`, its last ones.
+`msgspec.convert` takes four times as long, and this runs for every request."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,20 +119,18 @@ class Worker:
             stepped=self._engine_stepped,
             lost=self._engine_lost,
             busy=lambda: len(self._attempts) > 0,
-            kvbm_message=lambda message: self._kvbm.handle_engine_message(message),
+            kvbm=lambda report: self._kvbm.take(report),
             observed=lambda report: self._observations.record(report),
         )
         self._observations = EngineObservations(runtime.registry)
         self._notes: list[str] = []
         """What an operator should know of the settings."""
         self._kvbm_metrics = KvbmMetrics(runtime.registry, configured=bool(config.kvbm.pool))
-        self._kvbm = KvbmClient(
-            runtime,
-            config.kvbm.pool,
+        self._kvbm = LinkReports(
             self._kvbm_metrics,
-            send=self.engine.forward_kvbm,
+            configured=bool(config.kvbm.pool),
             link_changed=self._kvbm_link_changed,
-            place_of=self._traced.place_of,
+            tracer=runtime.tracer,
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = CardAnnouncement(runtime, self.event_source, config.role)
@@ -247,7 +244,6 @@ class Worker:
             role=self._config.role,
         )
         self._metrics.engine_started(self.engine.start_s)
-        self._kvbm.engine_ready()
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         tokens = facts.capacity_blocks * facts.block_size
         if tokens < SMALL_KV_TOKENS:
@@ -370,7 +366,8 @@ class Worker:
         facts = None if self._announcement.card is None else self.engine.facts
         reply, number = self._attempts.admit(generate, facts, asyncio.get_running_loop().time())
         parent = None if self._tracer is None or not (number and message.headers) else carried(message.headers)
-        if number and not self.engine.submit(_MAKE_SUBMIT(*_SUBMITTED(generate), number)):
+        trace = "" if parent is None else parent.header
+        if number and not self.engine.submit(_MAKE_SUBMIT(*_SUBMITTED(generate), number, trace)):
             self._attempts.forget((generate.request, generate.attempt))
             reply = Refused(generate.request, generate.attempt, "overloaded", "the engine does not read its commands")
         elif self._tracer is not None and parent is not None:

@@ -1,4 +1,4 @@
-"""The frames on the Unix socket in a pool's directory, through which an engine without NATS reaches its kvbm. Pure.
+"""The frames on the Unix socket in a pool's directory, through which an engine reaches its kvbm. Pure.
 
     engine  ── Asked ──▶  kvbm          frame: length (4 bytes, little-endian) │ that many bytes of msgpack
             ◀── Hello ──                       Hello comes first on each connection
@@ -42,6 +42,8 @@ class Asked(Struct, frozen=True, tag="asked"):
     operation: str
     """The operation, as the last part of the subject on NATS: attach, store, commit, abort, fetch, release, discard."""
     payload: bytes
+    trace: str = ""
+    """The `traceparent` of a traced request. Empty if it is not traced."""
 
 
 class Answered(Struct, frozen=True, tag="answered"):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import kvbm_copies, kvbm_fetch, kvbm_first, kvbm_path, kvbm_steps
+from benchmarks import kvbm_copies, kvbm_fetch, kvbm_first, kvbm_steps
 from benchmarks.kvbm_steps import Use
 
 
@@ -18,14 +18,6 @@ def test_fetches_are_measured_against_a_kvbm_of_its_own() -> None:
     fetch, alone = kvbm_fetch.measure(8, 10)
     assert fetch.what == "fetch of 8 blocks"
     assert fetch.median_ms > alone.least_ms > 0
-
-
-def test_both_paths_to_kvbm_are_measured_for_each_kind_of_exchange() -> None:
-    rows = kvbm_path.measure(5, first_ms=10)
-    assert [row.what for row in rows] == [exchange.what for exchange in kvbm_path.EXCHANGES]
-    for row in rows:
-        assert row.relays_ms > 0 < row.socket_ms
-        assert row.share == row.saved_ms / 10
 
 
 def test_storing_that_slows_a_step_by_more_than_three_hundredths_misses_the_goal() -> None:

@@ -41,9 +41,9 @@ from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
 from shared.pool.map import ArenaMap, PoolMap
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.faults import Delivery, deliver_at_once
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
+from tests.fakes.memory_sockets import MemorySockets
 
 NAMESPACE = "test"
 LIMIT_S = 180.0
@@ -273,11 +273,12 @@ def _whole(name: int | bytes) -> int:
 
 
 class World:
-    """Everything that outlives a kvbm: NATS, discovery, the directory."""
+    """Everything that outlives a kvbm: NATS, connections in memory, discovery, the directory."""
 
-    def __init__(self, config: KvbmConfig, delivery: Delivery = deliver_at_once) -> None:
+    def __init__(self, config: KvbmConfig) -> None:
         self.config = config
-        self.broker = MemoryBroker(delivery)
+        self.broker = MemoryBroker()
+        self.sockets = MemorySockets()
         self.store = MemoryStore()
         self.bus = MemoryBus(self.broker)
         self.engines: list[Engine] = []
@@ -304,9 +305,10 @@ class Store:
         self.reports: list[wire.KvbmReport] = []
 
     def lose(self) -> None:
-        """End as if killed: no reply that it was about to send arrives."""
+        """End as if killed: no reply that it was about to send arrives, and connections to it end."""
         assert isinstance(self.runtime.bus, MemoryBus)
         self.world.broker.disconnect(self.runtime.bus)
+        self.world.sockets.break_all(self.service.door.path)
 
     async def report(self, message: Message) -> None:
         self.reports.append(wire.KVBM_REPORT.decode(message.payload))
@@ -378,7 +380,9 @@ async def running(world: World, instance: str = "b1") -> AsyncIterator[Store]:
         store = Store(world, service, runtime)
         await world.bus.subscribe(subjects.kvbm(NAMESPACE, instance, "load"), store.report)
         checking = runtime.tasks.create_task(_check(service))
+        world.sockets.listen(service.door.path, service.door.serve)
         yield store
+        world.sockets.unlisten(service.door.path)
         checking.cancel()
 
 

@@ -1,5 +1,5 @@
 """Seeded storms over one pool: engines that store, fetch, freeze past their deadlines and die at any point, a kvbm that
-is stopped or lost and started, links that lose and delay messages, a disk that goes, is slow, damaged, and comes back.
+is stopped or lost and started, connections that break, a disk that goes, is slow, damaged, and comes back.
 Bytes that a fetch says are right are always those that were stored under their key; an engine that lives on comes to
 rest, and the kvbm keeps nothing for it; and once everybody is gone every slot is free.
 
@@ -33,7 +33,7 @@ from services.kvbm.disk.segments import Segments
 from services.kvbm.peers import choice
 from services.kvbm.tickets.packing import pack_slots, unpack_slots
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.kv_connector import connector, stores
+from services.worker.kv_connector import connector, socket_client, stores
 from shared.blocks import Content
 from shared.errors import Unavailable
 from shared.messages import kvbm as wire
@@ -52,7 +52,7 @@ from tests.kvbm.store_rig import (
     until,
     worker_in,
 )
-from tests.kvbm.whole_engine import ANSWER_S, Link, Worker, worker
+from tests.kvbm.whole_engine import ANSWER_S, Faults, Worker
 
 TICKET_S = 0.03
 TICK_S = 0.004
@@ -108,7 +108,6 @@ class Storm:
         self.workers = self.random.choice((0, 0, 2, 3))
         """The number of workers; the other clients are engines that go wrong in ways of their own."""
         arenas = 2 if self.workers else self.random.choice((1, 2))
-        self.link = Link(self.random)
         self.answer_s = ANSWER_S
         """The seconds that an engine waits for an answer."""
         self.ticket_s = TICKET_S
@@ -118,7 +117,8 @@ class Storm:
             self.ticket_s, self.answer_s = PEER_TICKET_S, 20 * ANSWER_S
             tickets = TicketLimits(self.ticket_s, self.ticket_s, 64, PEER_BLOCKS, 1.0)
             config = msgspec.structs.replace(config, peers=peers, pool=pool, tickets=tickets)
-        self.world = World(config, self.link)
+        self.world = World(config)
+        self.faults = Faults(self.random, self.world.sockets)
         self.layouts = (
             (LAYOUT,) if self.workers or peers is not None else self.random.choice(((LAYOUT,), (LAYOUT, OTHER_LAYOUT)))
         )
@@ -161,11 +161,12 @@ class Storm:
     async def end(self, store: Store, troubles: Sequence[asyncio.Task[None]]) -> None:
         """Let all that goes on come to its end, and check that nothing is held. `store` meets no more faults."""
         self.over = True
-        self.link.mend()
+        self.faults.mend()
         self._last.set_result(store)
         await asyncio.wait(troubles)
         for each in troubles:
             each.result()
+        self.seen.update(self.faults.seen)
         await self._all_is_free(store)
 
     async def _lived(self) -> None:
@@ -339,22 +340,22 @@ class Storm:
 
     async def _worker(self, name: str) -> None:
         """Run a worker's engines, one after the other; the last one comes to rest."""
-        async with worker(self.world, name, self.random) as one:
-            self._workers.append(one)
-            while True:
-                engine = await one.life(self.random.randint(1, 400), lambda: self.over, 2 * self.ticket_s)
-                try:
-                    if self.over:
-                        await one.rest(engine, (await self._last).service)
-                finally:
-                    one.die(engine)
-                    self.seen["died"] += 1
-                    self.seen["saved"] += int(engine.exchanged.saved_blocks)
-                    self.seen["loaded"] += int(engine.exchanged.loaded_blocks)
-                    self.seen["not loaded"] += int(engine.exchanged.bad_blocks)
-                    self.seen["used"] += engine.host_tokens + engine.disk_tokens
+        one = Worker(Path(self.world.config.pool.directory), name, self.random, self.faults)
+        self._workers.append(one)
+        while True:
+            engine = await one.life(self.random.randint(1, 400), lambda: self.over, 2 * self.ticket_s)
+            try:
                 if self.over:
-                    return
+                    await one.rest(engine, (await self._last).service)
+            finally:
+                one.die(engine)
+                self.seen["died"] += 1
+                self.seen["saved"] += int(engine.exchanged.saved_blocks)
+                self.seen["loaded"] += int(engine.exchanged.loaded_blocks)
+                self.seen["not loaded"] += int(engine.exchanged.bad_blocks)
+                self.seen["used"] += engine.host_tokens + engine.disk_tokens
+            if self.over:
+                return
 
     # --- the disk
 
@@ -430,6 +431,7 @@ def hurried() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as faster:
             faster.setattr(service, "REPORT_INTERVAL_S", TICK_S)
             faster.setattr(stores, "COLLECT_S", TICK_S / 2)
+            faster.setattr(socket_client, "RETRY_S", TICK_S)
             faster.setattr(connector, "BACK_OFF_FIRST_S", TICK_S)
             faster.setattr(connector, "BACK_OFF_MOST_S", 8 * TICK_S)
             faster.setattr(choice, "REST_S", 4 * TICK_S)

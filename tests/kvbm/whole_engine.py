@@ -1,5 +1,7 @@
-"""A worker next to a kvbm: the shell's own client, and the engine's own core, scheduler, connector and mover, over real
-memory; and the link between worker and kvbm, which loses messages and delays them.
+"""A worker next to a kvbm: the engine's own client of the socket, core, scheduler, connector and mover, over real
+memory; and the connections between engines and kvbm, which break.
+
+    engine ── SocketClient ──▶ FaultyStream ──▶ MemorySockets ──▶ the kvbm's own door
 
 The engine's bytes are `tests.worker.pool_runner`'s: any that are not those of exactly this prefix fail the test.
 """
@@ -7,79 +9,126 @@ The engine's bytes are `tests.worker.pool_runner`'s: any that are not those of e
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from random import Random
 
 from services.kvbm.service import KvbmService
-from services.worker.contracts.messages import KvbmDown, KvbmReply, KvbmUp
-from services.worker.kv_connector.client import KvbmClient
-from services.worker.kv_connector.metrics import KvbmMetrics
-from shared.runtime.runtime import Runtime
-from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBus
-from tests.kvbm.store_rig import LIMIT_S, NAMESPACE
-from tests.kvbm.store_rig import World as Machine
+from services.worker.kv_connector.contract import KvbmNews
+from services.worker.kv_connector.socket_client import SocketClient
+from tests.fakes.memory_sockets import MemorySockets, MemoryStream
+from tests.kvbm.store_rig import LIMIT_S
 from tests.worker import kvbm_world
 from tests.worker.kvbm_world import Engine
 
-SHELL = "shell "
-"""The prefix of the name of a worker's end of its link."""
 PAUSES_S = (0.0, 0.0, 0.001, 0.003)
 ANSWER_S = 0.15
 """Seconds that a request waits for its reply."""
 
 
-class Link:
-    """Faults on the messages of and to workers' shells; no message overtakes another, as with NATS. `lost`, `late` and
-    `twice` are shares. `twice` is of stores, which is worse than NATS: the second one comes later, and its reply
-    reaches no engine."""
+class Faults:
+    """What befalls the connections of workers' engines. `broken` is the share of frames at which a connection ends:
+    before or after the frame, or within it. `late` is the share after which nothing comes for a while, as from a kvbm
+    that is busy. `short` is the share of sends of which the socket takes a part. `seen` counts them."""
 
-    def __init__(self, draw: Random) -> None:
-        self.lost = draw.choice((0.0, 0.01, 0.05))
+    def __init__(self, draw: Random, sockets: MemorySockets) -> None:
+        self.broken = draw.choice((0.0, 0.01, 0.05))
         self.late = draw.choice((0.0, 0.03))
-        self.twice = draw.choice((0.0, 0.1))
-        self._draw = draw
-        self._last_s: dict[tuple[str, str], float] = {}
-        """When the last message of a link arrives."""
+        self.short = draw.choice((0.0, 0.1))
+        self.draw = draw
+        self.seen: Counter[str] = Counter()
+        self._sockets = sockets
 
-    def __call__(self, sender: str, receiver: str, subject: str, deliver: Callable[[], None]) -> None:
-        if not sender.startswith(SHELL) and not receiver.startswith(SHELL):
-            deliver()
-        elif self._draw.random() >= self.lost:
-            loop = asyncio.get_running_loop()
-            late_s = self._draw.uniform(0.0, 1.5 * ANSWER_S) if self._draw.random() < self.late else 0.0
-            arrives_s = max(self._last_s.get((sender, receiver), 0.0) + 1e-6, loop.time() + late_s)
-            self._last_s[sender, receiver] = arrives_s
-            loop.call_at(arrives_s, deliver)
-            if subject.endswith(".store") and self._draw.random() < self.twice:
-                loop.call_at(arrives_s + self._draw.uniform(0.0, 2 * ANSWER_S), deliver)
+    def connect(self, path: Path) -> FaultyStream:
+        """Connect to the kvbm that listens at `path`. Raise ConnectionRefusedError."""
+        return FaultyStream(self._sockets.connect(path, lambda: None), self)
+
+    def befalls(self, fault: str, share: float) -> bool:
+        """Return whether the fault comes to pass now."""
+        happens = self.draw.random() < share
+        self.seen[fault] += happens
+        return happens
+
+    def cut(self, frames: bytes, way: str) -> bytes | None:
+        """Return what of these bytes still arrives before the connection ends. None if it does not end."""
+        if not self.befalls(f"broken {way}", self.broken):
+            return None
+        whole = self.draw.choice((0, len(frames)))
+        within = self.draw.randrange(1, len(frames))
+        return frames[: within if self.befalls(f"broken within a frame {way}", 0.5) else whole]
 
     def mend(self) -> None:
-        """Deliver everything from now on."""
-        self.lost = self.late = self.twice = 0.0
+        """Let nothing befall connections from now on."""
+        self.broken = self.late = self.short = 0.0
+
+
+class FaultyStream:
+    """A MemoryStream that breaks, a `services.worker.kv_connector.socket_client.KvbmStream`. It brings each of kvbm's
+    frames as one piece of bytes."""
+
+    def __init__(self, stream: MemoryStream, faults: Faults) -> None:
+        self._stream = stream
+        self._faults = faults
+        self._broken = False
+        self._late_until_s = 0.0
+
+    def receive(self) -> bytes | None:
+        now_s = asyncio.get_running_loop().time()
+        if self._broken:
+            return b""
+        if now_s < self._late_until_s:
+            return None
+        data = self._stream.receive()
+        if not data:
+            return data
+        if self._faults.befalls("late", self._faults.late):
+            self._late_until_s = now_s + self._faults.draw.uniform(0.0, 1.5 * ANSWER_S)
+        cut = self._faults.cut(data, "from kvbm")
+        if cut is None:
+            return data
+        self._break()
+        return cut
+
+    def send(self, data: bytes) -> int:
+        if self._broken:
+            return self._stream.send(data)  # raises
+        cut = self._faults.cut(data, "to kvbm")
+        if cut is not None:
+            if cut:
+                self._stream.send(cut)
+            self._break()
+            return len(data)
+        if self._faults.befalls("short", self._faults.short):
+            data = data[: self._faults.draw.randrange(len(data))]
+        return self._stream.send(data) if data else 0
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _break(self) -> None:
+        self._broken = True
+        self._stream.close()
 
 
 class Worker:
     """One worker, whose engines live one after the other."""
 
-    def __init__(self, directory: Path, name: str, draw: Random, runtime: Runtime) -> None:
+    def __init__(self, directory: Path, name: str, draw: Random, faults: Faults) -> None:
         self.name = name
         self.acts = 0
         """Turns that its engines have had while they were attached."""
         self._draw = draw
         self._loop = asyncio.get_running_loop()
-        self._inbox: deque[KvbmUp | KvbmDown | KvbmReply] = deque()
-        self.client = KvbmClient(
-            *(runtime, str(directory), KvbmMetrics(runtime.registry)),
-            send=self._inbox.append,
-            link_changed=lambda: None,
-        )
+        self._faults = faults
         self._directory = directory
         self._engines = count(1)
+        self._client: SocketClient
+        """The living engine's."""
 
     async def life(self, steps: int, over: Callable[[], bool], pause_s: float) -> Engine:
         """Run an engine for `steps` steps, and now and then for `pause_s` none. The caller ends it."""
@@ -103,21 +152,22 @@ class Worker:
         world = kvbm_world.World(self._directory, self._draw, threads=self._draw.random() < 0.3)
         world.now_s, world.step_s = self._loop.time(), 3.0
         world.answer_s, world.waits_s = ANSWER_S, (0.02, 0.3)
-        self._inbox.clear()
-        self.client.engine_ready()
+        self._client = SocketClient(self._directory, self._faults.connect)
         return Engine(world, f"{self.name}-{next(self._engines)}")
 
     def _step(self, engine: Engine) -> bool:
         """Run one step. Return False if there was nothing to do."""
-        engine.world.now_s = self._loop.time()
-        while self._inbox:
-            engine.handle(self._inbox.popleft())
-        link = engine.link
+        now_s = engine.world.now_s = self._loop.time()
+        for news in self._client.poll(now_s):
+            engine.handle(news)
         works = engine.step()
-        if engine.link is not link:
-            self.client.handle_engine_message(engine.link)
+        answers: list[KvbmNews] = []
         while engine.asks:
-            self.client.handle_engine_message(engine.asks.popleft())
+            answers += self._client.send(engine.asks.popleft(), now_s)
+        for news in answers:
+            engine.handle(news)
+        for asked in self._client.take_asked():
+            self._faults.seen[f"asked, {asked.outcome}"] += 1
         return works
 
     async def rest(self, engine: Engine, kvbm: KvbmService) -> None:
@@ -147,17 +197,4 @@ class Worker:
         engine.connector.mover.close()
         engine.attachment._pool.close()
         engine.attachment._name.release()
-        self.client.engine_lost()
-
-
-@asynccontextmanager
-async def worker(machine: Machine, name: str, draw: Random) -> AsyncIterator[Worker]:
-    """Run a worker's shell as long as the context is open."""
-    bus = MemoryBus(machine.broker, SHELL + name)
-    async with fake_runtime(NAMESPACE, "worker", name, bus, machine.broker, machine.store) as runtime:
-        one = Worker(Path(machine.config.pool.directory), name, draw, runtime)
-        running = runtime.tasks.create_task(one.client.run())
-        try:
-            yield one
-        finally:
-            running.cancel()
+        self._client.close()

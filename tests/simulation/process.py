@@ -39,6 +39,7 @@ from services.worker.contracts.messages import Ready
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.scheduler.scheduler import Scheduler
 from services.worker.service import Worker
 from services.worker.simulated.runner import SimulatedModel
@@ -49,10 +50,12 @@ from shared.discovery.directory import Directory
 from shared.errors import ConfigError
 from shared.messages.cards import KvLayout, Role, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
+from shared.pool.lock import SOCKET
 from shared.runtime.control import answer_control
 from shared.runtime.runtime import Runtime
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
+from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clock import OWNER, SimulatedLoop
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes
 from tests.simulation.simulated_engine import SimulatedEngine
@@ -83,10 +86,12 @@ class Process:
         draw: Random,
         *,
         sizes: Sizes,
+        sockets: MemorySockets,
         pool: str = "",
         role: Role = "aggregated",
     ) -> None:
-        """`pool`: the directory of the kvbm's. Empty if there is none. `role`: a worker's."""
+        """`pool`: the directory of the kvbm's. Empty if there is none. `sockets`: where engines reach it. `role`: a
+        worker's."""
         self.service: ServiceName = service
         self.role: Role = role
         self.instance = instance
@@ -110,6 +115,8 @@ class Process:
         self._store = store
         self._sizes = sizes
         self._pool = pool
+        self._sockets = sockets
+        self._socket = Path(pool) / SOCKET
         self.bus = MemoryBus(broker, instance)
         self._discovery = MemoryDiscovery(store, instance)
         self.directory = Directory(self._discovery, self.bus, NAMESPACE)
@@ -189,6 +196,7 @@ class Process:
         self.kill_engine()
         if self.kvbm is not None:
             self.kvbm._pool.close()
+            self._sockets.break_all(self._socket)
 
     def _lapse(self) -> None:
         if self.state == "frozen":
@@ -295,8 +303,11 @@ class Process:
         self.scheduler = core._scheduler
         if self.role == "prefill":
             model = PromptModel(model, lambda what: self.wrong.append(f"{self.instance} {what}"))
-        self.engine = SimulatedEngine(core, model)
+        self.engine = SimulatedEngine(core, model, self._connect if self._pool else None)
         return self.engine
+
+    def _connect(self, arrived: Callable[[], None]) -> SocketClient:
+        return SocketClient(Path(self._pool), partial(self._sockets.connect, arrived=arrived))
 
     async def _serve_kvbm(self, runtime: Runtime) -> None:
         """Where the one before has not ended, it is tried again, as a supervisor of kvbm would."""
@@ -309,7 +320,9 @@ class Process:
         while not self._stopping.is_set():
             try:
                 async with kvbm(runtime, config) as self.kvbm:
+                    self._sockets.listen(self._socket, self.kvbm.door.serve)
                     await self._stopping.wait()
+                    self._sockets.unlisten(self._socket)
             except ConfigError:
                 await asyncio.sleep(0.25)
 

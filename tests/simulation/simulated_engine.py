@@ -16,22 +16,28 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit
+from services.worker.contracts.messages import EngineOrder, EngineReport, KvbmAsks, KvbmLink, Prefetch, Submit
 from services.worker.contracts.runner import Work
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.core import EngineCore, comes_meanwhile
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmReply
 from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model.facts import facts_of
 from services.worker.simulated.runner import SimulatedModel, simulated_model
+
+Connect = Callable[[Callable[[], None]], SocketClient]
+"""Returns a connection to the kvbm, which calls the given function when there is something to `poll`."""
 
 
 class SimulatedEngine:
     """An Engine in this process."""
 
-    def __init__(self, core: EngineCore, model: SimulatedModel) -> None:
+    def __init__(self, core: EngineCore, model: SimulatedModel, connect: Connect | None = None) -> None:
         self._core = core
         self._model = model
         self._loop = asyncio.get_running_loop()
@@ -45,9 +51,12 @@ class SimulatedEngine:
         self._frozen = False
         self._killed = False
         self._called = asyncio.Event()
+        self._kvbm = None if connect is None else connect(self._called.set)
 
     @staticmethod
-    async def start(config: WorkerConfig, model_name: str, instance: str) -> SimulatedEngine:
+    async def start(
+        config: WorkerConfig, model_name: str, instance: str, connect: Connect | None = None
+    ) -> SimulatedEngine:
         """Start an engine, as EngineProcess does. Raises ModelError, ConfigError."""
         facts = facts_of(Path(config.model), block_size=config.block_size, capacity_blocks=config.capacity_blocks)
         model = simulated_model(facts, config.simulated)
@@ -56,7 +65,7 @@ class SimulatedEngine:
             return SimulatedEngine(EngineCore.of(engine_config, model.facts), model)
         mover = model.timing.mover(config.block_size, asyncio.get_running_loop().time)
         attachment = PoolAttachment(Path(config.kvbm.pool), instance)
-        return SimulatedEngine(EngineCore.of(engine_config, model.facts, mover, attachment), model)
+        return SimulatedEngine(EngineCore.of(engine_config, model.facts, mover, attachment), model, connect)
 
     @property
     def pid(self) -> int:
@@ -84,6 +93,8 @@ class SimulatedEngine:
         """Lose the engine at once, frozen or not, with all commands and reports that were not handled."""
         if not self._killed:
             self._core.close()
+            if self._kvbm is not None:
+                self._kvbm.close()
         self._killed = True
         self._called.set()
 
@@ -115,12 +126,37 @@ class SimulatedEngine:
         now_s = self._loop.time()
         while self._commands:
             self._reports.extend(self._core.handle(self._commands.popleft(), now_s))
+        self._hear_kvbm(now_s)
         reports, self._works = self._core.begin(now_s)
-        self._reports.extend((*reports, *self._core.step_connector(now_s)))
+        self._reports.extend(reports)
+        answered = self._tell(self._core.step_connector(now_s), now_s)
         if self._works is not None:
             self._begun_s, self._ends_s = now_s, now_s + self._model.timing.step_s(self._works)
-        if not self._reports and not (self._works is None and self._core.busy):
-            await self._rest(self._core.wait_until_s if self._works is None else self._ends_s)
+        if not self._reports and not (self._works is None and (self._core.busy or answered)):
+            await self._rest(self._wait_until_s if self._works is None else self._ends_s)
+
+    @property
+    def _wait_until_s(self) -> float | None:
+        due_s = [self._core.wait_until_s, None if self._kvbm is None else self._kvbm.wait_until_s]
+        return min([one_s for one_s in due_s if one_s is not None], default=None)
+
+    def _hear_kvbm(self, now_s: float) -> None:
+        for news in () if self._kvbm is None else self._kvbm.poll(now_s):
+            self._core.handle(news, now_s)
+
+    def _tell(self, messages: Sequence[KvbmAsk | KvbmLink], now_s: float) -> bool:
+        """Ask the kvbm, and report the link. Return whether there was an answer at once."""
+        answers: list[KvbmDown | KvbmReply] = []
+        for message in messages:
+            if isinstance(message, KvbmLink):
+                self._reports.append(message)
+            elif self._kvbm is not None:
+                answers += self._kvbm.send(message, now_s)
+        for news in answers:
+            self._core.handle(news, now_s)
+        if self._kvbm is not None and (asks := self._kvbm.take_asked()):
+            self._reports.append(KvbmAsks(asks))
+        return bool(answers)
 
     def _exchange(self) -> None:
         """Exchange blocks while a step is computed, as an engine with a GPU does; other commands wait."""
@@ -132,7 +168,8 @@ class SimulatedEngine:
             else:
                 others.append(command)
         self._commands = others
-        self._reports.extend(self._core.exchange(now_s))
+        self._hear_kvbm(now_s)
+        self._tell(self._core.exchange(now_s), now_s)
 
     def _finish(self, works: list[Work]) -> None:
         self._works = None

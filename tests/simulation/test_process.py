@@ -5,6 +5,7 @@ from random import Random
 
 from tests.fakes.memory_bus import MemoryBroker
 from tests.fakes.memory_discovery import MemoryStore
+from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clock import SimulatedLoop
 from tests.simulation.plan import plan
 from tests.simulation.process import Process
@@ -15,7 +16,9 @@ def test_a_frozen_process_that_lost_its_lease_is_not_published_before_it_is_thaw
         loop = asyncio.get_running_loop()
         assert isinstance(loop, SimulatedLoop)
         store = MemoryStore(ttl_s=1.0)
-        worker = Process(loop, MemoryBroker(), store, "worker", "w1", Random(1), sizes=plan(1).sizes)
+        worker = Process(
+            *(loop, MemoryBroker(), store, "worker", "w1", Random(1)), sizes=plan(1).sizes, sockets=MemorySockets()
+        )
         await asyncio.sleep(1.0)
         assert len(store.found("")) == 2
         worker.freeze()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -12,10 +14,8 @@ from services.worker.config import KVConnectorConfig, SimulatedConfig, WorkerCon
 from services.worker.contracts.messages import (
     CancelAttempt,
     Exchanged,
-    KvbmAsk,
+    KvbmAsked,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Ready,
     Snapshot,
     Stepped,
@@ -23,6 +23,9 @@ from services.worker.contracts.messages import (
     TakeEngineSnapshot,
 )
 from services.worker.engine.channel import ChannelClosed
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
+from services.worker.kv_connector.socket_client import SocketClient
+from services.worker.model.facts import facts_of
 from shared.errors import ConfigError
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.frames import Part
@@ -32,6 +35,7 @@ from shared.messages.kvbm import StoreLayout
 from shared.messages.load import KvState
 from tests.simulation.clock import SimulatedLoop
 from tests.simulation.simulated_engine import SimulatedEngine
+from tests.worker.drawer_socket import answers
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.shell import LIMIT_S, endless, request, running_worker, write_model
 
@@ -201,61 +205,78 @@ def test_a_table_that_is_not_there_is_an_error_of_the_settings(tmp_path: Path) -
     simulate(scenario())
 
 
+class DrawerConnection:
+    """A SocketClient of a kvbm in a drawer, which answers at once."""
+
+    wait_until_s: float | None = None
+
+    def __init__(self, drawer: Drawer, arrived: Callable[[], None]) -> None:
+        self._drawer = drawer
+        self._arrived = arrived
+        self._news: list[KvbmNews] = [KvbmUp(drawer.name)]
+
+    def poll(self, _now_s: float, /) -> list[KvbmNews]:
+        news, self._news = self._news, []
+        return news
+
+    def send(self, ask: KvbmAsk, now_s: float) -> list[KvbmDown | KvbmReply]:
+        self._news += [KvbmReply(ask.number, one.payload, one.last) for one in answers(self._drawer, ask, now_s)]
+        self._arrived()
+        return []
+
+    def take_asked(self) -> list[KvbmAsked]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def connection(drawer: Drawer, arrived: Callable[[], None]) -> SocketClient:
+    return cast(SocketClient, DrawerConnection(drawer, arrived))
+
+
 def test_engines_exchange_blocks_with_a_kvbm_on_the_same_clock(tmp_path: Path) -> None:
     times = msgspec.structs.replace(TIMES, copy_bytes_per_s=131_072 * 16 * 10.0)  # ten blocks a second
     settings = msgspec.structs.replace(
         config(tmp_path, times), kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=60.0), block_size=16
     )
 
-    async def answered(engine: SimulatedEngine, drawer: Drawer, name: str) -> Part:
+    async def answered(engine: SimulatedEngine, name: str) -> Part:
         """Its last part."""
         engine.submit(submit(name, list(range(5, 70)), 1))
         while True:
             match await engine.receive():
-                case KvbmAsk() as ask:
-                    carry(engine, drawer, ask)
                 case Stepped() as step if step.parts:
                     return step.parts["f"][-1]
                 case _:
                     pass
 
-    async def linked(engine: SimulatedEngine, drawer: Drawer) -> None:
-        engine.send(KvbmUp("k1"))
+    async def linked(engine: SimulatedEngine) -> None:
         while True:
             match await engine.receive():
-                case KvbmAsk() as ask:
-                    carry(engine, drawer, ask)
                 case KvbmLink(kvbm):
                     assert kvbm == "k1"
                     return
                 case _:
                     pass
 
-    def carry(engine: SimulatedEngine, drawer: Drawer, ask: KvbmAsk) -> None:
-        for reply in drawer.answer(ask, now_s())[0]:
-            engine.send(KvbmReply(ask.number, reply))
-
     async def scenario() -> None:
-        first = await SimulatedEngine.start(settings, "model", "w1")
-        second = await SimulatedEngine.start(settings, "model", "w2")
-        facts = await first.receive()
-        assert isinstance(facts, Ready)
+        facts = facts_of(Path(settings.model), block_size=16, capacity_blocks=64)
         layout = StoreLayout(model="model", weights=facts.weights, kv=facts.kv_layout)
         drawer = Drawer(tmp_path / "pool", "k1", layout, TicketLimits(), {})
+        first = await SimulatedEngine.start(settings, "model", "w1", partial(connection, drawer))
+        second = await SimulatedEngine.start(settings, "model", "w2", partial(connection, drawer))
         for engine in (first, second):
-            await linked(engine, drawer)
-        assert (await answered(first, drawer, "a")).cached_tokens == 0
+            await linked(engine)
+        assert (await answered(first, "a")).cached_tokens == 0
         saved = 0
         while saved < 4:
             match await first.receive():
-                case KvbmAsk() as ask:
-                    carry(first, drawer, ask)
                 case Stepped(exchanged=Exchanged(saved_blocks=saved, save_s=took_s)):
                     assert took_s == pytest.approx(0.4)
                 case _:
                     pass
         began_s = now_s()
-        assert (await answered(second, drawer, "b")).cached_host_tokens == 64
+        assert (await answered(second, "b")).cached_host_tokens == 64
         assert now_s() - began_s == pytest.approx(0.4 + 1.0), "four copies, and a step of one token"
         first.kill()
         assert len(drawer.pool.owners.poll()) == 1, "a killed engine's lock is free"

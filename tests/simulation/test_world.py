@@ -26,7 +26,6 @@ from services.router.selection.load import LoadTracker
 from services.router.selection.speculation import Speculation
 from services.router.sync.follower import DirectoryFollower
 from services.router.sync.source import SourceSync
-from services.worker.kv_connector.client import KvbmClient
 from services.worker.scheduler.hand_over import HandOvers
 from services.worker.scheduler.sequence import Sequence
 from services.worker.service import Worker
@@ -35,6 +34,7 @@ from shared.messages.cards import Role
 from shared.messages.frames import NOT_BEGUN, Part
 from shared.messages.kvbm import Settled
 from shared.messages.select import Selected
+from tests.fakes.memory_sockets import MemorySockets, MemoryStream
 from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, plan, role_of_replacement
 from tests.simulation.seeds import drawn, failures
 from tests.simulation.world import run
@@ -177,7 +177,10 @@ def test_a_gap_that_is_not_seen_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_kvbm_of_whose_return_engines_do_not_hear_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KvbmClient, "engine_ready", lambda _: None)
+    def refuse(_sockets: MemorySockets, path: Path, **_: object) -> MemoryStream:
+        raise ConnectionRefusedError(path)
+
+    monkeypatch.setattr(MemorySockets, "connect", refuse)
     assert finds("is attached to '', not to 'k", stormy())
 
 

@@ -31,6 +31,7 @@ from shared.errors import RequestTimeout
 from shared.messages.cards import Role, ServiceName
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
 from tests.fakes.memory_discovery import MemoryStore
+from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
 from tests.simulation.invariants import troubles, violations
@@ -86,6 +87,7 @@ class World:
         """The faults that befell the moment that they waited for."""
         self._pool = ""
         """The directory of the kvbm's."""
+        self._sockets = MemorySockets()
         loop.set_exception_handler(self._on_exception)
 
     async def run(self) -> None:
@@ -137,6 +139,7 @@ class World:
             *(self._loop, self._broker, self._store, service, instance),
             Random(f"{instance} {self._plan.seed}"),
             sizes=self._plan.sizes,
+            sockets=self._sockets,
             pool=self._pool,
             role=role,
         )

@@ -24,7 +24,7 @@ from services.kvbm.tiers.actions import Read, ReadOutcome, Spill, TierEvent, Tie
 from services.kvbm.tiers.disk_records import FoundBlock
 from services.kvbm.tiers.policies import LruPolicy
 from services.kvbm.tiers.tiers import Tiers
-from services.worker.contracts.messages import KvbmAsk
+from services.worker.kv_connector.contract import KvbmAsk
 from shared.blocks import Content, ContentStored
 from shared.hashing import ContentKey, pack_hashes
 from shared.messages import kvbm as wire

@@ -15,11 +15,7 @@ from services.worker.contracts.messages import (
     CancelAttempt,
     EngineOperation,
     Exchanged,
-    KvbmAsk,
-    KvbmDown,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Operate,
     Operated,
     Prefetch,
@@ -30,6 +26,7 @@ from services.worker.contracts.messages import (
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import EngineCore
 from services.worker.kv_connector.connector import ExchangeTerms, KVConnector
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler

@@ -23,10 +23,8 @@ from services.worker.contracts.messages import (
     EngineReport,
     Exchanged,
     Failed,
-    KvbmAsk,
+    KvbmAsks,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Loading,
     Ready,
     Stepped,
@@ -47,6 +45,7 @@ from shared.messages.generate import Sampling
 from shared.messages.kvbm import StoreLayout
 from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
+from tests.worker.drawer_socket import listening
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_file import make_pool
 from tests.worker.shell import LIMIT_S, write_model
@@ -92,9 +91,7 @@ async def answer(
     async with asyncio.timeout(LIMIT_S):
         while not parts or parts[-1].finish is None:
             report = await engine.receive()
-            if isinstance(report, KvbmAsk):
-                assert store is not None
-                store.answer(engine, report)
+            if store is not None and isinstance(report, KvbmAsks | KvbmLink):
                 continue
             assert isinstance(report, Stepped), report
             parts += report.parts.get("f", [])
@@ -106,10 +103,10 @@ async def answer(
 
 
 class Store:
-    """A kvbm in a drawer, and the shells that carry what the engines say to it and hear."""
+    """A kvbm in a drawer, and what an engine has exchanged with it."""
 
     def __init__(self, directory: Path, facts: Ready) -> None:
-        self._directory = directory
+        self.directory = directory
         self._layout = StoreLayout(model="tiny", weights=facts.weights, kv=facts.kv_layout)
         self._disk: dict[ContentKey, tuple[Content, bytes]] = {}
         self._kvbms = 0
@@ -120,7 +117,7 @@ class Store:
     def _open(self) -> Drawer:
         self._kvbms += 1
         return Drawer(
-            self._directory, f"k{self._kvbms}", self._layout, TicketLimits(), self._disk, pool_bytes=self._pool_bytes
+            self.directory, f"k{self._kvbms}", self._layout, TicketLimits(), self._disk, pool_bytes=self._pool_bytes
         )
 
     @property
@@ -133,22 +130,11 @@ class Store:
         self.drawer.close()
         self.drawer = self._open()
 
-    def answer(self, engine: EngineProcess, ask: KvbmAsk) -> None:
-        now_s = asyncio.get_running_loop().time()
-        replies, ticket = self.drawer.answer(ask, now_s)
-        while self.drawer.reads:
-            self.drawer.read("ok", now_s)
-        replies += [reply for reply in self.drawer.advanced.pop(ticket, []) if reply]
-        for index, reply in enumerate(replies, 1):
-            engine.send(KvbmReply(ask.number, reply, last=index == len(replies)))
-
     async def linked(self, engine: EngineProcess) -> None:
-        engine.send(KvbmUp(self.drawer.name))
+        """Wait until the engine exchanges blocks."""
         async with asyncio.timeout(LIMIT_S):
             while True:
                 match await engine.receive():
-                    case KvbmAsk() as ask:
-                        self.answer(engine, ask)
                     case KvbmLink(kvbm) if kvbm == self.drawer.name:
                         return
                     case _:
@@ -159,8 +145,6 @@ class Store:
         async with asyncio.timeout(LIMIT_S):
             while self.exchanged.saved_blocks < blocks:
                 match await engine.receive():
-                    case KvbmAsk() as ask:
-                        self.answer(engine, ask)
                     case Stepped(exchanged=Exchanged() as exchanged):
                         self.exchanged = exchanged
                     case _:
@@ -300,28 +284,30 @@ async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answer
     prompt = [position * 7 % 320 for position in range(100)]
     first = await EngineProcess.start(config, "tiny", "w1")
     store = Store(tmp_path / "pool", await ready(first))
-    await store.linked(first)
-    computed = await answer(first, prompt, 8, store=store)
-    await store.saved(first, 6)
-    first.kill()
-    second = await EngineProcess.start(config, "tiny", "w2")
-    await ready(second)
-    await store.linked(second)
-    loaded = await answer(second, prompt, 8, store=store)
-    assert [part.tokens for part in loaded] == [part.tokens for part in computed]
-    assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
+    async with listening(store.directory, store.drawer):
+        await store.linked(first)
+        computed = await answer(first, prompt, 8, store=store)
+        await store.saved(first, 6)
+        first.kill()
+        second = await EngineProcess.start(config, "tiny", "w2")
+        await ready(second)
+        await store.linked(second)
+        loaded = await answer(second, prompt, 8, store=store)
+        assert [part.tokens for part in loaded] == [part.tokens for part in computed]
+        assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
     second.kill()
     await first.end(LIMIT_S)
     await second.end(LIMIT_S)
 
     store.restart()
-    third = await EngineProcess.start(config, "tiny", "w3")
-    await ready(third)
-    await store.linked(third)
-    from_disk = await answer(third, prompt, 8, store=store)
-    assert [part.tokens for part in from_disk] == [part.tokens for part in computed]
-    assert (from_disk[-1].cached_tokens, from_disk[-1].cached_disk_tokens) == (96, 96)
-    assert await third.end(LIMIT_S) == 0
+    async with listening(store.directory, store.drawer):
+        third = await EngineProcess.start(config, "tiny", "w3")
+        await ready(third)
+        await store.linked(third)
+        from_disk = await answer(third, prompt, 8, store=store)
+        assert [part.tokens for part in from_disk] == [part.tokens for part in computed]
+        assert (from_disk[-1].cached_tokens, from_disk[-1].cached_disk_tokens) == (96, 96)
+        assert await third.end(LIMIT_S) == 0
     store.drawer.close()
 
 

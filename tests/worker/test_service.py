@@ -14,10 +14,7 @@ from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import (
     KV_EVENTS,
     EngineLoad,
-    KvbmAsk,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Snapshot,
     Stepped,
     Submit,
@@ -40,9 +37,7 @@ from shared.messages.kv_events import (
     SnapshotRequest,
 )
 from shared.messages.load import KvState, RankLoad
-from shared.pool.lock import LOCK, HeldLock
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.logged import logged
 from tests.worker.scripted_engine import FACTS, ScriptedEngines
 from tests.worker.shell import (
@@ -505,13 +500,11 @@ async def test_a_load_report_over_the_payload_limit_is_left_out_and_the_worker_l
         await shell.peer.until(lambda: bool(shell.peer.reports))
 
 
-async def test_the_card_names_the_kvbm_and_so_does_the_shell(config: WorkerConfig, tmp_path: Path) -> None:
-    pool = tmp_path / "pool"
-    pool.mkdir(mode=0o700)
-    lock = HeldLock.acquire(pool / LOCK, "1 k1\n")
-    entry = INSTANCE.encode(Instance(NAMESPACE, "kvbm", "k1", 1, "here", 1, 0.0, "0"), JSON_HEADER)
+async def test_the_card_names_the_kvbm_with_which_the_engine_exchanges_blocks(
+    config: WorkerConfig, tmp_path: Path
+) -> None:
     engines = ScriptedEngines()
-    config = msgspec.structs.replace(config, kvbm=KVConnectorConfig(pool=str(pool)))
+    config = msgspec.structs.replace(config, kvbm=KVConnectorConfig(pool=str(tmp_path / "pool")))
     async with running_worker(config, start_engine=engines.start) as shell:
 
         def linked() -> tuple[str, str] | None:
@@ -519,26 +512,16 @@ async def test_the_card_names_the_kvbm_and_so_does_the_shell(config: WorkerConfi
             return None if card is None else (card.kvbm, card.kvbm_layout)
 
         await shell.peer.until(lambda: linked() == ("", ""))
-        await MemoryDiscovery(shell.store).register(
-            lambda _epoch: {subjects.instance_key(NAMESPACE, "kvbm", "k1"): entry}
-        )
         [first] = engines.all
         assert first.instance == WORKER
-        await shell.peer.until(lambda: first.told == [KvbmUp("k1")])
         first.report(KvbmLink("k1", "5eed"))
         await shell.peer.until(lambda: linked() == ("k1", "5eed"))
-        first.report(KvbmAsk(1, "store", b"x", LIMIT_S))
-        await shell.peer.until(lambda: len(first.told) == 2)
-        assert isinstance(first.told[1], KvbmReply)
-        assert "no process listens" in first.told[1].failed
         first.kill()
         await shell.peer.until(lambda: linked() is None)
         await shell.peer.until(lambda: linked() == ("", ""))
         _, second = engines.all
-        assert second.told == [KvbmUp("k1")]
         second.report(KvbmLink("k1", "5eed"))
         await shell.peer.until(lambda: linked() == ("k1", "5eed"))
-    lock.close()
 
 
 async def test_draining_refuses_new_attempts_and_ends_the_running_ones_with_an_error(config: WorkerConfig) -> None:

@@ -30,7 +30,7 @@ class Request(Struct, frozen=True):
     operation: str
     payload: bytes
     headers: Mapping[str, str]
-    """The headers of the message: encoding and trace. Empty for one from the socket."""
+    """Encoding and trace. One from the socket has at most the trace."""
     answer: Answer
 
 

@@ -1,4 +1,4 @@
-"""The Unix socket in the pool's directory, through which engines without NATS reach kvbm.
+"""The Unix socket in the pool's directory, through which engines reach kvbm.
 
     engine ── Asked ──▶ connection ──▶ handle(request) ──▶ the service, as for a request over NATS
            ◀── Hello, Answered ──  the request's `answer` writes to its connection
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from shared.errors import PayloadTooLarge, ProtocolError
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import TO_KVBM, Answered, FrameReader, Hello, encode_frame
 from shared.rate_limited_log import RateLimitedLog
-from shared.socket_path import LIMIT_BYTES
+from shared.socket_path import reachable
+from shared.tracing.traceparent import HEADER
 
 MOST_CONNECTIONS = MOST_OWNERS
 """The most connections at once: one an engine. One more is closed."""
@@ -63,19 +63,12 @@ class SocketDoor:
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
-        """Listen. Where that is not possible, say so in the log: kvbm serves over NATS alone."""
-        size_bytes = len(os.fsencode(self.path))
-        if size_bytes > LIMIT_BYTES:
-            _log.warning(
-                "no socket at %s: the path has %d bytes, and a socket's may have %d; engines reach this kvbm over NATS "
-                "only. Choose a shorter pool.directory for engines that need the socket",
-                *(self.path, size_bytes, LIMIT_BYTES),
-            )
-            return
+        """Listen. If that is not possible, say so in the log: only engines of one's own reach this kvbm then."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             self.path.unlink(missing_ok=True)  # of a kvbm that was killed
-            listening.bind(str(self.path))
+            with ExitStack() as opened:
+                listening.bind(reachable(str(self.path), opened))
             self.path.chmod(0o600)  # before it listens
             listening.listen(MOST_CONNECTIONS)
             # Not asyncio's server: one that is closed forgets the connections that it has just accepted.
@@ -84,18 +77,17 @@ class SocketDoor:
         except (OSError, NotImplementedError) as wrong:  # an event loop need not have sockets
             self._listening = None
             listening.close()
-            _log.warning("no socket at %s: %s; engines reach this kvbm over NATS only", self.path, wrong)
+            _log.error("no socket at %s, so that workers exchange no blocks with this kvbm: %s", self.path, wrong)
 
     async def stop_reading(self) -> None:
         """Accept no connection and no request any longer. Answers can still be sent."""
-        if self._listening is None:
-            return
         self._stopping = True
-        asyncio.get_running_loop().remove_reader(self._listening)
-        self._listening.close()
-        self._listening = None
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
         if self._welcomes:
             await asyncio.wait(self._welcomes)
         tasks = list(self._connections.values())
@@ -149,6 +141,10 @@ class SocketDoor:
         except OSError:  # the client is gone
             accepted.close()
             return
+        self.serve(reader, writer)
+
+    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Say hello on a connection, and handle its requests until it ends."""
         writer.write(encode_frame(self._hello()))
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
 
@@ -160,7 +156,8 @@ class SocketDoor:
                 for body in frames.feed(data):
                     asked = TO_KVBM.decode(body)
                     answer = partial(self._answer, writer, asked.number)
-                    await self._handle(Request(asked.operation, asked.payload, {}, answer))
+                    headers = {HEADER: asked.trace} if asked.trace else {}
+                    await self._handle(Request(asked.operation, asked.payload, headers, answer))
                     await asyncio.sleep(0)  # other connections have their turn
         except ProtocolError as wrong:
             self.refused.warn("socket", f"a connection was closed, as it sent nonsense: {wrong}")

@@ -32,9 +32,6 @@ from services.worker.contracts.messages import (
     EngineOrder,
     ExplainBlock,
     Failed,
-    KvbmDown,
-    KvbmReply,
-    KvbmUp,
     Operate,
     Operated,
     Prefetch,
@@ -166,7 +163,7 @@ class ServerEngine:
                 self._channel.send(self._blocks.explain(name, ticket, time.monotonic()))
             case Operate(ticket, operation):
                 self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
-            case Prefetch() | KvbmUp() | KvbmDown() | KvbmReply():
+            case Prefetch():
                 pass  # the shell sends none, since no kvbm is configured for this engine
             case _:
                 assert_never(command)

@@ -27,8 +27,8 @@ class FetchRequest(Struct, frozen=True):
     """Names the fetch in `begin_load`, `end_loads` and `end_fetch`. Each fetch ends with exactly one `end_fetch`."""
     keys: list[ContentKey]
     """Content keys in the order of the chain, from the first missing block on."""
-    attempt: int = 0
-    """`Submit.number` of the attempt that waits. 0 if the engine is not ours, or no attempt waits."""
+    trace: str = ""
+    """`Submit.trace` of the attempt that waits. Empty if it is not traced, or if no attempt waits."""
     awaits: bool = False
     """Whether blocks that are not stored yet are waited for: another engine is computing them."""
     sharer: str = ""

@@ -5,11 +5,10 @@
         TakeEngineSnapshot, ExplainBlock,
         Operate, Shutdown
                             ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, Failed
-        KvbmUp, KvbmDown, KvbmReply              ──▶     the machine's block store, and copies to and from it
-                            ◀──   KvbmAsk, KvbmLink
+                            ◀──   KvbmLink, KvbmAsks     the machine's block store, with which the engine speaks itself
 
 The engine owns the block pool and numbers the KV event batches, so that one process says what is cached. The shell
-answers the network and never touches a block; it carries messages between engine and kvbm without decoding them.
+answers the network and never touches a block.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from shared.messages.control import Note
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
 from shared.messages.kv_events import KvEvent, SnapshotBlock
+from shared.tracing.traceparent import TraceParent
 
 # --- shell → engine
 
@@ -51,6 +51,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     """An attempt with this flag ends with its first token, as `Generate.prefill_only` says."""
     number: int = 0
     """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
+    trace: str = ""
+    """The `traceparent` of what is done for the attempt. Empty if it is not traced."""
 
 
 class Prefetch(Struct, frozen=True, tag="prefetch"):
@@ -106,33 +108,7 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """End the process. Attempts that run are not finished first: the shell drains before it sends this."""
 
 
-class KvbmUp(Struct, frozen=True, tag="kvbm_up"):
-    """A kvbm serves the pool's directory now: attach to it."""
-
-    kvbm: str
-    """The kvbm's instance id."""
-
-
-class KvbmDown(Struct, frozen=True, tag="kvbm_down"):
-    """The kvbm has gone. Slots that it held for this engine may soon belong to another engine."""
-
-    reason: str
-
-
-class KvbmReply(Struct, frozen=True, tag="kvbm_reply"):
-    """One answer to the KvbmAsk of this number."""
-
-    number: int
-    payload: bytes
-    last: bool = True
-    """No other answer to the KvbmAsk follows."""
-    failed: str = ""
-    """Why there is no payload: no answer came in time, or NATS is away. The kvbm may have done what was asked."""
-
-
-EngineOrder = (
-    Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | KvbmUp | KvbmDown | KvbmReply
-)
+EngineOrder = Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate
 EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
@@ -394,17 +370,37 @@ class Failed(Struct, frozen=True, tag="failed"):
 KvbmOperation = Literal["attach", "store", "commit", "abort", "fetch", "release", "discard"]
 
 
-class KvbmAsk(Struct, frozen=True, tag="kvbm_ask"):
-    """Send a request to the kvbm. Each KvbmReply is an answer; the last one is marked `last`."""
+AskOutcome = Literal["answered", "away", "late"]
+"""How a request to the kvbm ended: with its last answer, without a connection, or without an answer in time."""
 
-    number: int
+
+class AskSpan(Struct, frozen=True, array_like=True):
+    """The span of a traced request to the kvbm, whose own span is below it."""
+
+    place: TraceParent
+    parent: str
+    """The id of the span that it is below."""
+    start_ns: int
+    """Nanoseconds since 1970."""
+
+
+class KvbmAsked(Struct, frozen=True, array_like=True):
+    """A request to the kvbm that has ended."""
+
     operation: KvbmOperation
-    payload: bytes
-    """The request as `shared.messages.kvbm` encodes it."""
-    timeout_s: float
-    """Seconds that each answer may take."""
-    attempt: int = 0
-    """`Submit.number` of the attempt that waits for a fetch. 0 if there is none."""
+    outcome: AskOutcome
+    took_s: float
+    """Seconds until the engine had the last answer."""
+    failed: str = ""
+    """Why there was no last answer."""
+    span: AskSpan | None = None
+    """Its span, if it is traced."""
+
+
+class KvbmAsks(Struct, frozen=True, tag="kvbm_asks"):
+    """Requests to the kvbm that have ended; sent when the engine has nothing to do, and about once a second."""
+
+    asks: list[KvbmAsked]
 
 
 class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
@@ -429,6 +425,6 @@ EngineReport = (
     | OwnMetrics
     | MemoryUse
     | Failed
-    | KvbmAsk
+    | KvbmAsks
     | KvbmLink
 )

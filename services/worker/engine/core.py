@@ -31,11 +31,7 @@ from services.worker.contracts.messages import (
     EngineOperation,
     EngineOrder,
     ExplainBlock,
-    KvbmAsk,
-    KvbmDown,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Operate,
     Operated,
     Prefetch,
@@ -49,6 +45,7 @@ from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.contracts.sharing import Sharer, ShareReader
 from services.worker.kv_connector.connector import Attachment, ExchangeTerms, KVConnector
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
@@ -79,8 +76,7 @@ def store_layout(config: EngineConfig, facts: Ready) -> StoreLayout:
 def comes_meanwhile(command: EngineCommand, *, after_others: bool) -> TypeGuard[EngineOrder]:
     """Whether a command is handled while a step is computed; the others are handled after it. `after_others`: some came
     before it that are not handled yet, and commands of attempts keep their order."""
-    kvbm_says = isinstance(command, (KvbmUp, KvbmDown, KvbmReply))
-    return kvbm_says or (isinstance(command, (Submit, Prefetch)) and not after_others)
+    return isinstance(command, (Submit, Prefetch)) and not after_others
 
 
 class EngineCore:
@@ -173,9 +169,11 @@ class EngineCore:
         """Whether `begin` would give a step now."""
         return self._scheduler.busy
 
-    def handle(self, command: EngineOrder, now_s: float) -> Sequence[Stepped | Snapshot | BlockExplained | Operated]:
-        """Handle a command; return its answers. A snapshot comes after everything that it contains was reported. An
-        operation that is not refused is `due_operation` later."""
+    def handle(
+        self, command: EngineOrder | KvbmNews, now_s: float
+    ) -> Sequence[Stepped | Snapshot | BlockExplained | Operated]:
+        """Handle a command, or what the kvbm says; return the answers. A snapshot comes after everything that it
+        contains was reported. An operation that is not refused is `due_operation` later."""
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)

@@ -1,5 +1,5 @@
-"""EngineLoop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command comes, a copy
-ends, or a time has come.
+"""EngineLoop: commands in, one step, reports out. It sleeps while there is nothing to do: until a command or an answer
+of the kvbm comes, a copy ends, or a time has come.
 
     the loop     commands, begin │ launch │ exchange blocks, sleep, exchange … │ draw, finish, reports │ commands …
     the device                            │ computes the step ──────────────────────│
@@ -15,16 +15,18 @@ true: a long first step made all later ones as long.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 
-from services.worker.contracts.messages import EngineCommand, Shutdown
+from services.worker.contracts.messages import EngineCommand, KvbmAsks, KvbmLink, Shutdown
 from services.worker.contracts.runner import Overlaps, Runner
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore, comes_meanwhile
+from services.worker.kv_connector.contract import KvbmAsk
+from services.worker.kv_connector.socket_client import SocketClient
 
-MEMORY_INTERVAL_S = 1.0
-"""Seconds between two reports of the device's memory while steps are computed."""
+USE_INTERVAL_S = 1.0
+"""Seconds between two reports of the device's memory, and of what was asked of the kvbm, while steps are computed."""
 EXCHANGE_S = 0.002
 """Seconds before the expected end of a step at which the last exchange begins: it and the wait before it are over when
 the step is."""
@@ -36,13 +38,22 @@ end long before it is expected to."""
 class EngineLoop:
     """Drives a core with a runner and a clock."""
 
-    def __init__(self, channel: EngineEnd, core: EngineCore, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        channel: EngineEnd,
+        core: EngineCore,
+        runner: Runner,
+        clock: Callable[[], float],
+        kvbm: SocketClient | None = None,
+    ) -> None:
+        """`kvbm` is the connection of a core that exchanges blocks; the channel watches its descriptor."""
         self._channel = channel
         self._core = core
         self._runner = runner
         self._clock = clock
-        self._memory_due_s = 0.0
-        """When the device's memory is reported next."""
+        self._kvbm = kvbm
+        self._use_due_s = 0.0
+        """When the device's memory and what was asked of the kvbm are reported next."""
         self._idle = False
         """There was nothing to do in the last round."""
         self._begun_s = 0.0
@@ -55,13 +66,14 @@ class EngineLoop:
     def run(self) -> None:
         """Run until Shutdown. Raise what the runner raises."""
         self._channel.send(self._core.opening())
-        self._report_memory()
+        self._report_use()
         while self._handle_commands():
             self._step()
 
     def _handle_commands(self) -> bool:
         """Handle the commands that have come. Return False if Shutdown was among them."""
         self._commands.extend(self._channel.receive(self._limit_s()))
+        self._hear_kvbm()
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Shutdown):
@@ -78,37 +90,61 @@ class EngineLoop:
             failed = self._runner.operate(due.operation, due.name, due.path, due.level)
             for report in self._core.operated(failed, self._clock()):
                 self._channel.send(report)
-            self._report_memory()
+            self._report_use()
 
     def _limit_s(self) -> float | None:
         """Return how long to wait for commands."""
         if not self._idle:
             return 0.0
-        until_s = self._core.wait_until_s
-        return None if until_s is None else max(0.0, until_s - self._clock())
+        until_s = [self._core.wait_until_s, None if self._kvbm is None else self._kvbm.wait_until_s]
+        due_s = min([one_s for one_s in until_s if one_s is not None], default=None)
+        return None if due_s is None else max(0.0, due_s - self._clock())
+
+    def _hear_kvbm(self) -> None:
+        if self._kvbm is not None:
+            now_s = self._clock()
+            for news in self._kvbm.poll(now_s):
+                self._core.handle(news, now_s)
+
+    def _tell(self, messages: Iterable[KvbmAsk | KvbmLink]) -> bool:
+        """Ask the kvbm, and report the link. Return whether there was an answer at once, after which the connector may
+        have more to say."""
+        answered = False
+        for message in messages:
+            if isinstance(message, KvbmLink):
+                self._channel.send(message)
+            elif self._kvbm is not None:
+                now_s = self._clock()
+                for news in self._kvbm.send(message, now_s):
+                    self._core.handle(news, now_s)
+                    answered = True
+        return answered
 
     def _step(self) -> None:
         now_s = self._clock()
         reports, works = self._core.begin(now_s)
-        for report in (*reports, *self._core.step_connector(now_s)):
+        for report in reports:
             self._channel.send(report)
-        self._idle = works is None and not self._core.busy
+        answered = self._tell(self._core.step_connector(now_s))
+        self._idle = works is None and not self._core.busy and not answered
         if works is not None:
             self._begun_s = self._clock()
             drawn = self._runner.step(works) if works else []
             ended_s = self._clock()
             for report in self._core.finish(drawn, ended_s - self._begun_s):
                 self._channel.send(report)
-            if ended_s >= self._memory_due_s:
-                self._report_memory()
+            if ended_s >= self._use_due_s:
+                self._report_use()
+        elif self._idle:
+            self._report_asks()
         self._operate()
 
     def _exchange(self, computing: Callable[[], bool]) -> None:
         """Exchange blocks while the device computes a step, until shortly before its end."""
         until_s = self._begun_s + self._core.expected_s - EXCHANGE_S
         while True:
-            for message in self._core.exchange(self._clock()):
-                self._channel.send(message)
+            self._hear_kvbm()
+            self._tell(self._core.exchange(self._clock()))
             now_s, due_s = self._clock(), self._core.exchange_due_s
             if now_s >= until_s or not computing():
                 return
@@ -119,8 +155,13 @@ class EngineLoop:
                 else:
                     self._commands.append(command)
 
-    def _report_memory(self) -> None:
-        self._memory_due_s = self._clock() + MEMORY_INTERVAL_S
+    def _report_use(self) -> None:
+        self._use_due_s = self._clock() + USE_INTERVAL_S
+        self._report_asks()
         use = self._runner.memory_use()
         if use is not None:
             self._channel.send(use)
+
+    def _report_asks(self) -> None:
+        if self._kvbm is not None and (asks := self._kvbm.take_asked()):
+            self._channel.send(KvbmAsks(asks))

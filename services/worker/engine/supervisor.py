@@ -25,11 +25,8 @@ from services.worker.contracts.messages import (
     EngineOperation,
     ExplainBlock,
     Failed,
-    KvbmAsk,
-    KvbmDown,
+    KvbmAsks,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Loading,
     MemoryUse,
     Operate,
@@ -78,11 +75,11 @@ class EngineSupervisor:
         stepped: Callable[[Stepped], None],
         lost: Callable[[str], None],
         busy: Callable[[], bool],
-        kvbm_message: Callable[[KvbmAsk | KvbmLink], None],
+        kvbm: Callable[[KvbmAsks | KvbmLink], None],
         observed: Callable[[Probed | MemoryUse | OwnMetrics], None],
     ) -> None:
-        """`busy` says whether attempts wait for the engine; `kvbm_message` gets its messages for the kvbm, `observed`
-        what it says of its health and of its own metrics."""
+        """`busy` says whether attempts wait for the engine; `kvbm` gets what it says of its exchange with
+        the kvbm, `observed` what it says of its health and of its own metrics."""
         self._config = config
         self._model_name = model_name
         self._instance = instance
@@ -92,7 +89,7 @@ class EngineSupervisor:
         self._stepped = stepped
         self._lost = lost
         self._busy = busy
-        self._kvbm_message = kvbm_message
+        self._kvbm = kvbm
         self._observed = observed
         self._reports = 0
         """Number of reports of all engines so far."""
@@ -139,11 +136,6 @@ class EngineSupervisor:
     def cancel(self, request: str, attempt: int) -> None:
         if self._engine is not None:
             self._engine.send(CancelAttempt(request, attempt))
-
-    def forward_kvbm(self, command: KvbmUp | KvbmDown | KvbmReply) -> None:
-        """Send a message of the kvbm to the engine, if there is one."""
-        if self._engine is not None and self.facts is not None:
-            self._engine.send(command)
 
     async def snapshot(self, limit_s: float, rank: int = 0) -> Snapshot:
         """Return a snapshot of a rank's cache. Raise Unavailable without an engine, or if it does not answer in
@@ -249,8 +241,8 @@ class EngineSupervisor:
                     waiting = self._answers.get(ticket)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(report)
-                case KvbmAsk() | KvbmLink():
-                    self._kvbm_message(report)
+                case KvbmAsks() | KvbmLink():
+                    self._kvbm(report)
                 case Probed() | MemoryUse() | OwnMetrics():
                     self._observed(report)
                 case Failed():

@@ -6,24 +6,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from services.worker.contracts.messages import KvbmOperation
 from services.worker.contracts.mover import Copy
+from services.worker.kv_connector.contract import KvbmAsk
 from shared.errors import HeadraceError
 from shared.hashing import ContentKey, unpack_tokens
-
-
-class AskKvbm(Struct, frozen=True):
-    """Send a request to the kvbm."""
-
-    number: int
-    """Names the request; its answers carry the same number."""
-    operation: KvbmOperation
-    payload: bytes
-    """The request as `shared.messages.kvbm` encodes it."""
-    attempt: int = 0
-    """`Submit.number` of the attempt that waits for a fetch. 0 if there is none."""
-    timeout_s: float = 0.0
-    """Seconds to wait for each answer. 0 means the usual time."""
 
 
 class SaveBatch(Struct, frozen=True):
@@ -64,7 +50,7 @@ class ReturnShare(Struct, frozen=True):
     number: int
 
 
-Action = AskKvbm | SaveBatch | LoadBatch | CancelBatch | AskSharer | ReturnShare
+Action = KvbmAsk | SaveBatch | LoadBatch | CancelBatch | AskSharer | ReturnShare
 
 
 class LinkLost(HeadraceError):

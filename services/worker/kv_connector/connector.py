@@ -27,15 +27,15 @@ from itertools import count
 from math import inf
 from typing import Literal, Protocol, TypeVar, assert_never
 
+import msgspec
 from msgspec import Struct
 
 from services.worker.contracts.device_blocks import DeviceBlocks
-from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmDown, KvbmLink, KvbmOperation, KvbmReply, KvbmUp
+from services.worker.contracts.messages import Exchanged, KvbmLink, KvbmOperation
 from services.worker.contracts.mover import Copied, Mover, Slots
 from services.worker.contracts.sharing import Sharer, ShareReader
 from services.worker.kv_connector.actions import (
     Action,
-    AskKvbm,
     AskSharer,
     CancelBatch,
     LinkLost,
@@ -43,6 +43,7 @@ from services.worker.kv_connector.actions import (
     ReturnShare,
     SaveBatch,
 )
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
 from services.worker.kv_connector.fetches import Fetches
 from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import COLLECT_S, Stores
@@ -173,9 +174,9 @@ class KVConnector:
 
     # --- what the engine calls
 
-    def handle(self, command: KvbmUp | KvbmDown | KvbmReply, now_s: float) -> None:
-        """Take up a command of the shell."""
-        match command:
+    def handle(self, news: KvbmNews, now_s: float) -> None:
+        """Take up what the connection to the kvbm says."""
+        match news:
             case KvbmUp(kvbm):
                 if kvbm != self._kvbm:
                     if self._state != "detached":
@@ -186,9 +187,9 @@ class KVConnector:
                 self._kvbm = ""
                 self._detach(reason, now_s)
             case KvbmReply():
-                self._handle_reply(command, now_s)
+                self._handle_reply(news, now_s)
             case _:
-                assert_never(command)
+                assert_never(news)
 
     def poll_copies(self, now_s: float, most_loaded: float = inf) -> None:
         """Take up the copies that have ended, and what other engines share and read. Take up batches of loads until
@@ -214,8 +215,8 @@ class KVConnector:
                 self._blocks.offer_shared(worker)
 
     def step(self, now_s: float, *, exchanges: bool = True) -> list[KvbmAsk | KvbmLink]:
-        """Do what is due; return the messages for the shell. Called each step: it takes some 2 µs while nothing is
-        due. Without `exchanges`, begin no exchange of blocks: the link is only kept."""
+        """Do what is due; return what is asked of the kvbm, and news of the link. Called each step: it takes some 2 µs
+        while nothing is due. Without `exchanges`, begin no exchange of blocks: the link is only kept."""
         if self._state == "attached" and exchanges:
             self._discard()
             self._perform(self._fetches.step(now_s))
@@ -329,7 +330,7 @@ class KVConnector:
             return
         self._enter("attaching")
         attach = Attach(self._terms.worker, self._owner, self._layout, self._terms.timeout_s)
-        self._ask(AskKvbm(next(self._numbers), "attach", ATTACH.encode(attach)))
+        self._ask(KvbmAsk(next(self._numbers), "attach", ATTACH.encode(attach)))
 
     def _finish_attach(self, attached: Attached, now_s: float) -> None:
         """attaching → attached. Raise LinkLost if the pool is not as it must be."""
@@ -386,7 +387,7 @@ class KVConnector:
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
-                case AskKvbm():
+                case KvbmAsk():
                     self._ask(action)
                 case SaveBatch(batch, copies, until_s):
                     self.mover.save(batch, copies, until_s)
@@ -408,10 +409,10 @@ class KVConnector:
                 case _:
                     assert_never(action)
 
-    def _ask(self, ask: AskKvbm) -> None:
+    def _ask(self, ask: KvbmAsk) -> None:
         self._awaited[ask.number] = ask.operation
         timeout_s = ask.timeout_s or self._terms.timeout_s
-        self._messages.append(KvbmAsk(ask.number, ask.operation, ask.payload, timeout_s, ask.attempt))
+        self._messages.append(msgspec.structs.replace(ask, timeout_s=timeout_s))
 
     def _discard(self) -> None:
         """Name blocks that may be wrong to the kvbm."""
@@ -420,7 +421,7 @@ class KVConnector:
             self._stats.count_discarded(len(keys))
             for first in range(0, len(keys), self._most_discards):
                 packed = b"".join(keys[first : first + self._most_discards])
-                self._ask(AskKvbm(next(self._numbers), "discard", DISCARD.encode(Discard(self._owner, packed))))
+                self._ask(KvbmAsk(next(self._numbers), "discard", DISCARD.encode(Discard(self._owner, packed))))
 
     # --- answers and copies
 
@@ -465,7 +466,7 @@ class KVConnector:
     def _abort_late(self, reply: Granted | KvbmRefused) -> None:
         """Give back slots that were granted to a Store of the last link too late for the Attach to have ended it."""
         if isinstance(reply, Granted) and reply.ticket and self._owner:
-            self._ask(AskKvbm(next(self._numbers), "abort", ABORT.encode(Abort(self._owner, reply.ticket))))
+            self._ask(KvbmAsk(next(self._numbers), "abort", ABORT.encode(Abort(self._owner, reply.ticket))))
 
     def _handle_copied(self, copied: Copied, now_s: float) -> None:
         if self._stores.owns(copied.batch):

@@ -29,7 +29,6 @@ from services.worker.contracts.mover import Copied, Copy
 from services.worker.contracts.sharing import SharedSlots
 from services.worker.kv_connector.actions import (
     Action,
-    AskKvbm,
     AskSharer,
     CancelBatch,
     LinkLost,
@@ -37,6 +36,7 @@ from services.worker.kv_connector.actions import (
     ReturnShare,
     unpack_slots,
 )
+from services.worker.kv_connector.contract import KvbmAsk
 from shared.hashing import unpack_hashes
 from shared.messages.kvbm import FETCH, RELEASE, Fetch, Fetched, KvbmRefused, Release
 
@@ -177,7 +177,7 @@ class Fetches:
             actions.append(self._send(self._queue.popleft(), now_s))
         return actions
 
-    def _send(self, request: FetchRequest, now_s: float) -> AskKvbm | AskSharer:
+    def _send(self, request: FetchRequest, now_s: float) -> KvbmAsk | AskSharer:
         fetch = self._fetches[request.number] = _OpenFetch(request, now_s)
         if not (self._reads_shared and request.sharer):
             return self._ask_kvbm(fetch)
@@ -185,13 +185,13 @@ class Fetches:
         self._shares[fetch.share] = fetch
         return AskSharer(fetch.share, request.sharer, request.keys)
 
-    def _ask_kvbm(self, fetch: _OpenFetch) -> AskKvbm:
+    def _ask_kvbm(self, fetch: _OpenFetch) -> KvbmAsk:
         request = fetch.request
         number, keys = next(self._numbers), request.keys[: self._most_blocks]
         self._asked[number] = fetch
         payload = FETCH.encode(Fetch(self._owner, b"".join(keys), awaits=request.awaits))
         timeout_s = AWAITING_TIMEOUT_S if request.awaits else 0.0
-        return AskKvbm(number, "fetch", payload, request.attempt, timeout_s)
+        return KvbmAsk(number, "fetch", payload, timeout_s, request.trace)
 
     def _unqueue(self, number: int) -> None:
         for request in list(self._queue):
@@ -323,8 +323,8 @@ class Fetches:
         ticket, fetch.ticket = fetch.ticket, 0
         return [self._release(ticket)] if ticket else []
 
-    def _release(self, ticket: int) -> AskKvbm:
-        return AskKvbm(next(self._numbers), "release", RELEASE.encode(Release(self._owner, ticket)))
+    def _release(self, ticket: int) -> KvbmAsk:
+        return KvbmAsk(next(self._numbers), "release", RELEASE.encode(Release(self._owner, ticket)))
 
     def validate(self) -> None:
         """Raise AssertionError if the fetches contradict themselves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from services.worker.contracts.messages import EngineLoad, Exchanged, Stepped
+from services.worker.contracts.messages import EngineLoad, Exchanged, KvbmAsked, Stepped
 from services.worker.kv_connector.stats import bounded_name
 from shared.metrics import ROUND_TRIP_SECONDS, counter, gauge, histogram, register_metrics
 
@@ -18,10 +18,11 @@ class KvbmMetrics:
         "1 while blocks are exchanged with a kvbm, else 0; only where kvbm.pool is set",
         "0: kvbm is gone, or has another layout. See the worker's log.")
     _asks = counter("headrace_kvbm_asks", "operation outcome",
-        "Requests to kvbm by outcome: answered, away (no kvbm, no NATS), late, too_many, failed",
-        "`late`, `too_many`: kvbm is too slow. `away`: it is gone.")
+        "Requests to kvbm by outcome: answered, away (no kvbm), late",
+        "`late`: kvbm is too slow. `away`: it is gone.")
     _ask_s = histogram("headrace_kvbm_ask_seconds", "operation", ROUND_TRIP_SECONDS,
-        "Seconds until kvbm's answer, or its last answer to a fetch", "kvbm's core or disk is full.")
+        "Seconds until the engine has kvbm's answer, or its last answer to a fetch; a CPU engine looks between steps",
+        "kvbm's core or disk is full, or steps are long.")
     _onboarding = gauge("headrace_onboarding_requests", "",
         "Attempts that wait for blocks from kvbm", "kvbm's disk is slow.")
     _late = counter("headrace_late_onboardings", "",
@@ -71,13 +72,11 @@ class KvbmMetrics:
         """The engine's counts since it started, as they are and as they were published last."""
         self._exchanged = self._shown_exchanged = Exchanged()
 
-    def count_answered(self, operation: str, took_s: float) -> None:
-        self._asks.labels(operation, "answered").inc()
-        self._ask_s.labels(operation).observe(took_s)
-
-    def count_failed(self, operation: str, outcome: str) -> None:
-        """Count a request that got no answer, or not its last one."""
-        self._asks.labels(operation, outcome).inc()
+    def count_asked(self, asked: KvbmAsked) -> None:
+        """Count a request that has ended."""
+        self._asks.labels(asked.operation, asked.outcome).inc()
+        if asked.outcome == "answered":
+            self._ask_s.labels(asked.operation).observe(asked.took_s)
 
     def count_step(self, step: Stepped) -> None:
         """Take up the counts of a step."""

@@ -25,7 +25,8 @@ from msgspec import Struct
 
 from services.worker.contracts.device_blocks import DeviceBlocks
 from services.worker.contracts.mover import Copied, Copy
-from services.worker.kv_connector.actions import Action, AskKvbm, CancelBatch, LinkLost, SaveBatch, unpack_slots
+from services.worker.kv_connector.actions import Action, CancelBatch, LinkLost, SaveBatch, unpack_slots
+from services.worker.kv_connector.contract import KvbmAsk
 from shared.blocks import Content
 from shared.hashing import pack_hashes, pack_tokens
 from shared.messages.kvbm import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
@@ -182,12 +183,12 @@ class Stores:
             actions.append(self._send(now_s, blocks, 1))
         return actions
 
-    def _send(self, now_s: float, blocks: list[Content], tries: int) -> AskKvbm:
+    def _send(self, now_s: float, blocks: list[Content], tries: int) -> KvbmAsk:
         body = [StoreBlock(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]
         number = next(self._numbers)
         self._asked[number] = _AskedStore(now_s, blocks, tries)
         self._under_way += len(blocks)
-        return AskKvbm(number, "store", STORE.encode(Store(self._owner, body)))
+        return KvbmAsk(number, "store", STORE.encode(Store(self._owner, body)))
 
     def granted(self, number: int, reply: Granted | KvbmRefused) -> list[Action]:
         """A Store was answered. Raise LinkLost if the answer does not fit it."""
@@ -245,7 +246,7 @@ class Stores:
         commit = Commit(self._owner, save.ticket, pack_tokens(written), pack_hashes(copied.checksums))
         number = next(self._numbers)
         self._ending[number] = _Ending(list(compress(save.blocks, in_time)), save.tries)
-        return [AskKvbm(number, "commit", COMMIT.encode(commit))]
+        return [KvbmAsk(number, "commit", COMMIT.encode(commit))]
 
     def _ask_again(self, blocks: list[Content], tries: int) -> None:
         """Ask for blocks again that came too late, unless they or others did so too often."""
@@ -257,10 +258,10 @@ class Stores:
             self._retries.append(_Retry(blocks, tries))
             self._blocks.asked_again([block.key for block in blocks])
 
-    def _abort(self, ticket: int) -> AskKvbm:
+    def _abort(self, ticket: int) -> KvbmAsk:
         number = next(self._numbers)
         self._ending[number] = _Ending([], 0)
-        return AskKvbm(number, "abort", ABORT.encode(Abort(self._owner, ticket)))
+        return KvbmAsk(number, "abort", ABORT.encode(Abort(self._owner, ticket)))
 
     def settled(self, number: int, reply: Settled | KvbmRefused) -> int:
         """A Commit or Abort was answered. Return how many more blocks the kvbm has now. A refusal has ended the ticket

@@ -50,11 +50,6 @@ class TracedAttempts:
         """Take up an attempt that was accepted and given to the engine under this number."""
         self._living[name] = self._numbers[number] = _Traced(number, parent, now_ns)
 
-    def place_of(self, number: int) -> TraceParent | None:
-        """Return the parent of what is done for an attempt; None if it is not traced."""
-        traced = self._numbers.get(number)
-        return None if traced is None else traced.parent
-
     def begun(self, begun: Begun) -> None:
         """Take up the times of any attempt, which come before its first part."""
         if (traced := self._numbers.get(begun.number)) is not None:

@@ -257,7 +257,7 @@ class Onboarding:
                 fetch.state, fetch.first, fetch.count = "fetching", first, len(keys) - first
                 if fetch.sequence.onboarding_s is None:
                     fetch.sequence.onboarding_s = fetch.began_s
-                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:], fetch.sequence.number))
+                requests.append(FetchRequest(fetch.sequence.arrival, keys[first:], fetch.sequence.submit.trace))
         return requests
 
     def abandoned_fetches(self) -> list[int]:

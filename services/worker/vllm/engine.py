@@ -32,10 +32,7 @@ from services.worker.contracts.messages import (
     EngineOrder,
     ExplainBlock,
     Failed,
-    KvbmDown,
     KvbmLink,
-    KvbmReply,
-    KvbmUp,
     Operate,
     Operated,
     OwnMetrics,
@@ -166,8 +163,6 @@ class VllmEngine:
                 self._start(self._operate(command))
             case Prefetch():
                 pass  # the shell sends none, since this engine has no roles
-            case KvbmUp() | KvbmDown() | KvbmReply():
-                pass  # the connector finds the kvbm by itself, and speaks to it
             case _:
                 assert_never(command)
 

@@ -11,15 +11,21 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from services.kvbm.config import PoolConfig, TiersConfig
 from services.kvbm.doors import socket_door
-from services.kvbm.doors.socket_door import MOST_CONNECTIONS
+from services.kvbm.doors.replies import Request
+from services.kvbm.doors.socket_door import MOST_CONNECTIONS, SocketDoor
+from services.kvbm.metrics import StoreMetrics
+from services.worker.kv_connector.contract import KvbmNews, KvbmUp
+from services.worker.kv_connector.socket_client import SocketClient
 from shared.bus.contract import Message
 from shared.hashing import ContentKey
 from shared.messages import kvbm as wire
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
+from shared.tracing.traceparent import TraceParent, carried
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, SMALL_BYTES, Engine, Store, World, running, serving, settings, until
 from tests.resource_limits import no_descriptor_left
@@ -238,15 +244,57 @@ async def test_tickets_end_with_the_engine_and_not_with_its_connection(tmp_path:
         assert (await store.layout()).tickets["store"] == 0
 
 
-async def test_without_room_for_the_path_kvbm_says_so_and_serves_over_nats(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_directory_whose_path_is_too_long_for_a_socket_has_one(tmp_path: Path) -> None:
     directory = tmp_path / ("long" * 30)
     pool = PoolConfig(directory=str(directory / "pool"), size_bytes=1 << 20, prefault_threads=1)
     async with serving(directory, pool=pool) as store:
+        client = SocketClient(directory / "pool")
+        news: list[KvbmNews] = []
+
+        def heard() -> bool:
+            news.extend(client.poll(0.0))
+            return bool(news)
+
+        await until(heard)
+        assert news == [KvbmUp(store.runtime.instance)]
+        client.close()
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> None:
+    """There is a directory where the socket would be."""
+    pool = Path(settings(tmp_path).pool.directory)
+    pool.mkdir(mode=0o700, parents=True)
+    (pool / SOCKET).mkdir()
+
+
+@pytest.mark.usefixtures("taken")
+async def test_where_no_socket_can_be_made_kvbm_says_so_and_serves_over_nats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path) as store:
         assert "no socket at" in caplog.text
         a = await store.world.attached("a")
         assert await a.store(chain(1)) == 1
+
+
+async def test_a_traced_request_has_its_place_in_its_headers_and_another_one_has_none(tmp_path: Path) -> None:
+    heard: list[Request] = []
+
+    async def handle(request: Request) -> None:
+        heard.append(request)
+
+    door = SocketDoor(tmp_path, StoreMetrics(CollectorRegistry()), handle, lambda: Hello(PROTOCOL, "b1"))
+    await door.open()
+    place = TraceParent("a" * 32, "b" * 16)
+    _, writer = await asyncio.open_unix_connection(str(door.path))
+    for trace in (place.header, ""):
+        writer.write(encode_frame(Asked(7, "fetch", b"q", trace)))
+    await until(lambda: len(heard) == 2)
+    assert [carried(request.headers) for request in heard] == [place, None]
+    writer.transport.abort()
+    await door.stop_reading()
+    await door.close()
 
 
 async def test_without_file_descriptors_a_connection_waits_and_kvbm_does_not_spin(

@@ -10,8 +10,9 @@ from services.worker.contracts.messages import (
     CancelAttempt,
     EngineCommand,
     EngineReport,
+    KvbmAsked,
+    KvbmAsks,
     KvbmLink,
-    KvbmUp,
     Shutdown,
     Snapshot,
     Stepped,
@@ -23,13 +24,16 @@ from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore
 from services.worker.engine.loop import EXCHANGE_S, SLICE_S, EngineLoop
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, ExchangeTerms, KVConnector
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
 from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.generate import Sampling
 from shared.messages.kv_events import AllBlocksCleared, BlockStored
 from shared.messages.kvbm import StoreLayout
+from shared.pool.lock import OWNERS
 from tests.worker.fake_runner import FakeRunner, continuation
 from tests.worker.pool_runner import BLOCK_SIZE, LAYOUT, HandMover, PoolRunner
 
@@ -151,9 +155,32 @@ class Sleeper:
         return commands
 
 
-def loop_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineLoop:
+class Scripted:
+    """A SocketClient that says a line each time it is polled, once `after_s` have passed."""
+
+    wait_until_s: float | None = None
+
+    def __init__(self, *lines: KvbmNews, after_s: float = 0.0) -> None:
+        self._lines = list(lines)
+        self._after_s = after_s
+        self.asked: list[KvbmAsk] = []
+
+    def poll(self, now_s: float) -> list[KvbmNews]:
+        return [self._lines.pop(0)] if self._lines and now_s > self._after_s else []
+
+    def send(self, ask: KvbmAsk, _now_s: float, /) -> list[KvbmDown | KvbmReply]:
+        self.asked.append(ask)
+        return [KvbmReply(ask.number, b"", failed="it is gone")]
+
+    def take_asked(self) -> list[KvbmAsked]:
+        asked, self.asked = self.asked, []
+        return [KvbmAsked(ask.operation, "away", 0.0) for ask in asked]
+
+
+def loop_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path, kvbm: Scripted | None = None) -> EngineLoop:
     """The loop of an engine with a kvbm's pool."""
-    return EngineLoop(cast(EngineEnd, sleeper), core_with_pool(sleeper, runner, pool), runner, lambda: sleeper.now_s)
+    core = core_with_pool(sleeper, runner, pool)
+    return EngineLoop(cast(EngineEnd, sleeper), core, runner, lambda: sleeper.now_s, cast(SocketClient | None, kvbm))
 
 
 def core_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineCore:
@@ -175,20 +202,37 @@ def core_with_pool(sleeper: Sleeper, runner: PoolRunner, pool: Path) -> EngineCo
     return EngineCore(scheduler, BLOCK_SIZE, connector)
 
 
-def sleep_through(command: EngineCommand, sleeps: int, pool: Path) -> list[float | None]:
+def sleep_through(command: EngineCommand, sleeps: int, pool: Path, kvbm: Scripted) -> list[float | None]:
     """How long the loop of an engine with a kvbm's pool wanted to sleep each time."""
     sleeper = Sleeper(command, sleeps)
-    loop_with_pool(sleeper, PoolRunner(16, 32), pool).run()
+    sleeper.now_s = 1.0
+    loop_with_pool(sleeper, PoolRunner(16, 32), pool, kvbm).run()
     return sleeper.slept_s
 
 
 def test_the_loop_sleeps_without_a_limit_where_nothing_is_due(tmp_path: Path) -> None:
-    assert sleep_through(submit("r"), 0, tmp_path) == [None]
+    assert sleep_through(submit("r"), 0, tmp_path, Scripted()) == [None]
 
 
 def test_the_loop_sleeps_until_something_is_due(tmp_path: Path) -> None:
-    slept_s = sleep_through(KvbmUp("k1"), 3, tmp_path / "nowhere")
+    slept_s = sleep_through(CancelAttempt("r", 1), 3, tmp_path / "nowhere", Scripted(KvbmUp("k1")))
     assert slept_s == [BACK_OFF_FIRST_S, 2 * BACK_OFF_FIRST_S, 4 * BACK_OFF_FIRST_S, 8 * BACK_OFF_FIRST_S]
+    due = Scripted()
+    due.wait_until_s = 1.25
+    assert sleep_through(CancelAttempt("r", 1), 0, tmp_path, due) == [0.25], "the connection has something to do"
+
+
+def test_what_cannot_be_asked_is_handled_before_the_loop_sleeps_and_reported_to_the_shell(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / OWNERS).mkdir(mode=0o700)
+    sleeper = Talker()
+    sleeper.now_s = 1.0
+    loop_with_pool(sleeper, PoolRunner(16, 32), tmp_path, Scripted(KvbmUp("k1"))).run()
+    links = [report.reason for report in sleeper.heard if isinstance(report, KvbmLink)]
+    assert links == ["attach: it is gone"]
+    [asks, *_] = [report.asks for report in sleeper.heard if isinstance(report, KvbmAsks)]
+    assert asks == [KvbmAsked("attach", "away", 0.0)]
+    assert sleeper.slept_s[0] == BACK_OFF_FIRST_S, "the connector has heard that it is gone"
 
 
 class BrokenRunner(FakeRunner):
@@ -271,9 +315,9 @@ class Talker(Sleeper):
 
 
 def test_what_the_kvbm_says_is_handled_while_a_step_is_computed_and_all_else_after_it(tmp_path: Path) -> None:
-    talker = Talker(CancelAttempt("r", 1), KvbmUp("k1"))
+    talker = Talker(CancelAttempt("r", 1))
     device = Device(talker)
-    loop_with_pool(talker, device, tmp_path / "nowhere").run()
+    loop_with_pool(talker, device, tmp_path / "nowhere", Scripted(KvbmUp("k1"))).run()
     kinds = [type(report) for report in talker.heard]
     assert kinds[:3] == [Stepped, KvbmLink, Stepped], "the pool is not there, which the connector says at once"
     parts = [part for report in talker.heard if isinstance(report, Stepped) for part in report.parts.get("f", [])]

@@ -38,7 +38,7 @@ class Engines:
             stepped=lambda _step: None,
             lost=self.lost.append,
             busy=lambda: busy,
-            kvbm_message=lambda _message: None,
+            kvbm=lambda _report: None,
             observed=lambda _report: None,
         )
 

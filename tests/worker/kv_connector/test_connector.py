@@ -11,19 +11,12 @@ from random import Random
 import msgspec
 import pytest
 
-from services.worker.contracts.messages import (
-    KvbmAsk,
-    KvbmDown,
-    KvbmReply,
-    KvbmUp,
-    Snapshot,
-    Stepped,
-    TakeEngineSnapshot,
-)
+from services.worker.contracts.messages import Snapshot, Stepped, TakeEngineSnapshot
 from services.worker.contracts.mover import Copy
 from services.worker.engine import core
 from services.worker.kv_connector import fetches
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from services.worker.kv_connector.stores import MOST_TRIES
 from services.worker.sharing.shares import SharingLimits
 from services.worker.transfer.errors import DeviceFailed

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from services.worker.contracts.messages import KvbmAsked
 from services.worker.kv_connector import socket_client
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from services.worker.kv_connector.socket_client import HELLO_S, MOST_UNSENT_BYTES, RETRY_S, SocketClient
-from services.worker.messages import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import (
     MOST_FRAME_BYTES,
@@ -22,6 +25,8 @@ from shared.pool.socket_frames import (
     Hello,
     encode_frame,
 )
+from shared.socket_path import reachable
+from shared.tracing.traceparent import TraceParent
 
 LIMIT_S = 20.0
 """Seconds after which a peer's blocking call fails the test."""
@@ -76,16 +81,16 @@ def test_a_directory_without_a_kvbm_is_tried_again_only_after_a_while(tmp_path: 
     tmp_path.chmod(0o700)
     client = SocketClient(tmp_path)
     assert client.settling
-    assert client.poll(0.0) == []
+    assert client.poll(0.0) == [KvbmDown(f"{tmp_path / SOCKET}: no kvbm listens")]
     assert not client.settling
-    assert client.trouble == f"{tmp_path / SOCKET}: no kvbm listens"
+    assert client.poll(RETRY_S) == [], "that is no news"
     assert client.send(ASK, 0.0) == [KvbmReply(1, b"", failed="there is no kvbm")]
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / SOCKET))
         listening.listen()
-        client.poll(RETRY_S / 2)
+        client.poll(1.5 * RETRY_S)
         assert not client.settling, "it has not connected"
-        client.poll(RETRY_S)
+        client.poll(2 * RETRY_S)
         assert client.settling
     client.close()
 
@@ -101,7 +106,7 @@ def test_a_directory_that_others_can_change_or_that_is_not_there_is_not_connecte
         peer.listening.accept()
     missing = SocketClient(tmp_path / "missing")
     missing.poll(0.0)
-    assert "No such file" in missing.trouble
+    assert "start a kvbm with that pool.directory" in missing.trouble
 
 
 def test_a_full_queue_of_connections_is_a_trouble_and_not_a_wait(tmp_path: Path) -> None:
@@ -126,8 +131,9 @@ def test_a_peer_that_says_nothing_is_given_up_after_its_time(peer: Peer) -> None
         assert peer.client.poll(HELLO_S / 2) == []
         assert peer.client.settling
         assert peer.client.send(ASK, 1.0) == [KvbmReply(1, b"", failed="there is no kvbm")]
-        assert peer.client.poll(HELLO_S) == []
-        assert "no Hello came" in peer.client.trouble
+        assert peer.client.wait_until_s == HELLO_S
+        assert peer.client.poll(HELLO_S) == [KvbmDown(peer.client.trouble)]
+        assert "did not say hello" in peer.client.trouble
         assert not peer.client.settling
         assert stream.recv(1) == b""
     peer.accept(now_s=HELLO_S + RETRY_S).close()
@@ -137,14 +143,14 @@ def test_half_a_hello_is_no_hello(peer: Peer) -> None:
     with peer.accept() as stream:
         stream.sendall(encode_frame(Hello(PROTOCOL, "k1"))[:-1])
         assert peer.client.poll(0.0) == []
-        assert peer.client.poll(HELLO_S) == []
-        assert "no Hello came" in peer.client.trouble
+        assert peer.client.poll(HELLO_S) == [KvbmDown(peer.client.trouble)]
+        assert "did not say hello" in peer.client.trouble
 
 
 @pytest.mark.parametrize(
     ("sent", "trouble"),
     [
-        (encode_frame(Hello(PROTOCOL + 1, "k1")), f"kvbm k1 speaks protocol {PROTOCOL + 1}, this connector {PROTOCOL}"),
+        (encode_frame(Hello(PROTOCOL + 1, "k1")), f"kvbm k1 speaks protocol {PROTOCOL + 1}, this engine {PROTOCOL}"),
         (encode_frame(Answered(1, b"")), "the kvbm sent Answered"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "a frame of"),
         (b"\0\0\0\0", "a frame of 0 bytes"),
@@ -156,7 +162,7 @@ def test_half_a_hello_is_no_hello(peer: Peer) -> None:
 def test_other_first_words_end_the_connection(peer: Peer, sent: bytes, trouble: str) -> None:
     with peer.accept() as stream:
         stream.sendall(sent)
-        assert peer.client.poll(0.0) == [], "no kvbm was up, so none is down"
+        assert peer.client.poll(0.0) == [KvbmDown(peer.client.trouble)]
         assert trouble in peer.client.trouble
         assert stream.recv(1) == b""
 
@@ -275,6 +281,85 @@ def test_a_flood_is_read_in_bounded_pieces(peer: Peer, monkeypatch: pytest.Monke
             assert more
             news += more
         assert news == [KvbmReply(7, b"a" * 1000)] * whole
+
+
+# --- what a loop waits for
+
+
+def test_its_descriptor_is_readable_when_an_answer_has_come_and_when_the_kvbm_reads_again(peer: Peer) -> None:
+    with peer.up() as stream:
+        assert not select.select([peer.client], [], [], 0)[0]
+        assert peer.client.wait_until_s is None
+        large = b"q" * (1 << 19)
+        for number in (1, 2, 3):
+            peer.client.send(KvbmAsk(number, "store", large, timeout_s=3.0), 1.0)
+        assert not select.select([peer.client], [], [], 0)[0], "the socket is full"
+        assert peer.client.wait_until_s == 4.0
+        reader, numbers = FrameReader(), list[int]()
+        while len(numbers) < 3:
+            numbers.extend(TO_KVBM.decode(body).number for body in reader.feed(stream.recv(1 << 16)))
+            if peer.client._unsent and select.select([peer.client], [], [], 0)[0]:
+                peer.client.poll(1.0)
+        assert not select.select([peer.client], [], [], 0)[0], "all is sent"
+        stream.sendall(encode_frame(Answered(1, b"a")))
+        assert select.select([peer.client], [], [], LIMIT_S)[0]
+        assert peer.client.poll(1.0) == [KvbmReply(1, b"a")]
+        assert not select.select([peer.client], [], [], 0)[0]
+    assert select.select([peer.client], [], [], LIMIT_S)[0], "the kvbm has gone"
+    peer.client.poll(1.0)
+    assert not select.select([peer.client], [], [], 0)[0]
+    assert peer.client.wait_until_s == 1.0 + RETRY_S
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_reached(tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 100)
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listening, ExitStack() as opened:
+        listening.bind(reachable(str(directory / SOCKET), opened))
+        listening.listen()
+        client = SocketClient(directory)
+        assert client.poll(0.0) == []
+        assert client.settling, "it has connected"
+        client.close()
+
+
+# --- metrics and traces
+
+
+def test_each_request_is_counted_once_with_its_time_and_how_it_ended(peer: Peer) -> None:
+    peer.client.send(ASK, 0.0)
+    with peer.up() as stream:
+        for number in (2, 3, 4):
+            peer.client.send(KvbmAsk(number, "fetch", b"q", timeout_s=3.0), float(number))
+        read_asked(stream)
+        stream.sendall(encode_frame(Answered(2, b"a", last=False)) + encode_frame(Answered(3, b"a")))
+        assert len(peer.client.poll(4.5)) == 2
+        assert peer.client.poll(7.0) == [KvbmReply(4, b"", failed="no answer in 3 s")]
+        stream.sendall(encode_frame(Answered(4, b"late")))
+        peer.client.poll(7.2)
+    peer.client.poll(7.25)
+    away = "there is no kvbm"
+    assert peer.client.take_asked() == [
+        KvbmAsked("store", "away", 0.0, away),
+        KvbmAsked("fetch", "answered", 1.5),
+        KvbmAsked("fetch", "late", 3.0, "no answer in 3 s"),
+        KvbmAsked("fetch", "away", 5.25, "the kvbm has closed the connection"),
+    ]
+    assert peer.client.take_asked() == []
+
+
+def test_a_traced_fetch_carries_its_own_place_to_the_kvbm(peer: Peer) -> None:
+    attempt = TraceParent("a" * 32, "b" * 16)
+    with peer.up() as stream:
+        peer.client.send(KvbmAsk(1, "fetch", b"q", 3.0, attempt.header), 0.0)
+        asked = read_asked(stream)
+        stream.sendall(encode_frame(Answered(1, b"a")))
+        peer.client.poll(0.5)
+    [ended] = peer.client.take_asked()
+    assert ended.span is not None
+    assert ended.span.place.header == asked.trace
+    assert (ended.span.place.trace, ended.span.parent) == (attempt.trace, attempt.span)
+    assert ended.span.place.span != attempt.span
 
 
 # --- the end

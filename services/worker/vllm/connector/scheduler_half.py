@@ -20,11 +20,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from services.worker.contracts.messages import Exchanged, KvbmAsk, KvbmLink
+from services.worker.contracts.messages import Exchanged, KvbmLink
 from services.worker.kv_connector.connector import ExchangeTerms, KVConnector
+from services.worker.kv_connector.contract import KvbmAsk
 from services.worker.kv_connector.pool_attachment import OwnerName
 from services.worker.kv_connector.socket_client import SocketClient
-from services.worker.messages import Exchanged, KvbmAsk, KvbmLink
 from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes
@@ -152,8 +152,6 @@ class SchedulerHalf:
         while messages := connector.step(now_s, exchanges=exchanges):
             for message in messages:
                 self._take_message(connector, message, now_s)
-        if self._client.trouble and not self.link.kvbm:
-            self._limited_log.warn(_NO_BLOCKS, self._client.trouble)
 
     def orders(self) -> bytes:
         """Return the orders of the step that is being scheduled, as `STEP_ORDERS`. Empty if there is none."""

@@ -12,7 +12,8 @@ from random import Random
 from typing import cast
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.contracts.messages import KvbmAsk, KvbmOperation
+from services.worker.contracts.messages import KvbmOperation
+from services.worker.kv_connector.contract import KvbmAsk
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.scheduler_half import store_layout
 from services.worker.vllm.connector.settings import ConnectorSettings

@@ -133,9 +133,7 @@ async def test_an_answer_that_came_during_a_long_step_is_not_late(tmp_path: Path
             await attached(other)
             other.add(request := Request("r2", PROMPT, 3, ""))
             other.step()
-            link = other.half._client._socket
-            assert link is not None
-            await until(lambda: bool(select.select([link], [], [], 0)[0]))
+            await until(lambda: bool(select.select([other.half._client], [], [], 0)[0]))
             later_s = 1.5  # the step took so long; `wait_s` is 1
             await steps(other, lambda: not other.has_work)
             assert (request.loaded_blocks, other.half.blocks.late) == (4, 0)
