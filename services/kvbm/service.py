@@ -226,17 +226,17 @@ class KvbmService:
         if layout is not None:
             layout.settle_soon()
 
-    def _layout_of(self, owner: str) -> LayoutStore:
-        return self.layouts.open[self.engines.layout_of(owner)]
+    def _layout_of(self, owner: str, request: Request) -> LayoutStore:
+        return self.layouts.open[self.engines.layout_of(owner, request.connection)]
 
     def _attach(self, request: Request) -> tuple[LayoutStore, bytes]:
         ask = wire.ATTACH.decode(request.payload, request.headers)
-        self.engines.check(ask)
+        self.engines.check(ask, request.connection)
         if not self.prefault.complete:
             raise NotReady(self.prefault.reason)
         self._check_alive(ask.owner)
         layout = self.layouts.get_or_open(ask.layout, self._former_owners)
-        self.engines.add(ask)
+        self.engines.add(ask, request.connection)
         layout.attach(ask.owner)
         self._former_owners.discard(ask.owner)
         for other in self.layouts.open.values():  # it writes to nothing that a former kvbm granted, in any layout
@@ -273,13 +273,13 @@ class KvbmService:
         request: Request,
     ) -> tuple[LayoutStore, bytes]:
         ask = codec.decode(request.payload, request.headers)
-        layout = self._layout_of(ask.owner)
+        layout = self._layout_of(ask.owner, request)
         return layout, reply_codec.encode(serve(layout, ask), request.headers)
 
     def _fetch(self, request: Request) -> tuple[LayoutStore, bytes | None]:
         """Return the one reply if all blocks are in memory; else queue it as the first of several."""
         ask = wire.FETCH.decode(request.payload, request.headers)
-        layout = self._layout_of(ask.owner)
+        layout = self._layout_of(ask.owner, request)
         missing = [] if ask.awaits else self._missing(layout, ask)
         if missing and self.peers is not None:
             attached = self.engines.get(ask.owner)

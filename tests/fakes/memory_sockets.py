@@ -13,9 +13,11 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context, copy_context
+from itertools import count
 from pathlib import Path
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], None]
+"""Takes a connection, and its number: higher than those of all earlier ones."""
 
 
 class MemoryStream:
@@ -93,6 +95,7 @@ class MemorySockets:
     def __init__(self) -> None:
         self._listening: dict[Path, tuple[Serve, Context]] = {}
         self._streams: dict[Path, list[MemoryStream]] = {}
+        self._numbers = count(1)
 
     def listen(self, path: Path, serve: Serve) -> None:
         """Have `serve` take each connection to `path`, in the context of this call."""
@@ -121,5 +124,6 @@ class MemorySockets:
         transport = _Transport(stream, protocol)
         protocol.connection_made(transport)
         self._streams[path].append(stream)
-        loop.call_soon(serve, reader, asyncio.StreamWriter(transport, protocol, reader, loop), context=context)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        loop.call_soon(serve, reader, writer, next(self._numbers), context=context)
         return stream

@@ -32,6 +32,8 @@ class Request(Struct, frozen=True):
     headers: Mapping[str, str]
     """Encoding and trace. One from the socket has at most the trace."""
     answer: Answer
+    connection: int = 0
+    """The number of the connection that it came through: higher than those of all earlier ones. 0 is NATS."""
 
 
 class ReplySender:

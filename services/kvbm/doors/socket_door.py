@@ -3,8 +3,10 @@
     engine ── Asked ──▶ connection ──▶ handle(request) ──▶ the service, as for a request over NATS
            ◀── Hello, Answered ──  the request's `answer` writes to its connection
 
-A connection's requests are handled one at a time, in order. Every bound closes the connection that reaches it: its
-engine connects and attaches again. An engine's tickets do not depend on its connection, but on its lock.
+A connection's requests are handled one at a time, in order. Those that kvbm has read when the client closes are handled
+too, perhaps after the first ones of its next connection, so each request carries its connection's number. Every bound
+closes the connection that reaches it: its engine connects and attaches again. An engine's tickets do not depend on its
+connection, but on its lock.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from services.kvbm.doors.replies import Request
@@ -61,6 +64,8 @@ class SocketDoor:
         """Connections that were accepted, and are not in `_connections` yet."""
         self._stopping = False
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self._numbers = count(1)
+        """The numbers of connections, in the order in which clients made them. 0 is NATS."""
 
     async def open(self) -> None:
         """Listen. If that is not possible, say so in the log: only engines of one's own reach this kvbm then."""
@@ -131,24 +136,24 @@ class SocketDoor:
             self.refused.warn("socket", f"a connection was closed, as there are {MOST_CONNECTIONS} already")
             accepted.close()
             return
-        welcome = asyncio.create_task(self._welcome(accepted))
+        welcome = asyncio.create_task(self._welcome(accepted, next(self._numbers)))
         self._welcomes.add(welcome)
         welcome.add_done_callback(self._welcomes.discard)
 
-    async def _welcome(self, accepted: socket.socket) -> None:
+    async def _welcome(self, accepted: socket.socket, number: int) -> None:
         try:
             reader, writer = await asyncio.open_connection(sock=accepted)
         except OSError:  # the client is gone
             accepted.close()
             return
-        self.serve(reader, writer)
+        self.serve(reader, writer, number)
 
-    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Say hello on a connection, and handle its requests until it ends."""
+    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        """Say hello on the connection of this number, and handle its requests until it ends."""
         writer.write(encode_frame(self._hello()))
-        self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
+        self._connections[writer] = asyncio.create_task(self._serve(reader, writer, number))
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
         """Handle a connection's requests until it ends. When kvbm stops, leave it open for the last answers."""
         frames = FrameReader()
         try:
@@ -157,7 +162,7 @@ class SocketDoor:
                     asked = TO_KVBM.decode(body)
                     answer = partial(self._answer, writer, asked.number)
                     headers = {HEADER: asked.trace} if asked.trace else {}
-                    await self._handle(Request(asked.operation, asked.payload, headers, answer))
+                    await self._handle(Request(asked.operation, asked.payload, headers, answer, number))
                     await asyncio.sleep(0)  # other connections have their turn
         except ProtocolError as wrong:
             self.refused.warn("socket", f"a connection was closed, as it sent nonsense: {wrong}")

@@ -1,9 +1,14 @@
 """Which engine processes are attached: of which worker, to which layout. Pure.
 
     unknown ──attach──▶ attached ──attach, the same layout──▶ attached ──its lock is free──▶ dead: unknown
-                                └──attach, another layout──▶ refused
+                                └──attach, another layout or an older connection──▶ refused
 
 An engine process stays with one layout, so that all tickets of an owner are in one place.
+
+Requests of one connection come in order, those of two do not: kvbm may have read an old connection's requests, and
+handle them after the first ones of the new connection. So a connection has a number, which is higher than those of all
+connections that were made before. An Attach holds for its connection alone, and the newest connection wins: an Attach
+that comes late would end tickets under which the engine writes.
 """
 
 from __future__ import annotations
@@ -34,8 +39,10 @@ class AttachedEngine(Struct, frozen=True):
     worker: str
     layout: str
     """The layout's digest."""
-    reply_s: float = 0.0
+    reply_s: float
     """Seconds that it waits for each reply. 0 if it does not say."""
+    connection: int
+    """The number of the connection that it attached through."""
 
 
 class AttachedEngines:
@@ -44,9 +51,9 @@ class AttachedEngines:
     def __init__(self) -> None:
         self._attached: dict[str, AttachedEngine] = {}
 
-    def check(self, attach: Attach) -> None:
-        """Raise BadRequest if the request makes no sense, WrongLayout if the owner is attached to another layout.
-        Whether the owner lives is decided by its lock."""
+    def check(self, attach: Attach, connection: int) -> None:
+        """Raise BadRequest if the request makes no sense, UnknownOwner if the owner has attached through a newer
+        connection, WrongLayout if it is attached to another layout. Whether the owner lives is decided by its lock."""
         if not subjects.is_id(attach.worker):
             raise BadRequest(f"{attach.worker[:64]!r} is not an instance id of a worker")
         if max(len(attach.layout.model), len(attach.layout.weights)) > NAME_CHARS:
@@ -57,22 +64,27 @@ class AttachedEngines:
         if not 0 <= attach.reply_s < math.inf:
             raise BadRequest(f"reply_s is {attach.reply_s}, which is no number of seconds")
         known = self._attached.get(attach.owner)
+        if known is not None and connection < known.connection:
+            raise UnknownOwner(attach.owner, "has attached through a newer connection")
         if known is not None and known.layout != attach.layout.digest:
             raise WrongLayout(f"owner {attach.owner!r} is attached to layout {known.layout}, and stays with it")
 
-    def add(self, attach: Attach) -> None:
+    def add(self, attach: Attach, connection: int) -> None:
         """Record the engine of a request that was checked."""
-        self._attached[attach.owner] = AttachedEngine(attach.worker, attach.layout.digest, attach.reply_s)
+        engine = AttachedEngine(attach.worker, attach.layout.digest, attach.reply_s, connection)
+        self._attached[attach.owner] = engine
 
     def remove(self, owner: str) -> bool:
         """Forget a dead engine. Return whether it was attached."""
         return self._attached.pop(owner, None) is not None
 
-    def layout_of(self, owner: str) -> str:
-        """Return the digest of an attached engine's layout. Raise UnknownOwner."""
+    def layout_of(self, owner: str, connection: int) -> str:
+        """Return the digest of the layout of an engine that is attached through this connection. Raise UnknownOwner."""
         known = self._attached.get(owner)
         if known is None:
             raise UnknownOwner(owner)
+        if known.connection != connection:
+            raise UnknownOwner(owner, "is attached through another connection")
         return known.layout
 
     def reply_s(self, owner: str) -> float:

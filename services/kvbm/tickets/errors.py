@@ -2,7 +2,8 @@
 
 Refusal
 ├── BadRequest      a key of a wrong length, too many blocks, slots that were not granted, a ticket of the other kind
-├── UnknownOwner    the engine must attach first: it never did, its lock was free, or kvbm was restarted
+├── UnknownOwner    the engine must attach first: it never did, its lock was free, kvbm was restarted, or it attached
+│                   through another connection
 ├── UnknownTicket   the ticket has ended already, or it is another owner's
 ├── TicketExpired   the commit came after the deadline; nothing was published, and kvbm has the slots back
 ├── TooManyTickets  the owner has its maximum of tickets open

@@ -49,18 +49,15 @@ from services.worker.kv_connector.stats import TransferStats
 from services.worker.kv_connector.stores import COLLECT_S, Stores
 from shared.errors import ProtocolError
 from shared.messages.kvbm import (
-    ABORT,
     ATTACH,
     ATTACH_REPLY,
     DISCARD,
     FETCH_REPLY,
     SETTLED,
     STORE_REPLY,
-    Abort,
     Attach,
     Attached,
     Discard,
-    Granted,
     KvbmRefused,
     StoreLayout,
 )
@@ -161,9 +158,6 @@ class KVConnector:
         """Whether the engine sleeps, or is about to: nothing is exchanged."""
         self._awaited: dict[int, KvbmOperation] = {}
         """Number → operation of the requests of this link, or of the try to attach, that are not answered."""
-        self._late: frozenset[int] = frozenset()
-        """Numbers of the last link's Stores that were not answered. Slots that are still granted to them stay
-        unused."""
         self._messages: list[KvbmAsk | KvbmLink] = []
         """Messages that the next `step` returns."""
         self._ended_loads: deque[Copied] = deque()
@@ -360,7 +354,6 @@ class KVConnector:
         self._interrupted = False
         if self._state == "attached":
             self._stored = False
-            self._late = self._stores.awaited
             self._perform(self._stores.close())
             self._perform(self._fetches.close())
             self._blocks.set_connected(False)
@@ -427,15 +420,12 @@ class KVConnector:
 
     def _handle_reply(self, reply: KvbmReply, now_s: float) -> None:
         operation = self._awaited.get(reply.number)
+        if operation is None:
+            return  # of the link before: what it granted ends with the Attach
         try:
-            if operation is not None:
-                if reply.last:
-                    del self._awaited[reply.number]
-                self._handle_answer(operation, reply, now_s)
-            elif reply.number in self._late and not reply.failed:
-                operation = "store"
-                self._late -= {reply.number}
-                self._abort_late(STORE_REPLY.decode(reply.payload))
+            if reply.last:
+                del self._awaited[reply.number]
+            self._handle_answer(operation, reply, now_s)
         except (LinkLost, ProtocolError) as wrong:
             interrupted = self._state == "attached" and self._stored
             self._detach(f"{operation}: {wrong}", now_s)
@@ -463,11 +453,6 @@ class KVConnector:
             case _:
                 assert_never(operation)
 
-    def _abort_late(self, reply: Granted | KvbmRefused) -> None:
-        """Give back slots that were granted to a Store of the last link too late for the Attach to have ended it."""
-        if isinstance(reply, Granted) and reply.ticket and self._owner:
-            self._ask(KvbmAsk(next(self._numbers), "abort", ABORT.encode(Abort(self._owner, reply.ticket))))
-
     def _handle_copied(self, copied: Copied, now_s: float) -> None:
         if self._stores.owns(copied.batch):
             self._stats.count_saved(copied)
@@ -486,7 +471,7 @@ class KVConnector:
         assert self._state in ("detached", "quieting") or self._kvbm, "attached to no kvbm"
         assert self._state != "attached" or self._mapped
         assert self._state == "detached" or not self._paused
-        assert self._state not in ("detached", "quieting") or set(self._awaited.values()) <= {"abort"}
+        assert self._state not in ("detached", "quieting") or not self._awaited
         assert bool(self._link.kvbm) == (self._state == "attached")
         assert all(self._fetches.owns(copied.batch) for copied in self._ended_loads)
 

@@ -147,11 +147,6 @@ class Stores:
         return bool(self._collected or self._retries)
 
     @property
-    def awaited(self) -> frozenset[int]:
-        """Numbers of the Stores whose answers have not come."""
-        return frozenset(self._asked)
-
-    @property
     def wait_until_s(self) -> float | None:
         """When `step` will have something to do without any event."""
         return self._send_s if self._collected and not self._full else None

@@ -6,8 +6,10 @@ import asyncio
 import socket
 import stat
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import count, permutations
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from services.kvbm.doors import socket_door
 from services.kvbm.doors.replies import Request
 from services.kvbm.doors.socket_door import MOST_CONNECTIONS, SocketDoor
 from services.kvbm.metrics import StoreMetrics
+from services.kvbm.tickets.packing import unpack_slots
+from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector.contract import KvbmNews, KvbmUp
 from services.worker.kv_connector.socket_client import SocketClient
 from shared.bus.contract import Message
@@ -242,6 +246,88 @@ async def test_tickets_end_with_the_engine_and_not_with_its_connection(tmp_path:
         a.die()
         await until(lambda: store.metric("headrace_kvbm_dead_owners_total") == 1)
         assert (await store.layout()).tickets["store"] == 0
+
+
+@pytest.mark.parametrize("order", sorted(set(permutations(["old"] * 4 + ["new"] * 3))), ids="-".join)
+async def test_no_slot_that_an_engine_writes_is_anothers_in_any_order_of_its_connections_requests(
+    tmp_path: Path, order: Sequence[str]
+) -> None:
+    async with (
+        serving(tmp_path, size_bytes=SMALL_BYTES, tickets=TicketLimits(owner_share=1.0)) as store,
+        engine(store, "a") as a,
+        connected(store.world) as client,
+    ):
+        assert isinstance(await client.read(), Hello)
+        neighbour = await store.world.attached("n")
+        writes: list[int] = []
+        contents = chain(1, 2, 3)
+        tokens = count(100, 8)
+
+        async def grant() -> None:
+            granted = await a.grant(contents)
+            writes.extend(unpack_slots(granted.slots))
+            a.write(granted, contents)
+            commits.append(partial(a.commit, granted.ticket, granted.slots))
+
+        async def attach() -> None:
+            assert isinstance(await a.try_attach(), wire.Attached)
+
+        async def commit() -> None:
+            assert await commits.pop()() == wire.Settled()
+            writes.clear()
+            assert await neighbour.load(contents) == (3, 0)
+
+        commits: list[Callable[[], Awaitable[object]]] = []
+        steps: dict[str, Iterator[Callable[[], Awaitable[object]]]] = {
+            "old": iter([partial(a.try_store, chain(7)), a.try_attach, partial(a.try_store, chain(8)), a.try_attach]),
+            "new": iter([attach, grant, commit]),
+        }
+        clients = {"old": a.client, "new": client}
+        for connection in order:
+            a.client = clients[connection]
+            await next(steps[connection])()
+            first = next(tokens)
+            theirs = await neighbour.grant(chain(*range(first, first + 8)))
+            assert set(writes).isdisjoint(unpack_slots(theirs.slots))
+            await neighbour.abort(theirs.ticket)
+
+
+async def test_what_kvbm_has_read_of_a_closed_connection_does_not_end_a_store_of_the_next(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as store, engine(store, "a") as a:
+        path = str(Path(store.world.config.pool.directory) / SOCKET)
+        attach = wire.ATTACH.encode(wire.Attach(a.worker, a.owner, a.layout))
+        blocks = [wire.StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt) for one in chain(1)]
+        with socket.socket(socket.AF_UNIX) as old:
+            old.connect(path)
+            await asyncio.to_thread(old.recv, 1 << 16)
+            # All the rest is sent before kvbm reads any of it: its turns then go from one connection to the other.
+            old.sendall(encode_frame(Asked(1, "release", b"")) * 300 + encode_frame(Asked(2, "attach", attach)))
+        with socket.socket(socket.AF_UNIX) as new:
+            new.connect(path)
+            new.sendall(encode_frame(Asked(1, "attach", attach)))
+            new.sendall(encode_frame(Asked(2, "store", wire.STORE.encode(wire.Store(a.owner, blocks)))))
+            await until(lambda: store.metric("headrace_kvbm_request_seconds_count", operation="store") == 1)
+            await until(lambda: len(store.service.door._connections) == 2)
+            assert (await store.layout()).tickets["store"] == 1
+
+
+async def test_an_engine_attaches_to_each_connection_and_does_not_go_back_from_the_socket_to_nats(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as store, connected(store.world) as client:
+        assert isinstance(await client.read(), Hello)
+        over_nats = await store.world.attached("a")
+        directory = Path(store.world.config.pool.directory)
+        a = SocketEngine(store.world.bus, directory, "a", over_nats.worker, over_nats.layout)
+        a.client = client
+        assert isinstance(await a.try_store(chain(1)), wire.KvbmRefused)
+        assert isinstance(await a.try_attach(), wire.Attached)
+        assert isinstance(await a.try_store(chain(1)), wire.Granted)
+        for refused in (await over_nats.try_store(chain(2)), await over_nats.try_attach()):
+            assert isinstance(refused, wire.KvbmRefused)
+            assert refused.code == "unknown_owner"
 
 
 async def test_a_directory_whose_path_is_too_long_for_a_socket_has_one(tmp_path: Path) -> None:

@@ -674,22 +674,6 @@ def test_a_deleted_lock_is_made_again_under_another_name(world: World) -> None:
     assert first.attachment.hold() != before
 
 
-def test_a_grant_that_comes_after_the_link_was_lost_is_aborted(world: World) -> None:
-    first, _ = world.engines
-    assert world.drawer is not None
-    first.submit("r", PROMPT, 1)
-    store = until(world, first, "store")
-    first.asks.clear()  # it lingers on its way
-    first.handle(KvbmDown("out of sight"))
-    first.handle(KvbmUp(world.drawer.name))
-    until(world, first, "attach")
-    first.carry("")
-    first.deliver(0)
-    first.asks.append(store)
-    until(world, first, "abort")
-    assert world.drawer.tickets.statistics().stores == 1
-
-
 def late_save(world: World, engine: Engine) -> None:
     """The engine stores blocks, and the ticket's time is over before their copies are."""
     until(world, engine, "store")

@@ -133,7 +133,7 @@ def test_a_peer_that_says_nothing_is_given_up_after_its_time(peer: Peer) -> None
         assert peer.client.send(ASK, 1.0) == [KvbmReply(1, b"", failed="there is no kvbm")]
         assert peer.client.wait_until_s == HELLO_S
         assert peer.client.poll(HELLO_S) == [KvbmDown(peer.client.trouble)]
-        assert "did not say hello" in peer.client.trouble
+        assert "no Hello came" in peer.client.trouble
         assert not peer.client.settling
         assert stream.recv(1) == b""
     peer.accept(now_s=HELLO_S + RETRY_S).close()
@@ -144,7 +144,7 @@ def test_half_a_hello_is_no_hello(peer: Peer) -> None:
         stream.sendall(encode_frame(Hello(PROTOCOL, "k1"))[:-1])
         assert peer.client.poll(0.0) == []
         assert peer.client.poll(HELLO_S) == [KvbmDown(peer.client.trouble)]
-        assert "did not say hello" in peer.client.trouble
+        assert "no Hello came" in peer.client.trouble
 
 
 @pytest.mark.parametrize(
