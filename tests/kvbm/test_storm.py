@@ -26,7 +26,13 @@ async def test_the_storms_were_storms() -> None:
     """On a slow machine tickets of 0.03 s expire before anything is loaded, so that it takes more storms."""
     engines = ("right from memory", "right from disk", "written", "forgotten", "died", "expired", "away", "no_arena")
     workers = ("saved", "loaded", "not loaded", "used", "asked, away", "asked, late")
-    broken = ("broken to kvbm", "broken within a frame to kvbm", "broken from kvbm", "broken within a frame from kvbm")
+    broken = (
+        "broken to kvbm",
+        "broken within a frame to kvbm",
+        "broken from kvbm",
+        "broken within a frame from kvbm",
+        "unread",
+    )
     for first in range(STORMS, STORMS + MOST_MORE, BLOCK):
         if all(_seen[what] for what in engines + workers + broken):
             break

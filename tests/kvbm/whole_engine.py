@@ -9,14 +9,17 @@ The engine's bytes are `tests.worker.pool_runner`'s: any that are not those of e
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from random import Random
 
 from services.kvbm.service import KvbmService
-from services.worker.kv_connector.contract import KvbmNews
+from services.worker.kv_connector.contract import KvbmNews, KvbmReply
 from services.worker.kv_connector.socket_client import SocketClient
 from tests.fakes.memory_sockets import MemorySockets, MemoryStream
 from tests.kvbm.store_rig import LIMIT_S
@@ -31,12 +34,14 @@ ANSWER_S = 0.15
 class Faults:
     """What befalls the connections of workers' engines. `broken` is the share of frames at which a connection ends:
     before or after the frame, or within it. `late` is the share after which nothing comes for a while, as from a kvbm
-    that is busy. `short` is the share of sends of which the socket takes a part. `seen` counts them."""
+    that is busy. `short` is the share of sends of which the socket takes a part. `unread` is the share from which kvbm
+    handles nothing until some time after the connection has ended. `seen` counts them."""
 
     def __init__(self, draw: Random, sockets: MemorySockets) -> None:
         self.broken = draw.choice((0.0, 0.01, 0.05))
         self.late = draw.choice((0.0, 0.03))
         self.short = draw.choice((0.0, 0.1))
+        self.unread = draw.choice((0.0, 0.03))
         self.draw = draw
         self.seen: Counter[str] = Counter()
         self._sockets = sockets
@@ -56,12 +61,12 @@ class Faults:
         if not self.befalls(f"broken {way}", self.broken):
             return None
         whole = self.draw.choice((0, len(frames)))
-        within = self.draw.randrange(1, len(frames))
+        within = self.draw.randrange(1, max(2, len(frames)))
         return frames[: within if self.befalls(f"broken within a frame {way}", 0.5) else whole]
 
     def mend(self) -> None:
         """Let nothing befall connections from now on."""
-        self.broken = self.late = self.short = 0.0
+        self.broken = self.late = self.short = self.unread = 0.0
 
 
 class FaultyStream:
@@ -73,6 +78,8 @@ class FaultyStream:
         self._faults = faults
         self._broken = False
         self._late_until_s = 0.0
+        self._unread: list[bytes] = []
+        """What kvbm handles after the connection has ended."""
 
     def receive(self) -> bytes | None:
         now_s = asyncio.get_running_loop().time()
@@ -93,7 +100,14 @@ class FaultyStream:
 
     def send(self, data: bytes) -> int:
         if self._broken:
-            return self._stream.send(data)  # raises
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        if self._unread:
+            self._unread.append(data)
+            return len(data)
+        if self._faults.befalls("unread", self._faults.unread):
+            self._unread.append(data)
+            asyncio.get_running_loop().call_later(self._faults.draw.uniform(0.0, 2 * ANSWER_S), self._break)
+            return len(data)
         cut = self._faults.cut(data, "to kvbm")
         if cut is not None:
             if cut:
@@ -108,10 +122,20 @@ class FaultyStream:
         return -1
 
     def close(self) -> None:
-        self._stream.close()
+        self._break()
 
     def _break(self) -> None:
+        if self._broken:
+            return
         self._broken = True
+        if self._unread:
+            asyncio.get_running_loop().call_later(self._faults.draw.uniform(0.0, ANSWER_S), self._end)
+        else:
+            self._stream.close()
+
+    def _end(self) -> None:
+        with suppress(BrokenPipeError):  # that kvbm has ended
+            self._stream.send(b"".join(self._unread))
         self._stream.close()
 
 
@@ -159,6 +183,8 @@ class Worker:
         """Run one step. Return False if there was nothing to do."""
         now_s = engine.world.now_s = self._loop.time()
         for news in self._client.poll(now_s):
+            if isinstance(news, KvbmReply) and engine.connector._awaited.get(news.number) == "commit":
+                assert b"unknown_ticket" not in news.payload, "the ticket ended while the engine wrote"
             engine.handle(news)
         works = engine.step()
         answers: list[KvbmNews] = []
