@@ -1,6 +1,6 @@
 """Kernel locks next to a kvbm's pool, which prove that its users live.
 
-    DIR/lock            held by the directory's kvbm; workers find it by the note "PID INSTANCE\n" in it (`kvbm_of`)
+    DIR/lock            held by the directory's kvbm; engines over NATS find it by the note "PID INSTANCE\n" in it
     DIR/socket          no lock: where the kvbm listens (`shared.pool.socket_frames`)
     DIR/owners/OWNER    held by an engine process that maps the pool, from before it attaches until it ends
 
@@ -29,7 +29,6 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakSet
 
-from shared import subjects
 from shared.errors import HeadraceError
 from shared.pool.format import PoolUnfit
 from shared.regular_file import ownership_fault
@@ -158,25 +157,6 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def hold_directory(directory: Path, instance: str) -> HeldLock:
     """Lock the directory of a pool for the kvbm `instance`. Raise LockTaken or OSError."""
     return HeldLock.acquire(directory / LOCK, f"{os.getpid()} {instance}\n")
-
-
-def kvbm_of(directory: Path) -> str:
-    """Return the instance id of the kvbm that last locked the directory; empty if there is none, or it is unreadable.
-
-    This does not test the lock: discovery knows whether that kvbm lives.
-    """
-    try:
-        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        note = os.pread(descriptor, _NOTE_BYTES, 0).decode("ascii", "replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(descriptor)
-    _, _, instance = note.removesuffix("\n").partition(" ")
-    return instance if note.endswith("\n") and subjects.is_id(instance) else ""
 
 
 def is_owner(name: str) -> bool:

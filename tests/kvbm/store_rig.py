@@ -37,7 +37,7 @@ from shared.messages.kv_events import (
 )
 from shared.messages.kvbm import StoreLayout
 from shared.pool.format import Arena
-from shared.pool.lock import POOL, HeldLock, hold_owner, kvbm_of
+from shared.pool.lock import LOCK, POOL, HeldLock, hold_owner
 from shared.pool.map import ArenaMap, PoolMap
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
@@ -79,6 +79,12 @@ async def until(met: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not met():  # noqa: ASYNC110 - what is looked at is in other threads and files
             await asyncio.sleep(0.002)
+
+
+def kvbm_of(directory: Path) -> str:
+    """Return the instance id of the kvbm that locked a pool's directory last. Empty if none did."""
+    lock = directory / LOCK
+    return lock.read_text().partition(" ")[2].strip() if lock.exists() else ""
 
 
 class SmallOnly(LruPolicy):

@@ -17,10 +17,9 @@ from shared.errors import Unavailable
 from shared.messages import kvbm as wire
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
-from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain
 from tests.kvbm.processes import OWNER, ended, running
-from tests.kvbm.store_rig import LAYOUT, LIMIT_S, NAMESPACE, Engine
+from tests.kvbm.store_rig import LAYOUT, LIMIT_S, NAMESPACE, Engine, kvbm_of
 
 WORKER = "w1"
 

@@ -25,7 +25,6 @@ from shared.hashing import event_hash, pack_hashes
 from shared.messages import kvbm as wire
 from shared.messages.cards import KvLayout
 from shared.messages.codec import JSON_HEADER
-from shared.pool.lock import kvbm_of
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,
@@ -33,6 +32,7 @@ from tests.kvbm.store_rig import (
     OTHER_LAYOUT,
     SMALL_BYTES,
     World,
+    kvbm_of,
     payload,
     running,
     serving,

@@ -18,9 +18,9 @@ import pytest
 
 from shared import subjects
 from shared.messages import kvbm as wire
-from shared.pool.lock import kvbm_of
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
+from tests.kvbm.store_rig import kvbm_of
 from tests.tiny_model import write_tiny_model
 from tests.vllm.serve import BLOCK, LIMIT_S, Serve, completion, connector
 from tests.worker.vllm.environment import needs_vllm

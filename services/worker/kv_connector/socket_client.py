@@ -257,8 +257,8 @@ class SocketClient:
             case Answered(number, payload, last) if self._kvbm:
                 awaited = self._awaited.get(number)
                 if awaited is None:
-                    pass  # it came after its time: the connector attaches again anyway
-                elif last:
+                    return  # it came after its time
+                if last:
                     self._end(self._awaited.pop(number), "answered", now_s)
                 else:
                     awaited.until_s = now_s + awaited.ask.timeout_s

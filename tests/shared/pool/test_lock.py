@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.pool.format import PoolUnfit
-from shared.pool.lock import HeldLock, LockTaken, hold_directory, hold_owner, is_owner, join_owner, kvbm_of
+from shared.pool.lock import HeldLock, LockTaken, hold_directory, hold_owner, is_owner, join_owner
 from tests.kvbm.processes import OWNER, ended, running
 
 
@@ -66,30 +66,11 @@ def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_workers_find_the_kvbm_that_holds_a_directory(tmp_path: Path) -> None:
-    assert kvbm_of(tmp_path) == ""
-    with closing(hold_directory(tmp_path, "a" * 64)):
-        assert kvbm_of(tmp_path) == "a" * 64
-    assert kvbm_of(tmp_path) == "a" * 64, "it is gone, and whoever comes next will say so"
-    with closing(hold_directory(tmp_path, "b2")):
-        assert kvbm_of(tmp_path) == "b2"
-
-
-@pytest.mark.parametrize(
-    "note", ["", "17\n", "17 \n", "17 b2", "17 b.2\n", "17 b2 c3\n", "17 " + "b" * 200 + "\n", "\xff\n"]
-)
-def test_an_invalid_note_names_no_kvbm(tmp_path: Path, note: str) -> None:
-    (tmp_path / "lock").write_text(note)
-    assert kvbm_of(tmp_path) == ""
-
-
-def test_a_kvbm_is_not_looked_for_through_a_link_or_in_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_text("17 b2\n")
-    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
-    assert kvbm_of(tmp_path) == ""
-    (tmp_path / "lock").unlink()
-    (tmp_path / "lock").mkdir()
-    assert kvbm_of(tmp_path) == ""
+def test_the_note_names_the_kvbm_that_holds_a_directory_and_stays_until_the_next_one(tmp_path: Path) -> None:
+    for instance in ("a" * 64, "b2"):
+        with closing(hold_directory(tmp_path, instance)):
+            assert (tmp_path / "lock").read_text() == f"{os.getpid()} {instance}\n"
+        assert (tmp_path / "lock").read_text() == f"{os.getpid()} {instance}\n"
 
 
 def test_a_deleted_file_is_no_longer_held(directory: Path) -> None:
