@@ -1,9 +1,9 @@
 """How long does an engine wait for kvbm's answer: which of 256 blocks are in memory, and where?
 
-A kvbm in a process of its own. Blocks are stored and committed once; then they are fetched and released, one request
+A kvbm in a process of its own. Blocks are stored and committed once. Then they are fetched and released, one request
 after another, through the pool's socket and an engine's own client: the time from the request to the last reply,
-decoding included. Of that `in kvbm` is what passes there between request and answer, in the mean, and `round trip` what
-a release takes, which costs kvbm next to nothing. `cpu` is the CPU time of this process and kvbm for one request,
+decoding included. `in kvbm` is the part that passes there between request and answer, in the mean, and `round trip`
+what a release takes, which costs kvbm next to nothing. `cpu` is the CPU time of this process and kvbm for one request,
 including kvbm's work after the answer.
 
 What could mislead: two processes take turns, so on a busy machine the wall time depends on other programs. The blocks

@@ -145,7 +145,7 @@ class SocketClient:
 
     @property
     def wait_until_s(self) -> float | None:
-        """When `poll` has something to do though nothing has come. None: never."""
+        """When `poll` has something to do though nothing has come. None if never."""
         if self._stream is None:
             return self._try_s
         if not self._kvbm:
