@@ -270,7 +270,8 @@ def test_a_flood_is_read_in_bounded_pieces(peer: Peer, monkeypatch: pytest.Monke
     """A peer that writes as fast as the client reads must not hold up the step in which it is read."""
     monkeypatch.setattr(socket_client, "MOST_READ_BYTES", 1 << 16)
     with peer.up() as stream:
-        frame = encode_frame(Answered(7, b"a" * 1000))
+        peer.client.send(KvbmAsk(7, "fetch", b"q", timeout_s=3.0), 0.0)
+        frame = encode_frame(Answered(7, b"a" * 1000, last=False))
         whole = (1 << 17) // len(frame)
         stream.sendall(frame * whole)
         first = peer.client.poll(0.0)
@@ -280,7 +281,7 @@ def test_a_flood_is_read_in_bounded_pieces(peer: Peer, monkeypatch: pytest.Monke
             more = peer.client.poll(0.0)
             assert more
             news += more
-        assert news == [KvbmReply(7, b"a" * 1000)] * whole
+        assert news == [KvbmReply(7, b"a" * 1000, last=False)] * whole
 
 
 # --- what a loop waits for
