@@ -41,10 +41,14 @@ from shared.config import NatsConfig
 from shared.hashing import ContentKey, content_key, pack_tokens, root_key
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import (
+    ATTACH,
+    ATTACH_REPLY,
     FETCH,
     FETCH_REPLY,
     RELEASE,
     SETTLED,
+    Attach,
+    Attached,
     Fetch,
     Fetched,
     Release,
@@ -127,6 +131,7 @@ async def _measure(directory: Path, nats: NatsServer, blocks: int, rounds: int) 
         while not client.poll(time.monotonic()):
             select.select([client], [], [], LIMIT_S)
         asks = Asks(client, engine.owner, [content.key for content in contents])
+        asks.attach(Attach(engine.worker, engine.owner, LAYOUT))
         _timed(kvbm, asks.fetch, 20)
         release = _timed(kvbm, asks.release, rounds)
         both = _timed(kvbm, asks.fetch, rounds)
@@ -148,6 +153,10 @@ class Asks:
         self._blocks = len(keys)
         self._owner = owner
         self._numbers = count(1)
+
+    def attach(self, attach: Attach) -> None:
+        """Attach through this connection."""
+        assert isinstance(ATTACH_REPLY.decode(self._answer("attach", ATTACH.encode(attach))), Attached)
 
     def fetch(self) -> float:
         """Fetch and return the seconds; the release is not timed."""
