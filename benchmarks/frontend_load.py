@@ -67,7 +67,6 @@ class Peers:
         self._streams: dict[str, tuple[Generate, int]] = {}
         self._digest = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
         self._sequence = 0
-        self._more = asyncio.Event()
 
     async def start(self, discovery: FileDiscovery) -> None:
         """Announce the router and the worker in the discovery."""
@@ -108,17 +107,16 @@ class Peers:
         await self._bus.publish(message.reply, GENERATE_REPLY.encode(Accepted(generate.request, generate.attempt)))
         self._streams[generate.request] = generate, len(generate.tokens) // 4 - generate.prompt_tokens
         self.attempts += 1
-        self._more.set()
 
     async def _cancel(self, message: Message) -> None:
         self._streams.pop(CANCEL.decode(message.payload).request, None)
 
     async def streaming(self, count: int) -> None:
-        """Wait until `count` streams run."""
+        """Wait until `count` streams run. A step each second shows the frontend that the worker is not frozen."""
         async with asyncio.timeout(START_LIMIT_S):
             while len(self._streams) < count:
-                self._more.clear()
-                await self._more.wait()
+                await asyncio.sleep(1.0)
+                await self.step()
 
     async def step(self) -> None:
         """Send one token for every stream."""

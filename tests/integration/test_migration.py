@@ -16,7 +16,7 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import Fleet, Service, children, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -176,8 +176,3 @@ def test_the_only_worker_loses_its_engine_and_its_stream_goes_on(services: Fleet
     assert again == text
     assert counted.completion_tokens == usage.completion_tokens
     assert lost(services) > before
-
-
-def children(pid: int) -> list[int]:
-    """Return the children of a process: a worker's engine is one."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

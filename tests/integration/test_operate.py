@@ -19,7 +19,7 @@ import pytest
 from deploy.local.operate import operate
 from deploy.local.show.fleet import FleetConfig, fleet_config
 from shared.messages.people import OperateWorker, WorkerOperation
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import Fleet, Service, children, fleet
 from tests.integration.stack import eventually
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
@@ -110,10 +110,6 @@ def instance(service: Service) -> str:
     with urllib.request.urlopen(f"{service.url}/metrics", timeout=60) as answer:
         [found] = set(re.findall(r'instance="([^"]*)"', answer.read().decode()))
     return str(found)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def drawn(worker: Service) -> float:
