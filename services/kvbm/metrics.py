@@ -55,7 +55,8 @@ class StoreMetrics:
     expiries = counter("headrace_kvbm_expired_tickets", "kind",
         "Tickets that expired, by kind", "Engines die or hang between asking and copying.")
     dead_owners = counter("headrace_kvbm_dead_owners", "",
-        "Engine processes that died while attached", "See the workers' logs.")
+        "Engine processes that ended while attached, also in order, as at a restart",
+        "More than there were restarts: see the workers' logs.")
     disk_seconds = histogram("headrace_kvbm_disk_seconds", "operation", STEP_SECONDS,
         "Time for a block's checksum and disk request, without its time in the queue", "The disk is slow or full.")
     disk_bytes = counter("headrace_kvbm_disk_bytes", "operation", "Bytes read from and written to disk")

@@ -108,7 +108,8 @@ class RouterMetrics:
         "Workers passed over because they have work but make no step, or send no report",
         "See that worker's log; its engine is killed after `worker.stall_s`.")
     _index_blocks = gauge("headrace_index_blocks", "model", "Distinct blocks in the index")
-    _index_pairs = gauge("headrace_index_pairs", "tier model", "(block, candidate) pairs in the index")
+    _index_pairs = gauge("headrace_index_pairs", "tier model",
+        "(block, holder) pairs in the index; holders are candidates and block stores")
     _index_bytes = gauge("headrace_index_bytes", "model",
         "Estimated size of the index", "At `index.limit_bytes` blocks are dropped.")
     _index_dropped = gauge("headrace_index_dropped_blocks", "model",

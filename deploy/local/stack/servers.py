@@ -60,11 +60,13 @@ def _existing(program: Path, package: str) -> Path:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a server could listen there now."""
+    """Return whether a server could listen there now. Raise PermissionError if this user never may."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
         try:
             probe.bind((host, port))
+        except PermissionError:
+            raise
         except OSError:
             return False
     return True

@@ -66,6 +66,16 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int
         state_dir.record.unlink(missing_ok=True)
 
 
+def check_port(port: int) -> None:
+    """Raise ConfigError if the frontend could not listen there now."""
+    try:
+        free = servers.is_free(port)
+    except PermissionError:
+        raise ConfigError(f"port {port} is not for this user; choose one above 1023 with --port") from None
+    if not free:
+        raise ConfigError(f"port {port} is taken; choose another with --port")
+
+
 @contextlib.contextmanager
 def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
     """Lock the state directory and check the port. The lock ends with the process, however that ends.
@@ -85,8 +95,7 @@ def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
             raise ConfigError(
                 f"another `up` runs here: {lock.read().strip()}; a second one needs another --state"
             ) from None
-        if not servers.is_free(port):
-            raise ConfigError(f"port {port} is taken; choose another with --port")
+        check_port(port)
         lock.truncate(0)
         lock.write(f"pid {os.getpid()}, http://127.0.0.1:{port}/v1\n")
         lock.flush()

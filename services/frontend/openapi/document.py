@@ -46,7 +46,7 @@ _REFUSED = {
     "429": "A limit of the server or of the key is reached; no work was done",
     "500": "The server failed",
     "503": "A service that the request needs is unavailable, or every worker refused",
-    "504": "The request's deadline has passed",
+    "504": "The request's deadline has passed, or no token came in time",
 }
 _OK = "The answer"
 _STATUSES_WITH_BODY = ("400", "404", "408", "413", "415", "417", "429", "503", "504")

@@ -1,4 +1,4 @@
-"""The terms of a request: how long it may take, and how early it is served. Pure.
+"""The terms of a request: its deadline, and its priority. Pure.
 
 Both are what its client asks for, within what the server or its API key allows.
 

@@ -251,11 +251,10 @@ class NatsApi:
             self._metrics.disconnected.inc()
         except BusDown as why:
             self._limited_log.warn(_LOST, f"{message.subject}: {why}")
-            await self._fail(
-                request, Unavailable("the connection to NATS was lost, and a part of the answer may be missing")
-            )
+            lost = Unavailable("the connection to NATS was lost, and a part of the answer may be missing")
+            status = await self._fail(request, lost)
         except asyncio.CancelledError:
-            await self._fail(request, Unavailable("this frontend has shut down"), attempts=1)
+            status = await self._fail(request, Unavailable("this frontend has shut down"), attempts=1)
             raise
         finally:
             ended = (request.id.unique, operation, status, time.perf_counter() - begun_s)

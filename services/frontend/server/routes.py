@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's paths and two of vLLM's, on aiohttp. server/port.py has the port that it listens on.
+"""The HTTP API: OpenAI's paths and two of vLLM's, on aiohttp, and clients that disconnect. server/port.py has the port.
 
 A handler is cancelled when its client disconnects; that leaves `Exchange.answer` and so cancels the request. While the
 client does not read, the handler waits in `ResponseBody.write`, and the text that comes is merged into fewer chunks.

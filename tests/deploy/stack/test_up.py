@@ -16,7 +16,7 @@ import pytest
 from deploy.local.stack import servers
 from deploy.local.stack.stack import AccessFiles, Launch, Stack
 from deploy.local.stack.supervise import Program
-from deploy.local.stack.up import Shell, exclusive
+from deploy.local.stack.up import Shell, check_port, exclusive
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
@@ -311,6 +311,21 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
             exclusive(StateDirectory(tmp_path), port),
         ):
             pass
+
+
+FIRST_OF_ALL = int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text())
+
+
+@pytest.mark.skipif(FIRST_OF_ALL <= 81, reason="here every user may listen on every port")
+def test_a_port_that_is_not_for_this_user_is_said_to_be_so() -> None:
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        with pytest.raises(ConfigError, match="port 81 is not for this user; choose one above 1023 with --port"):
+            check_port(81)
+    finally:
+        os.seteuid(user)
 
 
 def test_a_second_up_with_the_same_state_names_the_first(tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ async def test_a_frontend_that_shuts_down_finishes_what_runs_and_fails_the_rest(
                     tasks.create_task(finish_once_draining(w, worker, generate))
             answer, headers = await asking
         assert headers[LAST_HEADER] == "true"
+        assert w.metric("headrace_requests_total", status="200" if finishes else "503") == 1
         if finishes:
             assert answer["choices"][0]["message"]["content"] == "late"
         else:
