@@ -281,11 +281,12 @@ async def test_a_stream_that_waits_is_given_chunks_without_text_and_a_failure_st
         w.router.workers = ["w1"]
         worker = w.workers[0]
         worker.output = None
-        for operation, payload in (("chat", body(stream=True)), ("completions", completion(stream=True))):
+        requests = (("chat", body(stream=True)), ("completions", completion(stream=True)))
+        for number, (operation, payload) in enumerate(requests, 1):
             subject = subjects.client(NAMESPACE, operation)
             async with MemoryBus(w.broker).stream(subject, payload, idle_timeout_s=DEADLINE_S) as messages:
                 chunks = [json.loads((await anext(messages)).payload) for _ in range(2)]
-                generate = worker.generates.all[-1]
+                *_, generate = await worker.generates.at_least(number)
                 await worker.send(generate, 0, [], "error", "it broke")
                 *_, last = [message async for message in messages]
             for chunk in chunks:

@@ -281,6 +281,7 @@ async def test_a_client_that_leaves_in_a_silence_cancels_its_request(directory: 
         async with connected(w) as (reader, writer):
             writer.write(post(BODY))
             await head(reader)
+            await w.workers[0].generates.at_least(1)
         await w.workers[0].cancels.at_least(1)
         await w.counted("headrace_inflight_requests", 0)
 
@@ -292,7 +293,8 @@ async def test_the_further_choices_of_a_silent_prompt_wait_with_comments_too(dir
         asked = {"model": MODEL, "prompt": "x", "stream": True, "n": 2}
         async with http.post("/v1/completions", json=asked) as response:
             await response.content.readuntil(b": waiting\n\n")
-            await worker.send(worker.generates.all[0], 0, [*w.ids("a"), 2], "stop")
+            [first] = await worker.generates.at_least(1)
+            await worker.send(first, 0, [*w.ids("a"), 2], "stop")
             _, second = await worker.generates.at_least(2)
             await response.content.readuntil(b"stop")
             await response.content.readuntil(b": waiting\n\n")
