@@ -198,6 +198,11 @@ _ANSWERS = {
     "arguments, llama3_json": (ParsePlan("llama3_json"), b'{"name": "f", "parameters": {"a": "', b'"}}'),
     "arguments, mistral": (ParsePlan("mistral"), b'[TOOL_CALLS]f[ARGS]{"a": "', b'"}'),
     "arguments, pythonic": (ParsePlan("pythonic"), b"[f(a='", b"')]"),
+    "arguments, qwen3_coder": (
+        ParsePlan("qwen3_coder"),
+        b"<tool_call>\n<function=f>\n<parameter=a>\n",
+        b"\n</parameter>\n</function>\n</tool_call>",
+    ),
 }
 
 

@@ -341,6 +341,41 @@ async def test_a_model_whose_format_does_not_show_takes_tools_once_it_is_set(tem
         assert answer["tool_calls"] == [("weather", '{"city": "Rome"}')]
 
 
+TAGS = (
+    "{% if tools %}{{ tools | tojson }}\n<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments | items %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+async def test_values_in_tags_have_their_tools_types_and_go_back_as_they_were_written(templated: Templated) -> None:
+    days: Any = {"city": {"type": "string"}, "days": {"type": "integer"}}
+    tools: Any = [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": days}}}
+    ]
+    called = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+    )
+    async with world(templated(TAGS)) as w, clients(w) as (client, _):
+        w.say(f"I look.\n{called}")
+        streamed = added_up(dumped(await chunks_of(client, tools=tools)))
+        assert streamed["tool_calls"] == [("weather", '{"city": "12", "days": 3}')]
+        answer = await client.chat.completions.create(model=MODEL, messages=HELLO, tools=tools)
+        message = answer.choices[0].message
+        assert message.tool_calls is not None
+        assert (message.content, message.tool_calls[0].to_dict()["function"]) == (
+            "I look.\n",
+            {"name": "weather", "arguments": '{"city": "12", "days": 3}'},
+        )
+        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "warm"}
+        back: Any = [*HELLO, message.to_dict(), result]
+        await client.chat.completions.create(model=MODEL, messages=back, tools=tools)
+        assert called in w.latest_prompt()
+
+
 async def test_tools_can_be_switched_off_for_a_model(templated: Templated) -> None:
     async with world(templated(TEMPLATE), tool_parser={MODEL: "none"}) as w, clients(w) as (client, _):
         with pytest.raises(openai.BadRequestError) as refusal:

@@ -167,6 +167,7 @@ class _Outputs(Struct, frozen=True):
             parallel=request.parallel_tool_calls is not False,
             whole=not self.asked.plan.streamed,
             customs=frozenset(tool.name for tool in tools if isinstance(tool, CustomFunction)),
+            schemas={tool.name: tool.parameters or {} for tool in tools},
         )
 
     def _text_before(self, prompt: Prompt, echoed: str) -> bytes:

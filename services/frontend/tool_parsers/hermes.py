@@ -29,12 +29,16 @@ def parse(reader: TextReader, result: ParseResult) -> Reading[None]:
 
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
     """Return the Lark rules that an answer must follow."""
+    return [*frame(tokens, how), *lark.json_calls(calls, "arguments")]
+
+
+def frame(tokens: lark.Tokens, how: lark.AnswerKind, *not_in_text: str) -> list[str]:
+    """Return the rules of text and calls in tags, in which `call` is what stands between them."""
     start = {"one": "tagged", "some": "calls", "any": "(upto body)* TEXT", "or": "calls | @content"}[how]
     return [
         f"start: {start}",
         "calls: tagged " + lark.further('"\\n" tagged', how),
         f"tagged: {lark.mark_symbol(_OPEN, tokens)} body",
         f'body: "\\n" call "\\n" {lark.mark_symbol(_CLOSE, tokens)}',
-        *lark.upto(_OPEN, tokens),
-        *lark.json_calls(calls, "arguments"),
+        *lark.upto(_OPEN, tokens, *not_in_text),
     ]

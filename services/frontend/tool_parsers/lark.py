@@ -24,6 +24,10 @@ tokens."""
 PLACE_LIMIT_CHARACTERS = 100
 """Characters of a place in a schema that an error repeats at most."""
 WHITE = "[ \\t\\r\\n]*"
+ANNOTATIONS = frozenset({"$schema", "title", "description", "default", "examples", "deprecated"})
+DEFINITIONS = ("$defs", "definitions")
+OBJECT_WORDS = {"type", "properties", "required", "additionalProperties", *DEFINITIONS, *ANNOTATIONS}
+"""Keywords that the schema of arguments may have if each argument is written by itself."""
 OPTIONS = {"whitespace_pattern": "[ ]?"}
 """White space between JSON tokens. If more were allowed, a weak model could fill its whole answer with it."""
 
@@ -60,30 +64,34 @@ def mark_symbol(written: str, tokens: Tokens) -> str:
     return f"<[{tokens[written]}]>" if written in tokens else quote(written)
 
 
-def text_pattern(*, without: str = "", not_first: str = "") -> str:
-    """Return the definition of a terminal: any text without the mark `without` that does not begin with a match of the
+def text_pattern(*without: str, not_first: str = "") -> str:
+    """Return the definition of a terminal: any text without the marks `without` that does not begin with a match of the
     regular expression `not_first`."""
-    excluded = [f"(?s:.*){_literal(without)}(?s:.*)"] if without else []
+    excluded = [f"(?s:.*){_literal(one)}(?s:.*)" for one in without]
     excluded += [f"{not_first}(?s:.*)"] if not_first else []
     return " & ~".join(f"/{one}/" for one in ("(?s:.*)", *excluded))
 
 
-def upto(written: str, tokens: Tokens, *, not_first: str = "") -> list[str]:
-    """Return two rules: TEXT is text without the mark, and `upto` is text that ends with the mark."""
-    rules = [f"TEXT: {text_pattern(without=written, not_first=not_first)}"]
+def upto(written: str, tokens: Tokens, *others: str, not_first: str = "") -> list[str]:
+    """Return two rules: TEXT is text without the mark, and `upto` is text that ends with the mark. Neither has any of
+    `others`."""
+    rules = [f"TEXT: {text_pattern(written, *others, not_first=not_first)}"]
     if written in tokens:
         return [*rules, f"upto: TEXT {mark_symbol(written, tokens)}"]
-    unlike = f" & ~/{not_first}(?s:.*)/" if not_first else ""
+    unlike = "".join(f" & ~/(?s:.*){_literal(one)}(?s:.*)/" for one in others)
+    unlike += f" & ~/{not_first}(?s:.*)/" if not_first else ""
     return [*rules, f"UPTO: /(?s:.*){_literal(written)}/{unlike}", "upto[lazy]: UPTO"]
 
 
 def json_calls(calls: Sequence[CallableTool], key: str) -> list[str]:
     """Return rules in which `call` is a call as a JSON object, with its name first and its arguments under `key`."""
-    rules = [either("call", len(calls))]
-    for at, call in enumerate(calls):
-        opening = quote(f'{{"name": {json.dumps(call.name)}, "{key}": ')
-        rules.append(f'call_{at}: {opening} {json_value(call.arguments or {"type": "object"})} "}}"')
-    return rules
+    return [either("call", len(calls)), *(json_call(at, call, key) for at, call in enumerate(calls))]
+
+
+def json_call(at: int, call: CallableTool, key: str) -> str:
+    """Return the rule of the call with this number as a JSON object."""
+    opening = quote(f'{{"name": {json.dumps(call.name)}, "{key}": ')
+    return f'call_{at}: {opening} {json_value(call.arguments or {"type": "object"})} "}}"'
 
 
 def further(call: str, how: AnswerKind) -> str:

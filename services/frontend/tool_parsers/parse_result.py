@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -108,8 +110,10 @@ class ParseResult:
         parallel: bool = True,
         whole: bool = False,
         customs: frozenset[str] = frozenset(),
+        schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """`names` are the tools of the request, `customs` those of them that take a text. `count` is called with the
+        """`names` are the tools of the request, `customs` those of them that take a text, `schemas` the JSON Schemas of
+        their arguments by name. `count` is called with the
         outcome of each attempt to parse a call: complete, unfinished (the text ended), broken; or, if it is text,
         malformed, unknown_tool, too_long. Without `parallel`, the end of the first call raises CallLimitReached.
         `whole`: the answer is sent when it is complete."""
@@ -121,6 +125,7 @@ class ParseResult:
         """Characters found so far of content and of reasoning."""
         self._names = names
         self._customs = customs
+        self._schemas = schemas
         self._input: CallInput | None = None
         """The input of the current call, if its tool takes a text."""
         self._draw_id = draw_id
@@ -208,6 +213,10 @@ class ParseResult:
     def takes_text(self, name: str) -> bool:
         """Return whether a tool takes a text instead of an object."""
         return name in self._customs
+
+    def schema_of(self, name: str) -> Mapping[str, Any]:
+        """Return the JSON Schema of a tool's arguments; empty if it has none."""
+        return self._schemas.get(name, {})
 
     def begin_call(self, name: str) -> None:
         """Begin a call of a tool whose name has been checked; its arguments follow."""

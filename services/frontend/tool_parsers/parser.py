@@ -8,11 +8,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.frontend.tool_parsers import hermes, lark, llama3_json, mistral, pythonic, reasoning
+from services.frontend.tool_parsers import hermes, lark, llama3_json, mistral, pythonic, qwen3_coder, reasoning
 from services.frontend.tool_parsers.parse_result import CallLimitReached, ParseResult
 from services.frontend.tool_parsers.reader import Reading, TextReader
 
-FormatName = Literal["hermes", "llama3_json", "mistral", "pythonic"]
+FormatName = Literal["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
 ReasoningName = Literal["think"]
 
 
@@ -29,6 +29,8 @@ class ToolCallFormat(Struct, frozen=True):
     """Texts of the format that may be special tokens of the model; then they are never part of ordinary text."""
     id_prefix: str = "call_"
     id_digits: int = 24
+    beginning: re.Pattern[str] | None = None
+    """How a call begins, up to the tool's name, if a call may end reasoning."""
     json_is_never_a_call: bool = False
     """Whether no JSON text can be taken for a call, so that an answer may be constrained to either (`or`)."""
 
@@ -39,6 +41,7 @@ FORMATS: Mapping[FormatName, ToolCallFormat] = {
         hermes.rules,
         re.compile(r'<tool_call>[^<]{,40}\{\\?"name'),
         hermes.MARKS,
+        beginning=hermes.BEGINNING,
         json_is_never_a_call=True,
     ),
     "llama3_json": ToolCallFormat(
@@ -53,6 +56,13 @@ FORMATS: Mapping[FormatName, ToolCallFormat] = {
     ),
     "pythonic": ToolCallFormat(
         pythonic.parse, pythonic.rules, re.compile(r"\[func_name1\(|<function_calls>(?!(?:\\n|\s)*<)"), pythonic.MARKS
+    ),
+    "qwen3_coder": ToolCallFormat(
+        qwen3_coder.parse,
+        qwen3_coder.rules,
+        re.compile(r"<tool_call>(\\n|\s)*<function="),
+        qwen3_coder.MARKS,
+        beginning=qwen3_coder.BEGINNING,
     ),
 }
 
@@ -132,7 +142,7 @@ class AnswerParser:
 
 def _answer(plan: ParsePlan, reader: TextReader, result: ParseResult) -> Reading[None]:
     if plan.reasoning:
-        call = hermes.BEGINNING if plan.calls == "hermes" and not plan.held else None
+        call = FORMATS[plan.calls].beginning if plan.calls and not plan.held else None
         yield from reasoning.read_reasoning(
             reader, result, inside=plan.reasoning_open, begun=plan.reasoning_begun, call=call
         )

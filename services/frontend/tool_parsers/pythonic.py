@@ -103,12 +103,6 @@ def _keyword(reader: TextReader) -> Reading[str]:
     return keyword
 
 
-_ANNOTATIONS = frozenset({"$schema", "title", "description", "default", "examples", "deprecated"})
-_DEFINITIONS = ("$defs", "definitions")
-_WORDS = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS, *_ANNOTATIONS}
-"""Keywords that the schema of arguments may have."""
-
-
 def rules(calls: Sequence[lark.CallableTool], tokens: lark.Tokens, how: lark.AnswerKind) -> list[str]:
     """Return the Lark rules that an answer must follow. Text that begins like a list is one of calls.
 
@@ -138,7 +132,7 @@ def _call_rules(rule: str, call: lark.CallableTool) -> list[str]:
             f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]{{0,63}}=/ {value}",
         ]
     properties, required = _arguments(call.name, call.arguments)
-    definitions = {word: call.arguments[word] for word in _DEFINITIONS if word in call.arguments}
+    definitions = {word: call.arguments[word] for word in lark.DEFINITIONS if word in call.arguments}
     rules = [f'{rule}: {opening} {rule}_0 ")"']
     for at, (keyword, schema) in enumerate(properties.items()):
         argument = f"{lark.quote(keyword + '=')} {_value({**definitions, **schema})}"
@@ -155,7 +149,7 @@ def _call_rules(rule: str, call: lark.CallableTool) -> list[str]:
 def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the schemas of arguments by keyword, and the required keywords. Raise lark.UnsupportedSchema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    for word in sorted(schema.keys() - _WORDS):
+    for word in sorted(schema.keys() - lark.OBJECT_WORDS):
         raise lark.UnsupportedSchema(tool, word, "this keyword is not supported for models that write calls as Python")
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise lark.UnsupportedSchema(tool, "properties", "must be an object, and `required` a list")
@@ -170,7 +164,7 @@ def _arguments(tool: str, schema: Mapping[str, Any]) -> tuple[dict[str, dict[str
 
 
 def _value(schema: Mapping[str, Any]) -> str:
-    if schema.get("type") == "boolean" and not schema.keys() - {"type", *_DEFINITIONS, *_ANNOTATIONS}:
+    if schema.get("type") == "boolean" and not schema.keys() - {"type", *lark.DEFINITIONS, *lark.ANNOTATIONS}:
         return '("True" | "False")'
     return lark.json_value(schema)
 

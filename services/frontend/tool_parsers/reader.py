@@ -176,8 +176,8 @@ class TextReader:
             held = 0 if self._ended else max(map(self._partial_match, (literal, *others)))
             end = found if found >= 0 else len(self._text) - held
             if end > self._at:
-                out(self._text[self._at : end])
-                self._at = end
+                start, self._at = self._at, end
+                out(self._text[start:end])  # it may set the mark, here
             if found >= 0 or self._ended:
                 return found >= 0
             yield

@@ -23,6 +23,7 @@ CALLS: dict[FormatName, str] = {
     "llama3_json": '{"name": "NAME", "parameters": {"n": 1}}',
     "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": {"n": 1}}]',
     "pythonic": "[NAME(n=1)]",
+    "qwen3_coder": "<tool_call>\n<function=NAME>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>",
 }
 
 

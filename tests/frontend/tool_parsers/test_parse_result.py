@@ -18,6 +18,7 @@ BROKEN: dict[FormatName, str] = {
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city": Rome} and more',
     "pythonic": "[weather(city=os.getcwd())]",
     "llama3_json": '{"name": "weather", "parameters": {"city": Rome}}',
+    "qwen3_coder": "I look. <tool_call>\n<function=weather>\n<parameter=city>\nRome",
 }
 
 
@@ -116,6 +117,7 @@ def test_arguments_of_another_form_have_what_there_is_of_it(written: str, text: 
         ("mistral", '[TOOL_CALLS]patch[ARGS]{"input": "a\\nb"}'),
         ("mistral", '[TOOL_CALLS]patch[ARGS]"a\\nb"'),
         ("pythonic", "[patch(input='a\\nb')]"),
+        ("qwen3_coder", "<tool_call>\n<function=patch>\n<parameter=input>\na\nb\n</parameter>\n</function>"),
     ],
 )
 def test_every_format_has_calls_of_custom_tools(name: FormatName, written: str) -> None:

@@ -33,6 +33,10 @@ PIECES = st.lists(
                 "[CALL_ID]",
                 "<think>",
                 "</think>",
+                "<function=",
+                "<parameter=",
+                "</parameter>",
+                "</function>",
             ),
             *(
                 "{",
@@ -56,6 +60,7 @@ PIECES = st.lists(
                 "ü",
                 "x",
             ),
+            *("<function=weather>", "<parameter=a>"),
             *('"name":', '"arguments":', '"parameters":', '"weather"', "weather", "get_time(", '{"name": "weather", '),
         )
     ),
@@ -67,6 +72,13 @@ def spell(name: FormatName, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Return calls as a model would write them."""
     plain = json.dumps
     match name:
+        case "qwen3_coder":
+            bodies = [
+                "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in given.items())
+                for _, given in calls
+            ]
+            named = zip((called for called, _ in calls), bodies, strict=True)
+            return "\n".join(f"<tool_call>\n<function={one}>\n{body}</function>\n</tool_call>" for one, body in named)
         case "hermes":
             bodies = [f'{{"name": "{called}", "arguments": {plain(given)}}}' for called, given in calls]
             return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
@@ -81,13 +93,19 @@ def spell(name: FormatName, calls: list[tuple[str, dict[str, Any]]]) -> str:
             return f"[{', '.join(bodies)}]" if bodies else ""  # fmt: skip
 
 
+def json_only(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return schemas of which no argument is a text, so that all of them are written as JSON."""
+    keys = {key for _, given in calls for key in given}
+    return {name: {"properties": {key: {"type": "object"} for key in keys}} for name in NAMES}
+
+
 @given(st.sampled_from(FORMAT_NAMES), CALLS, st.lists(st.integers(0, 500), max_size=6))
 @settings(max_examples=200)
 def test_any_call_comes_back_as_it_was_written(
     name: FormatName, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:
     written = spell(name, calls)
-    answer = read(ParsePlan(name), cut(written, cuts))
+    answer = read(ParsePlan(name), cut(written, cuts), schemas=json_only(calls))
     assert [(called, json.loads(arguments)) for called, arguments in answer.calls] == calls
     assert answer.content.strip() == ""
     assert answer.outcomes == ["complete"] * len(calls)
@@ -157,12 +175,12 @@ def test_white_space_before_a_call_is_dropped_unless_there_is_much_of_it() -> No
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_wherever_an_answer_is_cut_short_no_piece_of_a_mark_is_content(name: FormatName) -> None:
     calls: list[tuple[str, dict[str, Any]]] = [("weather", {"city": "Rome", "days": 12}), ("get_time", {})]
-    begun = {"hermes": "Well. ", "mistral": "Well. "}.get(name, "")
+    begun = {"hermes": "Well. ", "mistral": "Well. ", "qwen3_coder": "Well. "}.get(name, "")
     written = begun + spell(name, calls)
     marked = {"pythonic": "<|python_start|>" + written + "<|python_end|>", "llama3_json": "<|python_tag|>" + written}
     written = marked.get(name, written)
     for end in range(len(written)):
-        answer = read(ParsePlan(name), [written[:end]], short=True)
+        answer = read(ParsePlan(name), [written[:end]], short=True, schemas=json_only(calls))
         single = answer.content.removeprefix(begun) in ("<", "[") and not answer.calls
         assert begun.startswith(answer.content) or single, written[:end]
         assert [called for called, _ in answer.calls] == [called for called, _ in calls][: len(answer.calls)]
@@ -213,8 +231,9 @@ def test_a_call_that_is_cut_short_counts_as_unfinished() -> None:
         ("""{{- "[TOOL_CALLS] [" }}""", "mistral"),
         ("""{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}""", "mistral"),
         ("""{{- "Example Format: [func_name1(params_name1=params_value1), func_name2(params)]" }}""", "pythonic"),
-        # Qwen 3 Coder's and GLM 4.5's calls are in other formats between the same tags
-        ("<tool_call>\n<function=example_function_name>\n<parameter=p>", None),
+        # GLM 4.5's calls are in another format between the same tags
+        ("<tool_call>\n<function=example_function_name>\n<parameter=p>", "qwen3_coder"),
+        (r"{{- '\n<tool_call>\n<function=' + tool_call.name + '>\n' }}", "qwen3_coder"),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", None),
         ("{{ '<function_calls>' + message['function_calls'] + '</function_calls>' }}", "pythonic"),
         (r"{{ '<function_calls>\n<invoke name=' }}", None),

@@ -27,6 +27,7 @@ BEGUN: Mapping[FormatName, str] = {
     "llama3_json": "Well.<|python_tag|>",
     "mistral": "Well.[TOOL_CALLS]",
     "pythonic": "[",
+    "qwen3_coder": "Well.<tool_call>",
 }
 """Texts after which, or with which, a call begins."""
 
@@ -54,7 +55,7 @@ def test_whatever_a_grammar_admits_is_parsed_as_calls_that_follow_their_schemas(
 ) -> None:
     tokens = {mark: TOKENS[mark] for mark in FORMATS[name].marks} if with_tokens else {}
     written = walk(grammar(name, tools, tokens, how), seed, BEGUN[name] if how == "any" else "", tokens)
-    answer = read(ParsePlan(name), [written])
+    answer = read(ParsePlan(name), [written], schemas=tools)
     assert answer.calls, written
     assert how != "one" or len(answer.calls) == 1
     assert answer.outcomes == ["complete"] * len(answer.calls), written
@@ -133,6 +134,7 @@ def test_an_answer_that_consists_of_calls_has_a_bounded_number_of_them(name: For
         "llama3_json": ("", '{"name": "f", "parameters": {}}', "; ", ""),
         "mistral": ("[TOOL_CALLS] [", '{"name": "f", "arguments": {}}', ", ", "]"),
         "pythonic": ("[", "f()", ", ", "]"),
+        "qwen3_coder": ("", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "\n", ""),
     }[name]
     at_limit, beyond = (
         opening + between.join([call] * count) + closing for count in (lark.CALLS_LIMIT, lark.CALLS_LIMIT + 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from msgspec import Struct
 
@@ -31,11 +33,20 @@ class Transcript(Struct, frozen=True):
     answer: Answer
 
 
-def read(plan: ParsePlan, pieces: Iterable[str], *, parallel: bool = True, short: bool = False) -> Answer:
+def read(
+    plan: ParsePlan,
+    pieces: Iterable[str],
+    *,
+    parallel: bool = True,
+    short: bool = False,
+    schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Answer:
     """Parse pieces of text; check that pieces of calls are as OpenAI's clients expect them."""
     answer, taken = Answer(), list[CallPiece]()
     numbers = iter(range(1000))
-    found = ParseResult(NAMES, lambda: f"id{next(numbers)}", count=answer.outcomes.append, parallel=parallel)
+    found = ParseResult(
+        NAMES, lambda: f"id{next(numbers)}", count=answer.outcomes.append, parallel=parallel, schemas=schemas
+    )
     parser = AnswerParser(plan, found)
 
     def take() -> None:
@@ -69,13 +80,19 @@ def bytewise(content: bytes, *cuts: int) -> Iterator[str]:
         yield decoder.decode(content[start:end])
 
 
-def every_cut(plan: ParsePlan, text: str, *, short: bool = False) -> Answer:
+def every_cut(
+    plan: ParsePlan,
+    text: str,
+    *,
+    short: bool = False,
+    schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Answer:
     """Return the meaning of a text; check that it is the same wherever the text is cut in two, and byte by byte."""
-    whole = read(plan, [text], short=short)
+    whole = read(plan, [text], short=short, schemas=schemas)
     content = text.encode()
     for cut in range(len(content) + 1):
-        assert read(plan, bytewise(content, cut), short=short) == whole, f"cut at byte {cut}"
-    assert read(plan, bytewise(content, *range(1, len(content))), short=short) == whole, "byte by byte"
+        assert read(plan, bytewise(content, cut), short=short, schemas=schemas) == whole, f"cut at byte {cut}"
+    assert read(plan, bytewise(content, *range(1, len(content))), short=short, schemas=schemas) == whole, "byte by byte"
     return whole
 
 

@@ -136,7 +136,8 @@ def test_forced_calls_of_a_real_model_are_parsed_in_every_format_and_match_rando
             samplings.append(Sampling(MOST_TOKENS, temperature=at % 2, seed=at, top_p=0.9, grammar=found.grammar))
         for (name, schema), output in zip(asked, answers(runner, prompt, samplings), strict=True):
             text = tokenizer.decode(output, skip_special_tokens=False)
-            answer = read(ParsePlan(name), [text])
+            schemas = {"weather": json_schemas.object_of({"value": schema}, 0)}
+            answer = read(ParsePlan(name), [text], schemas=schemas)
             [(called, arguments)] = answer.calls
             assert (called, answer.outcomes, answer.content) == ("weather", ["complete"], ""), text
             assert holds(json.loads(arguments)["value"], schema), (schema, text)
