@@ -155,6 +155,8 @@ class PeerConnections:
         limit_s = min(CONNECT_S, parts.deadline_s - self._loop.time())
         stream = await self.in_thread(_connect, address, limit_s)
         parts.add(stream, peer.busy)
+        if self._peers.get(address.instance) is not peer:
+            raise PeerFault("closed", "the peer has left")
         first_frame = await self.in_thread(_begin, stream, self._tls)
         hello = check_hello(first_frame, address.instance, None)
         if peer.epoch is not None and hello.epoch != peer.epoch:

@@ -52,6 +52,7 @@ class SocketReader:
         """Take blocks over one connection as long as there are any."""
         peer, parts = borrowed.peer, borrowed.parts
         try:
+            self._connections.busy_with(peer)  # or a connection would be made to a peer that has left
             stream = first or await self._connections.connected(peer, borrowed.layout, parts)
             await self._connections.in_thread(_take_all, stream, borrowed, takes)
         except PeerFault as wrong:

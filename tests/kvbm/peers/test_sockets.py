@@ -20,6 +20,7 @@ from services.kvbm.peers.messages import (
     Lent,
     PeerAddress,
     PeerAnswer,
+    PeerFault,
     PeerHello,
     PeerLayout,
     PeerRefused,
@@ -284,6 +285,20 @@ async def test_a_peer_that_leaves_ends_the_reads_that_are_under_way(tmp_path: Pa
         assert done.written == {}
         assert faults(store, "closed") == 1
         assert await found(engine) == 0
+
+
+async def test_a_peer_that_leaves_while_a_further_connection_to_it_is_made_ends_that_too(tmp_path: Path) -> None:
+    async with reader(tmp_path) as (store, _):
+        with listening(Liar(CONTENTS)) as peer:
+            assert store.service.peers is not None
+            connections = store.service.peers.road._connections
+            async with connections.limited(LIMIT_S) as parts:
+                await connections.connected(peer, LAYOUT, parts)
+                further = asyncio.create_task(connections.connected(peer, LAYOUT, parts))
+                await asyncio.sleep(0)  # a thread connects
+                connections.gone(peer.instance)
+                with pytest.raises(PeerFault, match="the peer has left"):
+                    await further
 
 
 async def test_a_kvbm_that_stops_ends_its_reads(tmp_path: Path) -> None:
