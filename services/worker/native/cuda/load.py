@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import cupy as cp  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
+import cupy as cp  # pyright: ignore[reportMissingImports]
 import msgspec
-from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]  # pyright: ignore[reportMissingImports]
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Loading
