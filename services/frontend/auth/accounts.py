@@ -8,8 +8,9 @@ Prompt and answer count together, as with OpenAI. How long an answer without `ma
 ends. The account owes its tokens then, and until they are paid the key's requests are refused before their body is
 read.
 
-A request that `begin_request` refuses is not counted. One that `charge_tokens` refuses has been read and tokenised, so
-it counts as a request. Each process counts by itself.
+A request that `begin_request` refuses is not counted. One that is refused later has been read, so it counts as a
+request, and it costs the tokens that were made of its texts by then. `check_tokens` refuses before any are made, if the
+fewest that it can have are too many already. Each process counts by itself.
 
 To reserve what the context leaves would let a key run one request at a time, to reserve nothing any number.
 """
@@ -142,9 +143,14 @@ class Account:
         self.running += 1
         self.requests += 1
 
-    def charge_tokens(self, tokens: int, now: float) -> None:
-        """Charge a tokenised request for its prompt and the `max_tokens` that its client gave. Raise RateLimited."""
+    def check_tokens(self, tokens: int, now: float) -> None:
+        """Check a request that has at least these tokens and is not tokenised yet. Raise RateLimited."""
         self._check("tokens", tokens, now)
+
+    def charge_tokens(self, tokens: int, now: float, made: int = 0) -> None:
+        """Charge a tokenised request for its prompt and the `max_tokens` that its client gave. Raise RateLimited, whose
+        time to wait includes the `made` tokens that the refused request is to pay for."""
+        self._check("tokens", tokens, now, made)
         self._spend("tokens", tokens, now)
 
     def end_request(self, spent: TokenUse, now: float) -> None:
@@ -171,11 +177,12 @@ class Account:
         if unit in self._buckets:
             self._buckets[unit].spend(amount, now)
 
-    def _check(self, bound: _Unit, amount: int, now: float) -> None:
+    def _check(self, bound: _Unit, amount: int, now: float, lost: int = 0) -> None:
         bucket = self._buckets.get(bound)
         if bucket is None or not (wait_s := bucket.wait_s(amount, now)):
             return
         self.refused[bound] += 1
+        wait_s += lost / bucket.per_minute * MINUTE_S
         used = bucket.per_minute - int(bucket.level(now))
         raise RateLimited(
             f"Rate limit reached for the key {self.name} on {bound} per min: Limit {bucket.per_minute}, Used {used}, "

@@ -30,8 +30,8 @@ class EncodePool:
         self._large = Turnstile(1, 1)
 
     def of(self, key: str = "", made: Callable[[int], None] = lambda _: None) -> KeyPool:
-        """Return the pool for one request of this API key. `made` is called with each count of tokens that were made
-        of its texts, or that a text has at least which is refused for its length."""
+        """Return the pool for one request of this API key. `made` is called with the tokens that were made of its texts
+        or that a text has at least, as more become known; a negative number corrects the former ones."""
         return KeyPool(self, key, made)
 
     async def run(self, key: str, job: Callable[[], T], *, large: bool) -> T:
@@ -46,12 +46,25 @@ class EncodePool:
 class KeyPool:
     """The pool as one request uses it."""
 
-    __slots__ = ("_key", "_pool", "made")
+    __slots__ = ("_key", "_known", "_made", "_pool")
 
     def __init__(self, pool: EncodePool, key: str, made: Callable[[int], None]) -> None:
         self._pool = pool
         self._key = key
-        self.made = made
+        self._made = made
+        self._known = 0
+        """The tokens that the text in work has at least."""
+
+    def at_least(self, tokens: int) -> None:
+        """Note the tokens that the text in work has at least; its request may end before there are all."""
+        if tokens > self._known:
+            self._made(tokens - self._known)
+            self._known = tokens
+
+    def made(self, tokens: int) -> None:
+        """Note the tokens of the text in work, which ends."""
+        self._made(tokens - self._known)
+        self._known = 0
 
     async def run(self, job: Callable[[], T], *, large: bool = False) -> T:
         """Run a job in a thread when it is the key's turn; `large`: while no other large one runs."""

@@ -226,6 +226,7 @@ async def _encode(model: Model, text: str, pool: KeyPool, *, special: bool, para
                 pool.made(size // 4)
                 raise too_many_tokens(most, param)
         if words.work > turn:
+            pool.at_least(size // 4)
             await asyncio.sleep(0)
             turn = words.work + CHARACTERS_PER_TURN
     if left:
@@ -270,6 +271,7 @@ async def _check_count(tokenizer: Tokenizer, text: str, pool: KeyPool, param: st
     for start in range(0, len(text), PIECE_CHARACTERS):
         counted += await pool.run(partial(count, start), large=True)
         allowed += CUT_TOKENS
+        pool.at_least(counted)
         if counted > allowed:
             pool.made(counted)
             await pool.run(give_memory_back, large=True)

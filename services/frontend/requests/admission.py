@@ -1,7 +1,7 @@
 """What one frontend accepts at the same time, against its limits, and how API keys share it. Pure.
 
     reserve ──▶ arriving ──body complete──▶ admit ──▶ tokenising ──add_tokens──▶ running ──▶ release
-       │           │                          │                        │
+       │           │                          │ check_least            │
        └───────────┴──── at a limit: Overloaded, before more work is done; release gives everything back
 
 A request whose body is still on its way does not count as one of `requests`, so that slow senders keep no other client
@@ -199,7 +199,8 @@ class Permit:
         return bool(self.taken["requests"])
 
     def count_made(self, tokens: int) -> None:
-        """Note tokens that were made of its texts. Its key pays for them if the request is refused."""
+        """Note tokens that were made of its texts; a negative number corrects it. Its key pays for them if the request
+        is refused."""
         self.made += tokens
 
     def add_bytes(self, size_bytes: int) -> None:
@@ -212,6 +213,14 @@ class Permit:
         assert not self.admitted
         self._take({"requests": 1, "tokenising_bytes": self.taken["body_bytes"]})
         self.tokenising = True
+
+    def check_least(self, tokens: int, choices: int, now: float) -> None:
+        """Check the fewest tokens that it can have, before its texts are tokenised. Raise RateLimited, too."""
+        self._admission.check(self, "tokens", tokens)
+        if choices > 1:
+            self._admission.check(self, "requests", choices - 1)
+        if self.account is not None:
+            self.account.check_tokens(tokens, now)
 
     def add_tokens(self, tokens: int, choices: int = 1) -> None:
         """Count the tokens of its prompts and of the longest output, once it is tokenised. Each choice counts as one of

@@ -33,7 +33,7 @@ from services.frontend.requests.way import WayLog
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
-from shared.errors import HeadraceError, InvalidRequest, RateLimited, RequestTimeout, Unavailable
+from shared.errors import HeadraceError, RateLimited, Unavailable
 from shared.messages.frames import STEP_FRAME, Part
 from shared.messages.frontends import RecentRequests
 from shared.messages.generate import CANCEL, Cancel
@@ -97,7 +97,7 @@ class RequestService:
         self._idle.clear()
         try:
             yield permit
-        except (InvalidRequest, RequestTimeout, asyncio.CancelledError):
+        except (HeadraceError, asyncio.CancelledError):
             if permit.spent is NO_TOKENS:  # it was not charged before its tokens were made
                 permit.spent = TokenUse(refused=permit.made)
             raise

@@ -186,8 +186,8 @@ def _admit(plan: TextPlan, prompts: Sequence[Prompt], permit: Permit) -> int:
     permit.add_tokens(prompt_tokens + count * sum(prompt.max_tokens for prompt in prompts), choices)
     charged = prompt_tokens + choices * (plan.max_tokens or 0)
     if permit.account is not None:
-        permit.account.charge_tokens(charged, asyncio.get_running_loop().time())
-        permit.spent = TokenUse(charged)
+        permit.account.charge_tokens(charged, asyncio.get_running_loop().time(), permit.made)
+        permit.spent = TokenUse(charged, refused=permit.made)
     return charged
 
 

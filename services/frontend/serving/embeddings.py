@@ -78,18 +78,19 @@ class ServingEmbeddings(Struct, frozen=True):
         if len(inputs) * dimensions > embeddings.NUMBERS_LIMIT:
             wrong = f"input: {len(inputs)} vectors of {dimensions} numbers, more than {embeddings.NUMBERS_LIMIT} in all"
             raise InvalidRequest(f"{wrong}; ask for fewer, or for fewer `dimensions`", param="input")
+        at_once = min(len(inputs), self.service.limits.inputs_at_once, self.service.limits.requests)
+        context.permit.check_least(len(inputs), at_once, loop.time())
         async with until(deadline.at, "its input was tokenised"):
             with nullcontext() if trace is None else trace.span("tokenise"):
                 prompts = await self._prompts(inputs, model, limits, context.permit)
         as_text, salt, unique = request.encoding_format == "base64", context.salt(request.cache_salt), context.id.unique
         del request, inputs
         tokens, permit = sum(map(len, prompts)) // 4, context.permit
-        at_once = min(len(prompts), self.service.limits.inputs_at_once, self.service.limits.requests)
         if trace is not None:
             trace.attributes |= {"gen_ai.response.model": model.name, "gen_ai.usage.input_tokens": tokens}
         permit.add_tokens(tokens + len(prompts) * dimensions, at_once)
         if permit.account is not None:
-            permit.account.charge_tokens(tokens, loop.time())
+            permit.account.charge_tokens(tokens, loop.time(), permit.made)
         vectors = _Vectors(
             self.service, model, sampling, limits.embedding_size, salt, prompts, context, deadline.at, priority
         )

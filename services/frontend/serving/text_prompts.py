@@ -81,13 +81,17 @@ async def tokenise_text(
     asked: AskedText, pool: KeyPool, default_tokens: int | None, most_choices: int
 ) -> TokenisedText:
     """Tokenise the prompts. `default_tokens` is the limit of an answer that has none. None means the rest of the
-    context. Raise InvalidRequest."""
+    context. Raise InvalidRequest, Overloaded and RateLimited."""
     request, plan, limits = asked.request, asked.plan, asked.limits
     prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
     choices = plan.count * (len(prompts) or 1)
     if choices > most_choices:
         param = "prompt" if len(prompts) > 1 else "n"
         raise field_error(param, f"{choices} choices in one request, more than {most_choices}")
+    counted = request.truncate_prompt_tokens is None
+    known = sum(len(one) if counted and not isinstance(one, str) else 1 for _, one in prompts) or 1
+    least = known + choices * (plan.max_tokens or 0)
+    asked.context.permit.check_least(least, choices, asyncio.get_running_loop().time())
     most = limits.context_length if request.truncate_prompt_tokens is None else TEXT_TOKENS_LIMIT
     if isinstance(request, ChatRequest):
         special, ignored = bool(request.add_special_tokens), asked.context.ignored

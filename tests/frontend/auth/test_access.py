@@ -451,6 +451,48 @@ async def test_a_request_that_is_refused_after_it_was_tokenised_pays_and_one_tha
             assert 0 <= left - (100_000 - 1000) < FILLED
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "7" * 1000, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "7" * 1000}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "7" * 1000, "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "7" * 1000}], "max_tokens": 1}),
+        ("/v1/embeddings", {"input": "7" * 1000}),
+    ],
+)
+async def test_a_key_over_its_limit_pays_for_what_is_tokenised_until_nothing_of_it_is_read(
+    directory: Path, keys: KeysFile, path: str, body: dict[str, Any]
+) -> None:
+    access = keys.write(tokens_per_minute=1800)
+    async with world(directory, access=access, embedding_size=8) as w, clients(w) as (_, http):
+        w.say("fine")
+        for status in (200, 429):
+            async with http.post(path, json={"model": MODEL, **body}, headers=bearer(ALICE)) as response:
+                assert response.status == status, await response.text()
+        assert int(response.headers["Retry-After"]) > 30, "until the prompt that was refused is paid for, too"
+        async with http.post(path, data=b"not read", headers=bearer(ALICE)) as response:
+            assert (response.status, response.headers["x-ratelimit-remaining-tokens"]) == (429, "0")
+        assert w.metric("headrace_key_refused_requests_total", key="alice", reason="tokens") == 2
+
+
+async def test_a_request_that_the_frontend_has_no_room_for_pays_only_if_it_was_tokenised(
+    directory: Path, keys: KeysFile
+) -> None:
+    access, limits = keys.write(tokens_per_minute=1500), LimitsConfig(tokens=1000, drain_s=0.0)
+    async with world(directory, access=access, limits=limits) as w, clients(w) as (_, http):
+        w.workers[0].output = None
+        running = asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer(BOB)))
+        await w.workers[0].generates.at_least(1)
+        for prompt, most, cost in (("hello", 1000, 0), ("7" * 1000, 1, 1000)):
+            body = {**BODY, "prompt": prompt, "max_tokens": most}
+            async with http.post("/v1/completions", json=body, headers=bearer(ALICE)) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (429, "overloaded")
+                left = int(response.headers["x-ratelimit-remaining-tokens"])
+            assert 1500 - cost <= left < 2250 - cost, "less what comes back meanwhile"
+        running.cancel()
+
+
 async def test_requests_at_once_are_bounded_and_a_client_that_goes_makes_room(directory: Path, keys: KeysFile) -> None:
     async with world(directory, access=keys.write(concurrency=2)) as w, clients(w) as (_, http):
         w.workers[0].output = None

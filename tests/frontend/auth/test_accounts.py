@@ -104,6 +104,29 @@ def test_tokens_a_minute_are_those_of_the_prompt_and_of_the_longest_answer_asked
     limited.charge_tokens(30, 0.0)
 
 
+def test_a_refused_request_pays_for_what_was_made_of_it_and_is_accepted_after_the_time_that_it_was_told() -> None:
+    limited = account(tokens_per_minute=100)
+    limited.charge_tokens(70, 0.0)
+    limited.begin_request(0.0)
+    with pytest.raises(RateLimited) as refusal:
+        limited.charge_tokens(60, 0.0, made=50)
+    limited.end_request(TokenUse(refused=50), 0.0)
+    assert refusal.value.retry_after_s == pytest.approx(18 + 30)
+    with pytest.raises(RateLimited, match="Used 120"):
+        limited.begin_request(0.0)
+    limited.begin_request(48.0)
+    limited.charge_tokens(60, 48.0, made=50)
+
+
+def test_what_a_request_has_at_least_is_checked_and_not_charged() -> None:
+    limited = account(tokens_per_minute=100)
+    for _ in range(3):
+        limited.check_tokens(90, 0.0)
+    limited.charge_tokens(20, 0.0)
+    with pytest.raises(RateLimited, match="Requested 90"):
+        limited.check_tokens(90, 0.0)
+
+
 def test_what_an_answer_did_not_need_is_given_back_and_what_it_took_beyond_is_owed() -> None:
     limited = account(tokens_per_minute=100)
     limited.begin_request(0.0)

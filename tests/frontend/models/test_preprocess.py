@@ -378,10 +378,34 @@ async def test_a_text_that_might_fit_is_tokenised_until_it_does_not(
     made: list[int] = []
     with encode_pool(made=made.append) as pool, pytest.raises(InvalidRequest, match=f"more than {most} tokens"):
         await encode(model, text, pool, special=True, param="prompt", most=most)
-    [paid] = made
+    paid = sum(made)
     assert most < paid < most + 4 * PIECE_CHARACTERS
     assert max(tokenizer.counts, default=0) <= 3 * PIECE_CHARACTERS  # of a piece, not of the whole
     assert sum(tokenizer.counts) <= most + 4 * PIECE_CHARACTERS
+
+
+@pytest.mark.parametrize("words", [True, False])
+async def test_a_text_whose_client_goes_meanwhile_costs_what_was_made_of_it(directory: Path, words: bool) -> None:
+    model, _ = counting(directory, words=words)
+    text = "water, " * (4 * PIECE_CHARACTERS)
+    known = asyncio.Event()
+    made: list[int] = []
+
+    def note(tokens: int) -> None:
+        made.append(tokens)
+        known.set()
+
+    with encode_pool(made=note) as pool:
+        encoding = asyncio.create_task(encode(model, text, pool, special=True, param="prompt"))
+        await known.wait()
+        encoding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await encoding
+        assert sum(made) > 0
+    made.clear()
+    with encode_pool(made=note) as pool:
+        tokens = await encode(model, text, pool, special=True, param="prompt")
+    assert sum(made) == len(tokens) // 4, "each once"
 
 
 async def test_a_large_text_that_fits_is_one_text_to_the_tokenizer(directory: Path) -> None:

@@ -110,6 +110,20 @@ def test_tokens_in_flight_are_bounded_and_a_request_alone_is_never_too_many() ->
     assert refused == {"tokens": 1}
 
 
+def test_a_request_that_has_too_many_tokens_at_least_is_refused_before_they_are_made() -> None:
+    refused: Counter[str] = Counter()
+    busy = admission(refused, LimitsConfig(requests=5, tokens=1000))
+    begun(busy).add_tokens(900)
+    second = begun(busy)
+    second.check_least(100, 4, 0.0)
+    for tokens, choices in ((101, 1), (100, 5)):
+        with pytest.raises(Overloaded):
+            second.check_least(tokens, choices, 0.0)
+    assert (refused, second.taken["tokens"]) == ({"tokens": 1, "requests": 1}, 0)
+    second.add_tokens(100, 4)
+    busy.validate()
+
+
 def test_each_choice_counts_as_a_request() -> None:
     refused: Counter[str] = Counter()
     busy = admission(refused, LimitsConfig(requests=5))
