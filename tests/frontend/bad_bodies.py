@@ -96,6 +96,11 @@ def _tool(name: str, **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+def _allowed(*names: str) -> dict[str, Any]:
+    tools = [_tool(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
 def _schema(schema: dict[str, Any], name: str = "a") -> dict[str, Any]:
     return _tool(name, parameters=schema)
 
@@ -213,6 +218,11 @@ BAD_BODIES = [
     _chat("a tool required of a model without", "tools", code=_NOT_BUILT, tools=[_tool("a")], tool_choice="required"),
     _chat("an unknown tool_choice", "tool_choice", tool_choice="perhaps"),
     _chat("another tool_choice", "tool_choice.custom", tools=[_tool("a")], tool_choice={"type": "custom"}),
+    _chat("a tool_choice of no kind", "tool_choice.type", code=_NOT_SERVED, tool_choice={"type": "web_search"}),
+    _chat("no tools allowed", "tool_choice.allowed_tools.tools", tool_choice=_allowed()),
+    _chat(
+        "an unknown tool allowed", "tool_choice.allowed_tools.tools[0]", tools=[_tool("b")], tool_choice=_allowed("a")
+    ),
     _chat("a format beside calls", "response_format", code=_NOT_BUILT, tool_choice="required", response_format=_ANY),
     _chat("parallel_tool_calls no flag", "parallel_tool_calls", parallel_tool_calls=2),
     _chat("a word that the template has not", "chat_template_kwargs.x", code=_NOT_BUILT, chat_template_kwargs={"x": 1}),

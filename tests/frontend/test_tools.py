@@ -206,6 +206,41 @@ async def test_with_tool_choice_none_the_prompt_has_no_tools_and_a_text_is_a_tex
         assert with_none.tokens == without.tokens
 
 
+def allowing(name: str, mode: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}}]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_are_the_only_ones_that_the_model_knows_and_may_call(
+    templated: Templated, mode: str
+) -> None:
+    choice: Any = allowing("get_time", mode)
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    async with world(templated(TEMPLATE), grammars=True) as w, clients(w) as (client, http):
+        w.say(TWO)
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, tools=[strict, TIME], tool_choice=choice
+        )
+        assert answer.usage is not None
+        assert '"get_time"' in w.latest_prompt()
+        assert "weather" not in w.latest_prompt()
+        message = answer.choices[0].message
+        assert [one.to_dict()["function"] for one in message.tool_calls or ()] == [
+            {"name": "get_time", "arguments": "{}"}
+        ]
+        assert CALL in (message.content or ""), "what is no tool here is text"
+        generate = next(worker.generates.all[-1] for worker in w.workers if worker.generates.all)
+        assert bool(generate.sampling.grammar) == (mode == "required")
+        assert "weather" not in generate.sampling.grammar
+        body = {"model": MODEL, "messages": HELLO, "tools": [strict, TIME], "tool_choice": choice}
+        async with http.post("/tokenize", json=body) as response:
+            assert (await response.json())["count"] == answer.usage.prompt_tokens
+        status, param, text = await refused(w, http, tools=[TIME], tool_choice=allowing("weather", mode))
+        assert (status, param) == (400, "tool_choice.allowed_tools.tools[0]")
+        assert "there is no tool named 'weather'" in text
+
+
 async def test_without_parallel_calls_the_answer_ends_with_its_first_and_the_worker_is_cancelled(
     templated: Templated,
 ) -> None:

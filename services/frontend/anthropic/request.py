@@ -52,7 +52,13 @@ from services.frontend.protocol.messages import (
     ChatMessage,
 )
 from services.frontend.protocol.parts import PARTS_LIMIT, joined, unseen
-from services.frontend.protocol.structured import JsonSchema, JsonSchemaFormat, NamedFunction, NamedTool, ToolChoice
+from services.frontend.protocol.structured import (
+    JsonSchema,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedFunctionTool,
+    ToolChoice,
+)
 from services.frontend.protocol.tools import (
     TOOLS_LIMIT,
 )
@@ -246,7 +252,7 @@ def _choice(asked: ToolChoiceConfig | None, tools: OfferedTools) -> ToolChoice |
     if asked.name in tools.ignored:
         raise field_error("tool_choice.name", f"the tool {asked.name!r} is not served", "unsupported_value")
     if asked.name is not None:
-        return NamedTool("function", NamedFunction(asked.name))
+        return NamedFunctionTool(NamedFunction(asked.name))
     return _CHOICES[asked.type]
 
 

@@ -26,7 +26,15 @@ from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredF
 from services.frontend.protocol.messages import ChatMessage, Messages, check_message
 from services.frontend.protocol.parts import PARTS_LIMIT, Unread
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
-from services.frontend.protocol.structured import GrammarChoices, ResponseFormat, StructuredOutputs, Text, ToolChoice
+from services.frontend.protocol.structured import (
+    GrammarChoices,
+    ResponseFormat,
+    StructuredOutputs,
+    Text,
+    ToolChoice,
+    check_choice,
+    offered,
+)
 from services.frontend.protocol.tools import Tools, check_tools, tools_as_rendered
 from shared.errors import InvalidRequest
 
@@ -226,6 +234,7 @@ def check_chat(request: ChatRequest, ignored: IgnoredFields = REFUSE) -> None:
     for at, message in enumerate(request.messages):
         check_message(message, f"messages[{at}]", ignored)
     check_tools(request.tools or ())
+    check_choice(request.tools, request.tool_choice)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     check_final_message(request.messages, request.add_generation_prompt, request.continue_final_message)
@@ -263,8 +272,8 @@ def template_kwargs(request: ChatRequest) -> Mapping[str, Any]:
 
 
 def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return the tools in the form that chat templates read; none with `tool_choice: "none"`."""
-    return [] if request.tool_choice == "none" else tools_as_rendered(request.tools or ())
+    """Return the tools that `tool_choice` allows, in the form that chat templates read."""
+    return tools_as_rendered(offered(request.tools, request.tool_choice))
 
 
 def token_limit(request: CommonFields) -> tuple[int | None, str]:

@@ -22,7 +22,14 @@ from services.frontend.protocol.decoding import Harmless, check_not_built, decod
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
-from services.frontend.protocol.structured import NamedFunction, NamedTool, ToolChoice
+from services.frontend.protocol.structured import (
+    AllowedChoice,
+    AllowedTools,
+    NamedFunction,
+    NamedFunctionTool,
+    NamedTool,
+    ToolChoice,
+)
 from services.frontend.protocol.tools import (
     DESCRIPTION_LIMIT_CHARACTERS,
     TOOLS_LIMIT,
@@ -231,24 +238,22 @@ def _chosen(tools: ResponseTools, choice: ResponseToolChoice | None) -> Response
     if not isinstance(choice, ChosenTool):
         return replace(tools, choice=choice)
     if choice.type != "allowed_tools":
-        return replace(tools, choice=NamedTool("function", NamedFunction(_choice_name(tools, choice, "tool_choice"))))
+        return replace(tools, choice=_named(_choice_name(tools, choice, "tool_choice")))
     if choice.mode is None or not choice.tools:
         raise field_error("tool_choice", "allowed_tools needs a mode and tools")
-    allowed = set[str]()
+    allowed: list[NamedTool] = []
     for at, one in enumerate(choice.tools):
         where = f"tool_choice.tools[{at}]"
         try:
             named = msgspec.convert(one, ChosenTool)
         except msgspec.ValidationError as wrong:
             raise field_error(where, str(wrong)) from None
-        allowed.add(_choice_name(tools, named, where))
-    kept = [at for at, tool in enumerate(tools.offered) if tool.function.name in allowed]
-    return replace(
-        tools,
-        offered=[tools.offered[at] for at in kept],
-        places=[tools.places[at] for at in kept],
-        choice=choice.mode,
-    )
+        allowed.append(_named(_choice_name(tools, named, where)))
+    return replace(tools, choice=AllowedChoice(AllowedTools(choice.mode, allowed)))
+
+
+def _named(name: str) -> NamedFunctionTool:
+    return NamedFunctionTool(NamedFunction(name))
 
 
 def _choice_name(tools: ResponseTools, choice: ChosenTool, where: str) -> str:

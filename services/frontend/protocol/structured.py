@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
 
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.served_schema import closed_schema, served_schema
-from services.frontend.protocol.tools import ToolName, check_size, decoded_object
+from services.frontend.protocol.tools import TOOLS_LIMIT, Tool, ToolName, check_size, decoded_object
 from services.frontend.tool_parsers.lark import OPTIONS, quote
 
 TEXT_LIMIT_CHARACTERS = 16 << 10
@@ -80,23 +79,67 @@ class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: ToolName
 
 
-class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """The one tool that must be called. A custom one has its name in both fields."""
+class NamedFunctionTool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """One of the functions of the request, such as the one that must be called."""
 
-    type: Literal["function", "custom"]
-    function: NamedFunction = NamedFunction("")
-    custom: NamedFunction | None = None
+    function: NamedFunction
 
-    def __post_init__(self) -> None:
-        """Set the name of a custom tool. Raise ValueError, which msgspec turns into an error of its own."""
-        is_custom = self.custom is not None
-        if is_custom != (self.type == "custom") or not (is_custom or self.function.name):
-            raise ValueError(f"Object missing required field `{self.type}`")
-        if is_custom:
-            force_setattr(self, "function", self.custom)
+    @property
+    def name(self) -> str:
+        return self.function.name
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class NamedCustomTool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="custom"):
+    """One of the custom tools of the request."""
+
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedTool = NamedFunctionTool | NamedCustomTool
+
+
+class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True):
+    """The tools that are offered, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=TOOLS_LIMIT)]
+
+
+class AllowedChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    """A choice of some of the tools of the request."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedChoice
+
+
+def offered(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> list[Tool]:
+    """Return the tools that the model gets to know: those that the choice allows."""
+    if choice == "none":
+        return []
+    if not isinstance(choice, AllowedChoice):
+        return list(tools or ())
+    allowed = {one.name for one in choice.allowed_tools.tools}
+    return [tool for tool in tools or () if tool.function.name in allowed]
+
+
+def is_forced(choice: ToolChoice | None) -> bool:
+    """Return whether the answer must consist of calls."""
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    return mode not in (None, "none", "auto")
+
+
+def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
+    """Check that there is each tool that a choice allows. Raise InvalidRequest, naming the field."""
+    names = {tool.function.name for tool in tools or ()}
+    for at, one in enumerate(choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else ()):
+        if one.name not in names:
+            raise field_error(f"tool_choice.allowed_tools.tools[{at}]", f"there is no tool named {one.name!r}")
 
 
 class ConstraintPart(Struct, frozen=True):

@@ -23,6 +23,7 @@ from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import messages_as_rendered, text_of
 from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
+from services.frontend.protocol.structured import offered
 from services.frontend.requests.admission import Permit
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.parser import ParsePlan
@@ -82,7 +83,7 @@ def key_pool(pool: EncodePool, permit: Permit) -> KeyPool:
 
 def plan_of_reasoning(request: ChatRequest, model: Model, ignored: IgnoredFields) -> ReasoningPlan:
     """Return how the model is to reason before its answer. Raise InvalidRequest."""
-    offers = request.tools and request.tool_choice != "none"
+    offers = offered(request.tools, request.tool_choice)
     template = model.tool_template if offers else model.template
     return plan_reasoning(
         request.reasoning_effort,

@@ -18,6 +18,7 @@ from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.messages import text_of
+from services.frontend.protocol.structured import offered
 from services.frontend.protocol.text_plan import sampling_of
 from services.frontend.protocol.tools import CustomFunction
 from services.frontend.requests.request_trace import CallSpans
@@ -159,7 +160,7 @@ class _Outputs(Struct, frozen=True):
             if spans is not None:
                 spans.ended(outcome)
 
-        tools = [tool.function for tool in request.tools or ()]
+        tools = [tool.function for tool in offered(request.tools, request.tool_choice)]
         return ParseResult(
             frozenset(tool.name for tool in tools),
             draw_id,

@@ -107,20 +107,16 @@ def _constraint(
     content = forms[0] if forms else None
     if not isinstance(request, ChatRequest) or request.tool_choice == "none":
         return content
-    if content is None or not (request.tools or _forced(request.tool_choice)):
+    if content is None or not (request.tools or structured.is_forced(request.tool_choice)):
         return _calls(request, plan.calls, tokens, schemas) or content
-    if _forced(request.tool_choice) and not ignored.refuse:  # the answer is calls, so there is no content
+    if structured.is_forced(request.tool_choice) and not ignored.refuse:  # the answer is calls, so there is no content
         ignored.add(content.param.partition(".")[0])
         return _calls(request, plan.calls, tokens, schemas)
     apart = plan.calls is not None and FORMATS[plan.calls].json_is_never_a_call
-    if _forced(request.tool_choice) or request.response_format is None or not apart:
+    if structured.is_forced(request.tool_choice) or request.response_format is None or not apart:
         why = "cannot be combined with tools that may be called; set tool_choice to none"
         raise field_error(content.param, why, UNSUPPORTED)
     return _calls(request, plan.calls, tokens, schemas, content)
-
-
-def _forced(choice: structured.ToolChoice | None) -> bool:
-    return choice not in (None, "none", "auto")
 
 
 def _calls(
@@ -134,11 +130,11 @@ def _calls(
 
     Raise InvalidRequest."""
     tools, choice = request.tools or (), request.tool_choice
-    forced = _forced(choice)
-    if not forced and content is None and not any(tool.function.strict for tool in tools):
+    offered, forced = structured.offered(tools, choice), structured.is_forced(choice)
+    if not forced and content is None and not any(tool.function.strict for tool in offered):
         return None
-    named = choice.function.name if isinstance(choice, structured.NamedTool) else None
-    callable_ = [tool for tool in tools if named in (None, tool.function.name)]
+    named = choice.name if isinstance(choice, structured.NamedTool) else None
+    callable_ = [tool for tool in offered if named in (None, tool.function.name)]
     if not callable_:
         wrong = (
             "there is no tool to call: none was sent, or none of them is served"

@@ -13,7 +13,7 @@ from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.foreign import ThinkingSupport, name_here
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.messages import ChatMessage, messages_as_rendered
-from services.frontend.protocol.structured import JsonSchemaFormat, NamedTool
+from services.frontend.protocol.structured import JsonSchemaFormat, NamedFunctionTool
 from shared.errors import InvalidRequest
 from tests.frontend.foreign import CITY, HELLO, PLAIN, WEATHER
 
@@ -135,7 +135,7 @@ def test_tools_and_their_choice_are_a_chats() -> None:
         asked, _ = chat(tools=[WEATHER], tool_choice={"type": choice})
         assert (asked.tool_choice, asked.parallel_tool_calls) == (expected, None)
     asked, _ = chat(tools=[WEATHER], tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True})
-    assert isinstance(asked.tool_choice, NamedTool)
+    assert isinstance(asked.tool_choice, NamedFunctionTool)
     assert (asked.tool_choice.function.name, asked.parallel_tool_calls) == ("weather", False)
 
 

@@ -18,7 +18,8 @@ from services.frontend.protocol.responses_tools import (
     chat_name,
     decode_tools,
 )
-from services.frontend.protocol.structured import NamedFunction, NamedTool
+from services.frontend.protocol.structured import AllowedChoice, NamedFunction, NamedFunctionTool
+from services.frontend.protocol.structured import offered as allowed_of
 from shared.errors import InvalidRequest
 
 
@@ -107,15 +108,17 @@ def test_a_choice_names_a_function_in_its_namespace() -> None:
         (ChosenTool("function", "list"), "list"),
         (ChosenTool("function", "list", "crm"), "crm__list"),
     ):
-        assert decoded(*tools, choice=choice).choice == NamedTool("function", NamedFunction(name))
+        assert decoded(*tools, choice=choice).choice == NamedFunctionTool(NamedFunction(name))
 
 
 def test_allowed_tools_are_the_only_ones_that_are_offered() -> None:
     tools = (function("a"), function("b"), space("crm", function("c")))
     some = [function("b"), {**function("c"), "namespace": "crm"}]
     found = decoded(*tools, choice=ChosenTool("allowed_tools", mode="required", tools=some))
-    assert ([name for name, _ in offered(found)], found.choice) == (["b", "crm__c"], "required")
-    assert found.places == ["tools[1]", "tools[2].tools[0]"]
+    assert isinstance(found.choice, AllowedChoice)
+    assert found.choice.allowed_tools.mode == "required"
+    assert [one.function.name for one in allowed_of(found.offered, found.choice)] == ["b", "crm__c"]
+    assert found.places == ["tools[0]", "tools[1]", "tools[2].tools[0]"]
     with pytest.raises(InvalidRequest, match="no tool named 'x'") as refused:
         decoded(*tools, choice=ChosenTool("allowed_tools", mode="auto", tools=[function("x")]))
     assert refused.value.param == "tool_choice.tools[0]"
