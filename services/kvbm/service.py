@@ -191,7 +191,8 @@ class KvbmService:
     # --- requests
 
     def _hello(self) -> Hello:
-        return Hello(PROTOCOL, self._runtime.instance, ready=self.prefault.complete)
+        runtime = self._runtime
+        return Hello(PROTOCOL, runtime.instance, ready=self.prefault.complete, namespace=runtime.namespace)
 
     async def _receive(self, message: Message) -> None:
         """Handle one request over NATS; they come one at a time, in order."""

@@ -32,6 +32,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     """The instance id of the kvbm."""
     ready: bool = True
     """Whether the pool's memory is made; before that, attaching is refused as `not_ready`."""
+    namespace: str = ""
+    """The kvbm's namespace. Empty if it is unknown, as with a kvbm of before this field."""
 
 
 class Asked(Struct, frozen=True, tag="asked"):

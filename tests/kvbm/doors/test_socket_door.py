@@ -31,7 +31,19 @@ from shared.pool.lock import SOCKET
 from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
 from shared.tracing.traceparent import TraceParent, carried
 from tests.kvbm.chains import chain, keys
-from tests.kvbm.store_rig import LAYOUT, LIMIT_S, SMALL_BYTES, Engine, Store, World, running, serving, settings, until
+from tests.kvbm.store_rig import (
+    LAYOUT,
+    LIMIT_S,
+    NAMESPACE,
+    SMALL_BYTES,
+    Engine,
+    Store,
+    World,
+    running,
+    serving,
+    settings,
+    until,
+)
 from tests.resource_limits import no_descriptor_left
 
 
@@ -107,7 +119,7 @@ async def engine(store: Store, name: str) -> AsyncIterator[SocketEngine]:
     async with connected(store.world) as client:
         hello = await client.read()
         assert isinstance(hello, Hello)
-        assert (hello.protocol, hello.kvbm) == (PROTOCOL, store.runtime.instance)
+        assert (hello.protocol, hello.kvbm, hello.namespace) == (PROTOCOL, store.runtime.instance, NAMESPACE)
         made = SocketEngine(store.world.bus, Path(store.world.config.pool.directory), name, f"{name}-worker", LAYOUT)
         made.client = client
         store.world.engines.append(made)

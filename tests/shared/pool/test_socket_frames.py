@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from shared.errors import PayloadTooLarge, ProtocolError
 from shared.pool.socket_frames import (
     FROM_KVBM,
     MOST_FRAME_BYTES,
+    PROTOCOL,
     TO_KVBM,
     Answered,
     Asked,
@@ -17,7 +19,7 @@ from shared.pool.socket_frames import (
 )
 
 ANSWERS = st.one_of(
-    st.builds(Hello, st.integers(0, 9), st.text(), st.booleans()),
+    st.builds(Hello, st.integers(0, 9), st.text(), st.booleans(), st.text()),
     st.builds(Answered, st.integers(0, 2**63), st.binary(max_size=300), st.booleans()),
 )
 
@@ -38,6 +40,11 @@ def test_a_request_comes_back_from_its_frame(number: int, operation: str, payloa
     asked = Asked(number, operation, payload)
     (body,) = FrameReader().feed(encode_frame(asked))
     assert TO_KVBM.decode(body) == asked
+
+
+def test_a_kvbm_of_before_namespaces_were_said_is_understood() -> None:
+    old = {"type": "hello", "protocol": PROTOCOL, "kvbm": "k1", "ready": True}
+    assert FROM_KVBM.decode(msgspec.msgpack.encode(old)) == Hello(PROTOCOL, "k1", namespace="")
 
 
 @given(st.binary(max_size=300))
