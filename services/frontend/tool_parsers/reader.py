@@ -170,17 +170,25 @@ class TextReader:
     def read_until(self, literal: str, out: Callable[[str], None], *others: str) -> Reading[bool]:
         """Pass text on up to `literal`, or one of `others`, which is not read, and return True. False if none came, and
         all was passed on."""
+        literals = (literal, *others)
         while True:
-            places = [self._text.find(one, self._at) for one in (literal, *others)]
+            # Of a long text, a part at a time: a literal that it does not have is not searched in all of it repeatedly.
+            until = min(len(self._text), self._at + RUN_LIMIT_CHARACTERS)
+            is_last = until == len(self._text)
+            places = [self._text.find(one, self._at, until) for one in literals]
             found = min((at for at in places if at >= 0), default=-1)
-            held = 0 if self._ended else max(map(self._partial_match, (literal, *others)))
-            end = found if found >= 0 else len(self._text) - held
+            held = 0
+            if found < 0:
+                over = max(map(len, literals)) - 1
+                held = over if not is_last else 0 if self._ended else max(map(self._partial_match, literals))
+            end = found if found >= 0 else until - held
             if end > self._at:
                 start, self._at = self._at, end
                 out(self._text[start:end])  # it may set the mark, here
-            if found >= 0 or self._ended:
+            if found >= 0 or (is_last and self._ended):
                 return found >= 0
-            yield
+            if is_last:
+                yield
 
     def read_rest(self, out: Callable[[str], None]) -> Reading[None]:
         """Pass on all the text that follows."""
@@ -194,8 +202,10 @@ class TextReader:
 
     def _partial_match(self, literal: str) -> int:
         """Return how many characters at the end could begin `literal`."""
-        most = min(len(literal) - 1, len(self._text) - self._at)
-        return next((size for size in range(most, 0, -1) if self._text.endswith(literal[:size])), 0)
+        start = self._text.find(literal[0], max(self._at, len(self._text) - len(literal) + 1))
+        while start >= 0 and not literal.startswith(self._text[start:]):
+            start = self._text.find(literal[0], start + 1)
+        return len(self._text) - start if start >= 0 else 0
 
     def _advance(self, at: int) -> None:
         self._at = at

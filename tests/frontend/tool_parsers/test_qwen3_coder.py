@@ -216,3 +216,10 @@ def test_what_raw_text_cannot_be_held_to_is_called_as_hermes_writes_it(
 
 def test_the_tag_that_begins_a_call_is_no_text_of_a_held_answer() -> None:
     assert not fits(held(None, {}, "any"), "see <function=weather>", {})
+
+
+def test_a_value_of_many_tags_that_end_nothing_is_read_at_once() -> None:
+    """Each tag was searched for in all of the rest: 20 s for a megabyte."""
+    value = "</parameter>" * 80_000
+    [(_, arguments)] = read(PLAN, [call(given_as("city", value + "."))], schemas=SCHEMAS).calls
+    assert json.loads(arguments) == {"city": value + "."}
