@@ -116,7 +116,7 @@ class SimulatedEngine:
                 self._finish(self._works)
         raise ChannelClosed("engine: killed")
 
-    async def end(self, _limit_s: float, /) -> int:
+    async def end(self, _limit_s: float, _last: Callable[[EngineReport], None], /) -> int:
         """Kill the engine: there is nothing to wait for."""
         self.kill()
         return 0

@@ -190,7 +190,7 @@ def test_a_killed_engine_is_gone_at_once(tmp_path: Path, frozen: bool) -> None:
         with pytest.raises(ChannelClosed):
             await engine.receive()
         assert now_s() == 0.5
-        assert await engine.end(LIMIT_S) == 0
+        assert await engine.end(LIMIT_S, lambda _report: None) == 0
 
     simulate(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
@@ -28,6 +29,8 @@ class ScriptedEngine:
         self.instance = instance
         """The worker that started it."""
         self.told: list[EngineOrder] = []
+        self.says_last: list[EngineReport] = []
+        """What it reports while it is ended."""
         self._reports: asyncio.Queue[EngineReport | None] = asyncio.Queue()
         self.report(first)
 
@@ -50,7 +53,9 @@ class ScriptedEngine:
     def kill(self) -> None:
         self._reports.put_nowait(None)
 
-    async def end(self, _limit_s: float, /) -> int:
+    async def end(self, _limit_s: float, last: Callable[[EngineReport], None], /) -> int:
+        for report in self.says_last:
+            last(report)
         return 0
 
 

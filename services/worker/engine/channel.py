@@ -89,11 +89,9 @@ class ShellEnd(asyncio.Protocol):
         self._buffer = bytearray()
         self._reports: deque[bytes] = deque()
         """Complete reports; bounded, because the shell stops reading while there are many."""
-        self._dropping = False
-        loop = asyncio.get_running_loop()
-        self._called: asyncio.Future[None] = loop.create_future()
+        self._called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a report has come, or none will."""
-        self._gone: asyncio.Future[None] = loop.create_future()
+        self._gone = False
 
     @staticmethod
     async def open(connection: socket.socket, *, unread_bytes: int = 64 << 20) -> ShellEnd:
@@ -115,20 +113,13 @@ class ShellEnd(asyncio.Protocol):
     async def receive(self) -> EngineReport:
         """Return the next report; one receiver at a time. Raise ChannelClosed."""
         while not self._reports:
-            if self._gone.done():
+            if self._gone:
                 raise ChannelClosed("the engine has ended")
             self._called = asyncio.get_running_loop().create_future()
             await self._called
         if len(self._reports) == _MOST_UNREAD_REPORTS and not self._transport.is_closing():
             self._transport.resume_reading()
         return REPORTS.decode(self._reports.popleft())
-
-    async def ended(self) -> None:
-        """Read and drop everything, until the other end is closed."""
-        self._dropping = True
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-        await asyncio.shield(self._gone)
 
     def close(self) -> None:
         self._transport.close()
@@ -139,8 +130,6 @@ class ShellEnd(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        if self._dropping:
-            return
         self._buffer += data
         self._reports.extend(_whole_frames(self._buffer))
         if len(self._reports) >= _MOST_UNREAD_REPORTS:
@@ -149,9 +138,9 @@ class ShellEnd(asyncio.Protocol):
             self._called.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        for waiting in (self._called, self._gone):
-            if not waiting.done():
-                waiting.set_result(None)
+        self._gone = True
+        if not self._called.done():
+            self._called.set_result(None)
 
 
 def _whole_frames(buffer: bytearray) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit
@@ -31,6 +32,7 @@ class Engine(Protocol):
         """End the engine at once; `receive` will raise ChannelClosed."""
         ...
 
-    async def end(self, limit_s: float, /) -> int:
-        """Shut the engine down, and kill it after `limit_s`; return the exit status."""
+    async def end(self, limit_s: float, last: Callable[[EngineReport], None], /) -> int:
+        """Shut the engine down, and kill it after `limit_s`; return the exit status. `last` gets each report that still
+        comes."""
         ...

@@ -69,6 +69,7 @@ class EngineLoop:
         self._report_use()
         while self._handle_commands():
             self._step()
+        self._report_asks()
 
     def _handle_commands(self) -> bool:
         """Handle the commands that have come. Return False if Shutdown was among them."""

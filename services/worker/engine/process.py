@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
@@ -19,9 +20,9 @@ from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
-from services.worker.engine.channel import ShellEnd
+from services.worker.engine.channel import ChannelClosed, ShellEnd
 from shared.config import environment
-from shared.errors import ModelError
+from shared.errors import ModelError, ProtocolError
 from shared.runtime import logs
 
 PROGRAMS = {
@@ -99,13 +100,16 @@ class EngineProcess:
         with suppress(ProcessLookupError):  # all have ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    async def end(self, limit_s: float) -> int:
-        """Send Shutdown, and after `limit_s` SIGKILL; return the exit status. Reports that come meanwhile are
-        dropped."""
+    async def end(self, limit_s: float, last: Callable[[EngineReport], None] = lambda _report: None) -> int:
+        """Send Shutdown, and after `limit_s` SIGKILL; return the exit status. `last` gets the reports that come
+        meanwhile; without it they are dropped."""
         self.channel.send(Shutdown())
         try:
             async with asyncio.timeout(limit_s):
-                await self.channel.ended()
+                with suppress(ChannelClosed):
+                    while True:
+                        with suppress(ProtocolError):
+                            last(await self.channel.receive())
                 await asyncio.to_thread(self.process.wait)
         except TimeoutError:
             pass

@@ -23,6 +23,7 @@ from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
     EngineOperation,
+    EngineReport,
     ExplainBlock,
     Failed,
     KvbmAsks,
@@ -203,7 +204,7 @@ class EngineSupervisor:
         try:
             engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await (await starting).end(0.0)
+            await (await starting).end(0.0, self._take_last)
             raise
         self._engine = engine
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
@@ -218,7 +219,12 @@ class EngineSupervisor:
             for waiting in self._answers.values():
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))
-            await engine.end(limit_s)
+            await engine.end(limit_s, self._take_last)
+
+    def _take_last(self, report: EngineReport) -> None:
+        """Take what an engine that ends says of its requests to the kvbm; the rest is of no use any longer."""
+        if isinstance(report, KvbmAsks):
+            self._kvbm(report)
 
     async def _follow(self, engine: Engine) -> Failed:
         while True:

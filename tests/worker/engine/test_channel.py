@@ -86,17 +86,6 @@ async def test_a_shell_whose_engine_does_not_read_is_full() -> None:
         assert shell.full
 
 
-async def test_an_engine_that_ends_is_read_to_its_end_whatever_it_still_says() -> None:
-    shell, engine = await pair()
-    with closing(shell):
-        ending = asyncio.ensure_future(shell.ended())
-        for _ in range(50):
-            await asyncio.to_thread(engine.send, Failed("x" * 50_000))
-        engine.close()
-        await asyncio.wait_for(ending, 30)
-        await shell.ended()
-
-
 async def test_what_an_engine_said_last_is_heard_after_its_end() -> None:
     shell, engine = await pair()
     with closing(shell):

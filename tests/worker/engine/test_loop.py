@@ -235,6 +235,21 @@ def test_what_cannot_be_asked_is_handled_before_the_loop_sleeps_and_reported_to_
     assert sleeper.slept_s[0] == BACK_OFF_FIRST_S, "the connector has heard that it is gone"
 
 
+class Answering(Scripted):
+    """A SocketClient that has an answer whenever it is polled."""
+
+    def poll(self, now_s: float) -> list[KvbmNews]:
+        self.asked.append(KvbmAsk(1, "fetch", b""))
+        return super().poll(now_s)
+
+
+def test_requests_that_have_ended_are_reported_before_the_loop_ends(tmp_path: Path) -> None:
+    script, sleeper, runner = Script([Shutdown()]), Sleeper(submit("r"), 0), PoolRunner(16, 32)
+    core, kvbm = core_with_pool(sleeper, runner, tmp_path), cast(SocketClient, Answering())
+    EngineLoop(cast(EngineEnd, script), core, runner, lambda: 1.0, kvbm).run()
+    assert script.reports[-1] == KvbmAsks([KvbmAsked("fetch", "away", 0.0)])
+
+
 class BrokenRunner(FakeRunner):
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
         raise ZeroDivisionError("the device is gone")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import EngineReport, Failed
 from services.worker.engine import process
-from services.worker.engine.process import check_vllm_python, engine_environment
+from services.worker.engine.channel import ShellEnd
+from services.worker.engine.process import EngineProcess, check_vllm_python, engine_environment
 from shared.errors import ModelError
+from tests.worker.shell import LIMIT_S
 from tests.worker.vllm.environment import PYTHON, needs_vllm, run_there
 
 VLLM = WorkerConfig(model="m", engine="vllm")
@@ -144,3 +149,30 @@ def test_an_old_python_is_refused(tmp_path: Path) -> None:
 @needs_vllm
 def test_the_installed_one_is_taken() -> None:
     assert check_vllm_python(str(PYTHON)) == str(PYTHON)
+
+
+TALKER = """
+import socket, sys
+from services.worker.contracts.messages import Failed
+from services.worker.engine.channel import EngineEnd
+
+end = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
+end.receive(None)
+for number in range(50):
+    end.send(Failed(str(number) + "x" * 50_000))
+"""
+"""An engine that has much to say when it hears Shutdown."""
+
+
+def talker(connection: socket.socket) -> subprocess.Popen[bytes]:
+    number = connection.fileno()
+    return subprocess.Popen([sys.executable, "-c", TALKER, str(number)], pass_fds=(number,), process_group=0)
+
+
+async def test_an_engine_that_ends_is_heard_to_its_end_whatever_it_still_says() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        started = talker(theirs)
+    heard: list[EngineReport] = []
+    assert await EngineProcess(started, await ShellEnd.open(ours)).end(LIMIT_S, heard.append) == 0
+    assert heard == [Failed(str(number) + "x" * 50_000) for number in range(50)]

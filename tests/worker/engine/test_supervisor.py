@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.contracts.messages import EngineReport, Failed, Operate, Operated
+from services.worker.contracts.messages import EngineReport, Failed, KvbmAsked, KvbmAsks, KvbmLink, Operate, Operated
 from services.worker.engine.supervisor import EngineSupervisor
 from shared.errors import ModelError
 from tests.worker.scripted_engine import FACTS, ScriptedEngine
@@ -23,6 +23,7 @@ class Engines:
 
     def __init__(self, *reports: EngineReport, busy: bool = False) -> None:
         self.lost: list[str] = []
+        self.kvbm: list[KvbmAsks | KvbmLink] = []
         self.all: list[ScriptedEngine] = []
         self.done = asyncio.Event()
         self.hold = False
@@ -38,7 +39,7 @@ class Engines:
             stepped=lambda _step: None,
             lost=self.lost.append,
             busy=lambda: busy,
-            kvbm=lambda _report: None,
+            kvbm=self.kvbm.append,
             observed=lambda _report: None,
         )
 
@@ -90,3 +91,17 @@ async def test_an_engine_that_does_an_operation_is_not_taken_for_one_that_stands
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
+
+
+async def test_what_an_engine_asked_of_the_kvbm_is_taken_while_it_is_shut_down() -> None:
+    engines = Engines(FACTS)
+    run = asyncio.ensure_future(engines.host.run())
+    await asyncio.wait_for(engines.done.wait(), LIMIT_S)
+    [engine] = engines.all
+    asks = KvbmAsks([KvbmAsked("fetch", "answered", 0.1)])
+    engine.says_last = [KvbmLink(kvbm="", reason="it ends"), asks, Failed(reason="too late")]
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert engines.kvbm == [asks]
+    assert engines.lost == []
