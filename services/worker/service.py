@@ -128,7 +128,7 @@ class Worker:
         self._kvbm_metrics = KvbmMetrics(runtime.registry, configured=bool(config.kvbm.pool))
         self._kvbm = LinkReports(
             self._kvbm_metrics,
-            configured=bool(config.kvbm.pool),
+            namespace=runtime.namespace,
             link_changed=self._kvbm_link_changed,
             tracer=runtime.tracer,
         )
@@ -258,7 +258,7 @@ class Worker:
     def _health_fields(self) -> dict[str, list[str]]:
         missing = self._kvbm.missing if self._config.role != "aggregated" else ""
         fields = {
-            "notes": self._notes + [SHARING_FAILS] * self._kvbm_metrics.sharing_fails,
+            "notes": [*self._notes, *self._kvbm.notes, *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails],
             "probes": self._observations.last_probes,
             "no_hand_over": [missing] if missing else [],
         }

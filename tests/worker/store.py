@@ -13,11 +13,13 @@ from tests.worker.shell import NAMESPACE, WORKER, Shell
 
 
 @asynccontextmanager
-async def store(shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 << 20) -> AsyncIterator[None]:
+async def store(
+    shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 << 20, namespace: str = NAMESPACE
+) -> AsyncIterator[None]:
     """Serves the directory `pool` until the block ends."""
-    async with fake_runtime(NAMESPACE, "kvbm", instance, MemoryBus(shell.broker), shell.broker, shell.store) as runtime:
+    async with fake_runtime(namespace, "kvbm", instance, MemoryBus(shell.broker), shell.broker, shell.store) as runtime:
         config = PoolConfig(directory=pool, size_bytes=size_bytes, prefault_threads=1)
-        async with kvbm(runtime, KvbmConfig(namespace=NAMESPACE, pool=config)):
+        async with kvbm(runtime, KvbmConfig(namespace=namespace, pool=config)):
             yield
 
 

@@ -145,14 +145,22 @@ async def test_the_health_of_a_worker_with_a_role_says_why_no_prompt_is_handed_o
     decode = msgspec.structs.replace(config, role="decode")
     async with running_worker(decode) as shell:
         await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
-        [why] = shell.runtime.health.also()["no_hand_over"]
-        assert decode.kvbm.pool in why
+        await shell.peer.until(lambda: decode.kvbm.pool in shell.runtime.health.also()["no_hand_over"][0])
         async with store(shell, decode.kvbm.pool, "k1"):
             await attached(shell, "k1")
             assert "no_hand_over" not in shell.runtime.health.also()
     async with running_worker(config) as shell:
         await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
         assert "no_hand_over" not in shell.runtime.health.also(), "an aggregated worker needs no kvbm"
+
+
+async def test_blocks_are_exchanged_with_a_kvbm_of_another_namespace_and_a_note_says_so(config: WorkerConfig) -> None:
+    async with running_worker(config) as shell, store(shell, config.kvbm.pool, "k1", namespace="other"):
+        await attached(shell, "k1")
+        [note] = shell.runtime.health.also()["notes"]
+        assert "kvbm k1 of namespace other" in note
+        await answer(shell, "first")
+        await saved(shell, BLOCKS)
 
 
 def turn_signs(pool: Path) -> None:

@@ -412,6 +412,8 @@ class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
     """Digest of the layout there."""
     reason: str = ""
     """Why there is no link."""
+    namespace: str = ""
+    """The kvbm's namespace. Empty if there is no link, or if the kvbm does not say it."""
 
 
 EngineReport = (

@@ -137,6 +137,8 @@ class KVConnector:
         """Changed by `_enter` alone."""
         self._kvbm = ""
         """Instance id of the kvbm that is up. Empty if none is."""
+        self._namespace = ""
+        """The namespace of the kvbm that was up last. Empty if it does not say it."""
         self._owner = ""
         """Name of the lock that this process holds in the pool's directory."""
         self._mapped = False
@@ -171,11 +173,11 @@ class KVConnector:
     def handle(self, news: KvbmNews, now_s: float) -> None:
         """Take up what the connection to the kvbm says."""
         match news:
-            case KvbmUp(kvbm):
+            case KvbmUp(kvbm, namespace):
                 if kvbm != self._kvbm:
                     if self._state != "detached":
                         self._detach(f"kvbm {kvbm} has come", now_s)
-                    self._kvbm = kvbm
+                    self._kvbm, self._namespace = kvbm, namespace
                     self._delay_s, self._try_s = BACK_OFF_FIRST_S, now_s
             case KvbmDown(reason):
                 self._kvbm = ""
@@ -347,7 +349,7 @@ class KVConnector:
         self._stores.open(self._owner, attached.slots, attached.blocks_per_request)
         self._fetches.open(self._owner, attached.slots, attached.blocks_per_request)
         self._blocks.set_connected(True)
-        self._report_link(KvbmLink(self._kvbm, attached.layout))
+        self._report_link(KvbmLink(self._kvbm, attached.layout, namespace=self._namespace))
 
     def _detach(self, reason: str, now_s: float) -> None:
         """Any state → detached. The engine attaches again once the back-off is over and copies have ended."""

@@ -30,6 +30,8 @@ class KvbmUp(Struct, frozen=True):
 
     kvbm: str
     """The kvbm's instance id."""
+    namespace: str = ""
+    """The kvbm's namespace. Empty if it does not say it."""
 
 
 class KvbmDown(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """LinkReports: what the shell does with its engine's reports of the exchange with the machine's kvbm.
 
-    KvbmLink ──▶ the log, /health, `headrace_kvbm_attached`
+    KvbmLink ──▶ LinkLog, /health, `headrace_kvbm_attached`
              └─▶ the model card: at once when blocks are exchanged, and when that has ended for LINGER_S
     KvbmAsks ──▶ metrics and spans of the requests that the engine has sent
 
@@ -10,23 +10,18 @@ No failure of a kvbm stops the worker: it is logged, and the engine computes the
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from services.worker.contracts.messages import KvbmAsked, KvbmAsks, KvbmLink
+from services.worker.kv_connector.link_log import LinkLog, of_another_namespace
 from services.worker.kv_connector.metrics import KvbmMetrics
-from shared.rate_limited_log import RateLimitedLog
 from shared.tracing.spans import finished
 from shared.tracing.tracer import Tracer
 
 LOOK_INTERVAL_S = 1.0
 """Seconds between two looks at how long the link has been broken."""
-LOG_AFTER_S = 5.0
-"""Seconds that a kvbm must be missing before that is logged, since services may start in any order."""
 LINGER_S = 2.0
 """Seconds that a link must be broken before routers see it, since an engine that attaches again soon has one."""
-
-_log = logging.getLogger(__name__)
 
 
 class LinkReports:
@@ -36,44 +31,40 @@ class LinkReports:
         self,
         metrics: KvbmMetrics,
         *,
-        configured: bool,
+        namespace: str,
         link_changed: Callable[[], None],
         tracer: Tracer | None = None,
     ) -> None:
-        """`configured` says whether blocks are to be exchanged. `link_changed` is called when `shown_link` has
-        changed."""
+        """`namespace` is the worker's. `link_changed` is called when `shown_link` has changed."""
         self._metrics = metrics
-        self._configured = configured
+        self._namespace = namespace
         self._link_changed = link_changed
         self._tracer = tracer
         self._link = KvbmLink(kvbm="")
         """The link as the engine reported it last."""
         self._unlinked_s = 0.0
         """When the engine lost its link, or the worker began."""
-        self._logged = ""
-        """The reason that was logged last."""
-        self._limited_log = RateLimitedLog()
+        self._log = LinkLog(namespace)
         self.shown_link = self._link
         """The link that the model card names."""
 
     async def run(self) -> None:
         """Watch how long the link has been broken, until cancelled."""
-        if not self._configured:
+        if not self._metrics.configured:
             return
         self._unlinked_s = self._now_s
         while True:
+            self._log.look(self._now_s)
+            if not self._link.kvbm and self._now_s - self._unlinked_s >= LINGER_S:
+                self._show(self._link)
             await asyncio.sleep(LOOK_INTERVAL_S)
-            if not self._link.kvbm:
-                if self._now_s - self._unlinked_s >= LINGER_S:
-                    self._show(self._link)
-                if self._now_s - self._unlinked_s >= LOG_AFTER_S:
-                    self._warn()
 
     def engine_lost(self) -> None:
         """The engine was lost, and its link with it."""
         if self._link.kvbm:
             self._link, self._unlinked_s = KvbmLink(kvbm="", reason="the engine was lost"), self._now_s
             self._metrics.attached.set(0)
+            self._log.take(self._link, self._unlinked_s)
         self._show(self._link)
 
     def take(self, report: KvbmAsks | KvbmLink) -> None:
@@ -89,9 +80,15 @@ class LinkReports:
     @property
     def missing(self) -> str:
         """The reason why no blocks are exchanged. Empty if they are, or if no kvbm is configured."""
-        if not self._configured or self._link.kvbm:
+        if not self._metrics.configured or self._link.kvbm:
             return ""
         return self._link.reason or "the engine has not attached yet"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of the link."""
+        note = of_another_namespace(self._link, self._namespace)
+        return [note] if note else []
 
     # --- inside
 
@@ -102,25 +99,11 @@ class LinkReports:
     def _take_link(self, link: KvbmLink) -> None:
         was, self._link = self._link, link
         self._metrics.attached.set(1 if link.kvbm else 0)
+        self._log.take(link, self._now_s)
         if link.kvbm:
-            self._logged = ""
-            if link != was:
-                _log.info("blocks are exchanged with kvbm %s, layout %s", link.kvbm, link.layout)
             self._show(link)
         elif was.kvbm:
             self._unlinked_s = self._now_s
-            self._warn()
-
-    def _warn(self) -> None:
-        """Log the reason, unless it was logged. Each kind has its line: a kvbm that is not ready yet may be one that
-        has no room for this layout."""
-        reason = self._link.reason
-        if reason and reason != self._logged:
-            self._logged = reason
-            kind, _, more = reason.partition(": ")
-            code, _, detail = more.partition(": ")
-            key = ": ".join(("no blocks are exchanged", kind, *([code] if more else ())))
-            self._limited_log.warn(key, detail or "requests are computed without them")
 
     def _show(self, link: KvbmLink) -> None:
         before, self.shown_link = self.shown_link, link

@@ -64,6 +64,8 @@ class KvbmMetrics:
     def __init__(self, registry: CollectorRegistry, *, configured: bool = True) -> None:
         """Register them. Without a kvbm in the settings there is no `headrace_kvbm_attached`, since a 0 is a fault."""
         register_metrics(self, registry)
+        self.configured = configured
+        """Whether blocks are to be exchanged."""
         if not configured:
             registry.unregister(self.attached)
         self._reasons: set[str] = set()

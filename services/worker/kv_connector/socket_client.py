@@ -249,11 +249,11 @@ class SocketClient:
 
     def _take(self, message: Hello | Answered, now_s: float) -> Iterator[KvbmUp | KvbmReply]:
         match message:
-            case Hello(protocol, kvbm) if not self._kvbm:
+            case Hello(protocol, kvbm, namespace=namespace) if not self._kvbm:
                 if protocol != PROTOCOL:
                     raise ProtocolError(f"kvbm {kvbm} speaks protocol {protocol}, this engine {PROTOCOL}")
                 self._kvbm, self.trouble = kvbm, ""
-                yield KvbmUp(kvbm)
+                yield KvbmUp(kvbm, namespace)
             case Answered(number, payload, last) if self._kvbm:
                 awaited = self._awaited.get(number)
                 if awaited is None:

@@ -354,7 +354,7 @@ async def test_a_directory_whose_path_is_too_long_for_a_socket_has_one(tmp_path:
             return bool(news)
 
         await until(heard)
-        assert news == [KvbmUp(store.runtime.instance)]
+        assert news == [KvbmUp(store.runtime.instance, NAMESPACE)]
         client.close()
 
 

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.worker.contracts.messages import AskSpan, KvbmAsked, KvbmAsks, KvbmLink
-from services.worker.kv_connector.link import LINGER_S, LOG_AFTER_S, LinkReports
+from services.worker.kv_connector.link import LINGER_S, LinkReports
+from services.worker.kv_connector.link_log import LOG_AFTER_S
 from services.worker.kv_connector.metrics import KvbmMetrics
 from shared.config import TraceConfig
 from shared.tracing.spans import SpanRecord
@@ -31,8 +32,8 @@ class Shell:
         """(kvbm, layout) at each change of the card."""
         self.spans: list[SpanRecord] = []
         self.link = LinkReports(
-            KvbmMetrics(self.registry),
-            configured=configured,
+            KvbmMetrics(self.registry, configured=configured),
+            namespace="a",
             link_changed=self._link_changed,
             tracer=Tracer(TraceConfig(), CollectorRegistry(), self.spans.append, draw=Random(1)),
         )
@@ -100,36 +101,51 @@ def test_it_says_why_no_blocks_are_exchanged_as_long_as_that_is_so() -> None:
     simulate(scenario())
 
 
-def test_why_no_kvbm_is_found_is_logged_once_when_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_outages_soon_after_each_other_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         shell = Shell()
-        shell.link.take(KvbmLink("", "", "/pool/socket: no kvbm listens"))
+        away = KvbmLink("", "", "/pool/socket: no kvbm listens")
+        shell.link.take(away)
         await asyncio.sleep(LOG_AFTER_S - 2)
-        assert "no blocks are exchanged" not in caplog.text
-        await asyncio.sleep(240)
-        assert caplog.text.count("no blocks are exchanged: /pool/socket: no kvbm listens: ") == 1
+        assert not caplog.records, "it may start soon"
+        for kvbm in ("k1", "k2"):
+            shell.link.take(KvbmLink(kvbm, "5eed"))
+            await asyncio.sleep(20)
+            assert f"kvbm {kvbm}" in caplog.messages[-1]
+            shell.link.take(KvbmLink("", "", "/pool/socket: the kvbm has closed the connection"))
+            shell.link.take(away)
+            await asyncio.sleep(20)
+        await asyncio.sleep(3600)
+        assert caplog.messages[-1] == "no blocks are exchanged: /pool/socket: no kvbm listens"
+        assert caplog.messages.count(caplog.messages[-1]) == 2
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         simulate(scenario())
 
 
-def test_the_end_of_a_link_is_logged_at_once_and_each_lasting_kind_of_reason_once_a_minute(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_loss_of_an_engine_ends_its_link_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         shell = Shell()
         shell.link.take(LINK)
-        shell.link.take(KvbmLink("", "", "commit: no answer in 2 s"))
-        assert "no blocks are exchanged: commit: no answer in 2 s" in caplog.text
-        for reason in ("not_ready: 3 % are made", "not_ready: 9 % are made", "no_arena: all 1 are in use"):
-            shell.link.take(KvbmLink("", "", f"attach: {reason}"))
-            await asyncio.sleep(10)
-        assert "no blocks are exchanged: attach: not_ready: 3 %" in caplog.text
-        assert "9 %" not in caplog.text
-        assert "no blocks are exchanged: attach: no_arena: all 1 are in use" in caplog.text
+        shell.link.engine_lost()
+        assert caplog.messages[-1] == "no blocks are exchanged: the engine was lost"
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         simulate(scenario())
+
+
+def test_a_note_names_a_kvbm_of_another_namespace_as_long_as_blocks_are_exchanged_with_it() -> None:
+    async def scenario() -> None:
+        shell = Shell()
+        shell.link.take(LINK)
+        assert shell.link.notes == []
+        shell.link.take(KvbmLink("k2", "5eed", namespace="b"))
+        [note] = shell.link.notes
+        assert "kvbm k2 of namespace b" in note
+        shell.link.take(KvbmLink("", "", "not answered"))
+        assert shell.link.notes == []
+
+    simulate(scenario())
 
 
 def test_requests_are_counted_and_traced_ones_have_a_span() -> None:

@@ -54,8 +54,8 @@ class Peer:
     def up(self) -> socket.socket:
         """Have the client connect, and greet it."""
         made = self.accept()
-        made.sendall(encode_frame(Hello(PROTOCOL, "k1")))
-        assert self.client.poll(0.0) == [KvbmUp("k1")]
+        made.sendall(encode_frame(Hello(PROTOCOL, "k1", namespace="a")))
+        assert self.client.poll(0.0) == [KvbmUp("k1", "a")]
         return made
 
 

@@ -23,6 +23,7 @@ from msgspec import Struct
 from services.worker.contracts.messages import Exchanged, KvbmLink
 from services.worker.kv_connector.connector import ExchangeTerms, KVConnector
 from services.worker.kv_connector.contract import KvbmAsk
+from services.worker.kv_connector.link_log import LinkLog
 from services.worker.kv_connector.pool_attachment import OwnerName
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
@@ -34,14 +35,11 @@ from shared.errors import ConfigError
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import Attached, StoreLayout
 from shared.pool.format import Arena, PoolUnfit
-from shared.rate_limited_log import RateLimitedLog
 
 ASK_AGAIN_S = 0.0005
 """Seconds between two looks at the socket for requests that ask again in one scheduling pass."""
 KEEP_S = 0.5
 """Seconds without a step after which the link is looked after; and between two such looks."""
-
-_NO_BLOCKS = "no blocks are exchanged"
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +118,7 @@ class SchedulerHalf:
         self._connector: KVConnector | None = None
         """None until all ranks have said how their blocks lie."""
         self.link = KvbmLink(kvbm="")
-        self._limited_log = RateLimitedLog(clock=clock)
+        self._link_log = LinkLog()
         self._turn = threading.RLock()
         """Held by the scheduler's thread, and by the one that keeps the link."""
         self._stepped_s = clock()
@@ -144,6 +142,7 @@ class SchedulerHalf:
             self._stepped_s = now_s = self._clock()
             if self._connector is not None:
                 self._step(self._connector, now_s)
+                self._link_log.look(now_s)
 
     def _step(self, connector: KVConnector, now_s: float, *, exchanges: bool = True) -> None:
         for news in self._client.poll(now_s):
@@ -253,6 +252,7 @@ class SchedulerHalf:
                 return
             if not self._connector.attached or not self._connector.exchanging:
                 self._step(self._connector, now_s, exchanges=False)
+            self._link_log.look(now_s)
 
     def close(self) -> None:
         """Leave the kvbm: it ends what is open when the last process of this engine has gone."""
@@ -269,11 +269,7 @@ class SchedulerHalf:
             for news in self._client.send(message, now_s):
                 connector.handle(news, now_s)
             return
-        if message.kvbm:
-            self._limited_log.reset(_NO_BLOCKS)  # so that the end of this link is in the log, however soon it comes
-            _log.info("blocks are exchanged with kvbm %s, layout %s", message.kvbm, message.layout)
-        elif message.reason:
-            self._limited_log.warn(_NO_BLOCKS, message.reason)
+        self._link_log.take(message, now_s)
         self.link = message
 
     def _take_facts(self, rank: int, facts: RankFacts) -> None:

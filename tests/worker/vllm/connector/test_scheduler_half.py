@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from services.kvbm.layout.layout import LayoutStore
-from services.worker.kv_connector import socket_client
+from services.worker.kv_connector import link_log, socket_client
 from services.worker.vllm.connector import scheduler_half
 from tests.kvbm.store_rig import LIMIT_S, World, running, serving, settings, until
 from tests.worker.vllm.connector.engines import PROMPT, answer, attached, connector_settings, engine, no_ticket, steps
@@ -206,6 +206,31 @@ async def test_each_end_of_a_link_is_in_the_log_however_soon_it_comes(
                 caplog.clear()
             await steps(one, lambda: not one.half.link.kvbm)
             assert "no blocks are exchanged: " in caplog.text
+
+
+async def test_each_reason_is_in_the_log_however_soon_it_follows_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket_client, "RETRY_S", 0.01)
+    monkeypatch.setattr(link_log, "LOG_AFTER_S", 0.0)
+    async with engine(tmp_path, "a") as one:
+        await steps(one, lambda: "no blocks are exchanged: there is no " in caplog.text)
+        (tmp_path / "pool").mkdir(mode=0o700)
+        await steps(one, lambda: "no kvbm listens" in one.half.link.reason)
+        one.step()
+        assert "no kvbm listens" in caplog.messages[-1]
+
+
+async def test_why_no_blocks_are_exchanged_is_logged_while_the_engine_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler_half, "KEEP_S", 0.0)
+    async with engine(tmp_path, "a") as one:
+        await steps(one, lambda: bool(one.half.link.reason))
+        assert not caplog.records
+        monkeypatch.setattr(link_log, "LOG_AFTER_S", 0.0)
+        one.half.keep_link_now()
+        assert "no blocks are exchanged: there is no " in caplog.messages[-1]
 
 
 async def test_a_block_that_was_evicted_before_its_copy_is_stored_when_it_is_computed_again(tmp_path: Path) -> None:
