@@ -21,6 +21,9 @@ PROTOCOL = 1
 """The version of the frames. A client that does not know it closes the connection."""
 MOST_FRAME_BYTES = 1 << 20
 """The most bytes of a frame, without its length."""
+MOST_REQUEST_BLOCKS = 1 << 15
+"""The most blocks that a request may name by their keys, so that it and its answers fit frames: 16 bytes a block are
+asked, and at most 20 answered."""
 _LENGTH_BYTES = 4
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from services.kvbm.tiers.actions import TierStatistics
+from shared.pool.socket_frames import MOST_REQUEST_BLOCKS
 
 
 class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,8 +20,9 @@ class TicketLimits(Struct, frozen=True, forbid_unknown_fields=True):
     tickets_per_owner: Annotated[int, Meta(ge=1)] = 256
     """The number of tickets that one engine may have open, including expired ones
     that wait for the engine's answer."""
-    blocks_per_request: Annotated[int, Meta(ge=1)] = 4096
-    """The number of blocks that one Store, Fetch or Discard may have."""
+    blocks_per_request: Annotated[int, Meta(ge=1, le=MOST_REQUEST_BLOCKS)] = 4096
+    """The number of blocks that one Store, Fetch or Discard may have. At most 32,768: more do not fit a frame of the
+    socket."""
     owner_share: Annotated[float, Meta(gt=0, le=1)] = 0.25
     """The share of the slots that one engine may be writing to, including quarantined ones; at least one slot."""
 

@@ -16,7 +16,7 @@ attaches again, which ends every ticket (`LinkLost`), and the new link is offere
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from math import inf
 from operator import not_
@@ -30,9 +30,14 @@ from services.worker.kv_connector.contract import KvbmAsk
 from shared.blocks import Content
 from shared.hashing import pack_hashes, pack_tokens
 from shared.messages.kvbm import ABORT, COMMIT, STORE, Abort, Commit, Granted, KvbmRefused, Settled, Store, StoreBlock
+from shared.pool.socket_frames import MOST_FRAME_BYTES
 
 BATCH_BLOCKS = 64
 """Most blocks of one Store: some 10 KB, and a few milliseconds' copies."""
+BATCH_BYTES = MOST_FRAME_BYTES // 2
+"""Most bytes of one Store's blocks. A frame that is too large would cost the link."""
+_BLOCK_BYTES = 64
+"""Most bytes of a block in a Store, without its tokens, LoRA and salt."""
 COLLECT_S = 0.02
 """Seconds that the first of a Store's blocks waits for others, as a rule."""
 MOST_STORES = 8
@@ -168,14 +173,19 @@ class Stores:
             actions.append(self._send(now_s, retry.blocks, retry.tries + 1))
         if self._full or (not self._collected and not self._has_room):
             return actions
-        most = self._batch_blocks
+        most = min(self._batch_blocks, self._most_blocks - self._under_way)
         if not self._collected:
             self._send_s = now_s + self._collect_s
         if len(self._collected) < most:
             self._collected += self._blocks.offers(most - len(self._collected))
         if self._collected and (len(self._collected) >= most or now_s >= self._send_s):
-            blocks, self._collected = self._collected, []
-            actions.append(self._send(now_s, blocks, 1))
+            while self._collected and not self._full:
+                count = _fitting(self._collected)
+                blocks, self._collected = self._collected[:count], self._collected[count:]
+                if blocks:
+                    actions.append(self._send(now_s, blocks, 1))
+                else:
+                    self._blocks.declined([self._collected.pop(0).key])  # no Store can have it
         return actions
 
     def _send(self, now_s: float, blocks: list[Content], tries: int) -> KvbmAsk:
@@ -284,3 +294,13 @@ class Stores:
             assert not [*self._collected, *self._asked, *self._ending, *self._retries], "closed, and a request is open"
         pool = [slot for save in self._saves.values() for slot in save.pool_slots]
         assert len(pool) == len(set(pool)), "two copies write to one slot"
+
+
+def _fitting(blocks: Sequence[Content]) -> int:
+    """Return how many of the blocks, from the first on, one Store can have."""
+    left_bytes = BATCH_BYTES
+    for count, block in enumerate(blocks):
+        left_bytes -= _BLOCK_BYTES + len(block.tokens) + len(block.lora.encode()) + len(block.salt.encode())
+        if left_bytes < 0:
+            return count
+    return len(blocks)

@@ -14,7 +14,7 @@ import pytest
 from services.worker.contracts.messages import Snapshot, Stepped, TakeEngineSnapshot
 from services.worker.contracts.mover import Copy
 from services.worker.engine import core
-from services.worker.kv_connector import fetches
+from services.worker.kv_connector import fetches, stores
 from services.worker.kv_connector.connector import BACK_OFF_FIRST_S, BACK_OFF_MOST_S, REASON_CHARS
 from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmReply, KvbmUp
 from services.worker.kv_connector.stores import MOST_TRIES
@@ -85,6 +85,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_leaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(fetches, "BATCH_BLOCKS", 1 + seed % 3)
+    monkeypatch.setattr(stores, "BATCH_BYTES", 100 * (1 + seed % 4))
     monkeypatch.setattr(core, "MOST_LOADED", 1 + seed % 4)
     live(World(tmp_path / "pool", Random(seed)))
 
@@ -94,6 +95,7 @@ def test_whatever_is_exchanged_while_a_step_is_computed_bytes_are_right_and_noth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(fetches, "BATCH_BLOCKS", 1 + seed % 3)
+    monkeypatch.setattr(stores, "BATCH_BYTES", 100 * (1 + seed % 4))
     monkeypatch.setattr(core, "MOST_LOADED", 1 + seed % 4)
     world = World(tmp_path / "pool", Random(seed), threads=seed % 6 == 0)
     world.overlaps = True
