@@ -33,8 +33,9 @@ class StoreMetrics:
         "Time from a request's arrival to its (first) reply", "kvbm's core is full.")
     refusals = counter("headrace_kvbm_refusals", "code", "Requests refused, by code", "See kvbm's log.")
     unanswered = counter("headrace_kvbm_unanswered_requests", "",
-        "Replies that could not be sent: NATS was unreachable, or the socket's engine was gone",
-        "NATS was away, or engines died.")
+        "Replies that could not be sent: NATS was unreachable, the socket's engine was gone, or kvbm failed over its "
+        "request",
+        "NATS was away, or engines died; a failure is in kvbm's log.")
     lookups = counter("headrace_kvbm_lookups", "", "Fetches: prefixes that engines asked for")
     asked_blocks = counter("headrace_kvbm_asked_blocks", "", "Blocks of the prefixes that engines asked for")
     hit_blocks = counter("headrace_kvbm_hit_blocks", "tier",

@@ -63,7 +63,7 @@ REPORT_INTERVAL_S = 0.25
 _TICKS_PER_POLL = 2
 """Ticks between two checks of the engines' locks."""
 _TICKS_PER_GAUGES = 4
-"""Ticks between two updates of the gauges."""
+"""Ticks between two updates of the gauges, and two looks at whether the socket is there."""
 REASON_CHARS = 500
 """The most characters of a refusal's reason: it may repeat the request, and a reply may be smaller than that."""
 
@@ -141,7 +141,7 @@ class KvbmService:
         self.peers: KvbmPeers | None = None
         if config.peers.listen:
             self.peers = KvbmPeers(runtime, config.peers, pool.descriptor, self.layouts.open, self._metrics)
-        self.door = SocketDoor(pool.path.parent, self._metrics, self._handle, self._hello)
+        self.door = SocketDoor(pool.lock, self._metrics, self._handle, self._hello)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,7 +151,7 @@ class KvbmService:
         receivers = {"*": self._receive, "stat": self._answer_stat, "snapshot": self._answer_snapshot}
         for operation, receive in receivers.items():
             self._subscriptions.append(await bus.subscribe(self._subject(operation), receive))
-        await self.door.open()
+        self.door.listen()
         if self.peers is not None:
             self.peers.open()
         self._runtime.directory.subscribe(self._directory_changed)
@@ -161,9 +161,9 @@ class KvbmService:
             self._own(work)
 
     async def stop(self) -> None:
-        """Stop in order. The address book entry goes first, so that no new engine asks; then requests are answered;
-        then the disk ends its requests, and fetches that wait for it are refused. The pool's file stays, for the next
-        kvbm."""
+        """Stop in order. The address book entry goes first, so that no new engine asks; then requests are answered, and
+        fetches that wait are refused; then connections are closed, so that no engine waits for what it asks now; then
+        the disk ends its requests. The pool's file stays, for the next kvbm."""
         await self._announcement.close()
         await asyncio.gather(*(subscription.unsubscribe() for subscription in self._subscriptions))
         await self.door.stop_reading()
@@ -171,10 +171,11 @@ class KvbmService:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        unread = self.peers is None or await self.peers.close()
-        closed = await self.layouts.close() and unread
+        self.layouts.stop()
         await self._replies.flush()
         await self.door.close()
+        unread = self.peers is None or await self.peers.close()
+        closed = await self.layouts.close() and unread
         if closed:
             self._pool.close()
 
@@ -414,6 +415,7 @@ class KvbmService:
                 self._poll_owners()
             if not tick % _TICKS_PER_GAUGES:
                 self._set_gauges()
+                self.door.listen()
             if ticks_per_log and tick and not tick % ticks_per_log:
                 for layout in self.layouts.open.values():
                     _log.info("%s", describe.line(layout.facts(), self._config.statistics.window_s))
@@ -428,11 +430,12 @@ class KvbmService:
             await self._runtime.bus.publish(self._subject("load"), report)
 
     def _unready(self) -> list[str]:
-        """Return why no engine could store or fetch now."""
+        """Return why engines could not store or fetch now."""
         reasons = [
             "" if self._runtime.bus.connected else "NATS cannot be reached",
             "" if self._announcement.epoch else "registering",
             self.prefault.reason,
+            self.door.reason,
         ]
         return [reason for reason in reasons if reason]
 

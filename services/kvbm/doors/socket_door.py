@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 from services.kvbm.doors.replies import Request
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.pool.owners import MOST_OWNERS
 from shared.errors import PayloadTooLarge, ProtocolError
-from shared.pool.lock import SOCKET
+from shared.pool.lock import SOCKET, HeldLock
 from shared.pool.socket_frames import TO_KVBM, Answered, FrameReader, Hello, encode_frame
 from shared.rate_limited_log import RateLimitedLog
 from shared.socket_path import reachable
@@ -44,22 +44,27 @@ _log = logging.getLogger(__name__)
 
 
 class SocketDoor:
-    """Listens at `DIR/socket`. The caller holds the lock of the directory: no other kvbm has a socket there."""
+    """Listens at `DIR/socket`, while this process holds the lock of the directory: no other kvbm has a socket there."""
 
     def __init__(
         self,
-        directory: Path,
+        lock: HeldLock,
         metrics: StoreMetrics,
         handle: Callable[[Request], Awaitable[None]],
         hello: Callable[[], Hello],
     ) -> None:
-        self.path = directory / SOCKET
+        self.path = lock.path.parent / SOCKET
         self.refused = RateLimitedLog()
         """Connections that were closed at a bound, or for what they sent."""
+        self._lock = lock
         self._metrics = metrics
         self._handle = handle
         self._hello = hello
+        self.reason = "the socket is not open yet"
+        """Why no engine can connect. Empty if they can."""
         self._listening: socket.socket | None = None
+        self._bound: os.stat_result | None = None
+        """What the path was when `_listening` was bound to it."""
         self._welcomes: set[asyncio.Task[None]] = set()
         """Connections that were accepted, and are not in `_connections` yet."""
         self._stopping = False
@@ -67,32 +72,35 @@ class SocketDoor:
         self._numbers = count(1)
         """The numbers of connections, in the order in which clients made them. 0 is NATS."""
 
-    async def open(self) -> None:
-        """Listen. If that is not possible, say so in the log: only engines of one's own reach this kvbm then."""
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    def listen(self) -> None:
+        """Listen, unless the path is the socket that listens already; connections stay. If that is not possible,
+        `reason` and the log say why: only engines of one's own reach this kvbm then."""
+        if self._stopping or (self._listening is not None and self._is_at_path()):
+            return
+        if self._listening is not None:
+            _log.warning("the socket at %s was removed or replaced, so it is made again", self.path)
+            self._end_listening(self._listening)
         try:
-            self.path.unlink(missing_ok=True)  # of a kvbm that was killed
-            with ExitStack() as opened:
-                listening.bind(reachable(str(self.path), opened))
-            self.path.chmod(0o600)  # before it listens
-            listening.listen(MOST_CONNECTIONS)
-            # Not asyncio's server: one that is closed forgets the connections that it has just accepted.
-            self._listening = listening
-            self._watch(listening)
+            self._listening = self._bind()
+            self._watch(self._listening)
+            self.reason = ""
         except (OSError, NotImplementedError) as wrong:  # an event loop need not have sockets
-            self._listening = None
-            listening.close()
-            _log.error("no socket at %s, so that workers exchange no blocks with this kvbm: %s", self.path, wrong)
+            if self._listening is not None:
+                self._listening.close()
+                self._listening = None
+            was = self.reason
+            self.reason = f"no socket at {self.path}, so that workers exchange no blocks with this kvbm: {wrong}"
+            if self.reason != was:
+                _log.error("%s", self.reason)
 
     async def stop_reading(self) -> None:
         """Accept no connection and no request any longer. Answers can still be sent."""
         self._stopping = True
         if self._listening is not None:
-            asyncio.get_running_loop().remove_reader(self._listening)
-            self._listening.close()
-            self._listening = None
-            with suppress(OSError):
-                self.path.unlink(missing_ok=True)
+            if self._is_at_path():
+                with suppress(OSError):
+                    self.path.unlink(missing_ok=True)
+            self._end_listening(self._listening)
         if self._welcomes:
             await asyncio.wait(self._welcomes)
         tasks = list(self._connections.values())
@@ -114,6 +122,36 @@ class SocketDoor:
             if late:
                 await asyncio.wait(late)
         self._connections.clear()
+
+    def _bind(self) -> socket.socket:
+        """Return a socket that listens at the path. Raise OSError."""
+        # Not asyncio's server: one that is closed forgets the connections that it has just accepted.
+        if not self._lock.held:
+            raise FileNotFoundError(f"{self._lock.path} was removed or replaced, so another kvbm may be there")
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self.path.unlink(missing_ok=True)  # of a kvbm that was killed
+            with ExitStack() as opened:
+                listening.bind(reachable(str(self.path), opened))
+            self.path.chmod(0o600)  # before it listens
+            self._bound = self.path.stat()
+            listening.listen(MOST_CONNECTIONS)
+        except OSError:
+            listening.close()
+            raise
+        return listening
+
+    def _is_at_path(self) -> bool:
+        """Whether engines that connect to the path reach the socket that listens."""
+        try:
+            return self._bound is not None and os.path.samestat(self.path.stat(), self._bound)
+        except OSError:
+            return False
+
+    def _end_listening(self, listening: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(listening)
+        listening.close()
+        self._listening = None
 
     def _watch(self, listening: socket.socket) -> None:
         if listening is self._listening:
@@ -162,7 +200,12 @@ class SocketDoor:
                     asked = TO_KVBM.decode(body)
                     answer = partial(self._answer, writer, asked.number)
                     headers = {HEADER: asked.trace} if asked.trace else {}
-                    await self._handle(Request(asked.operation, asked.payload, headers, answer, number))
+                    try:
+                        await self._handle(Request(asked.operation, asked.payload, headers, answer, number))
+                    except Exception:  # noqa: BLE001 - a fault of ours: as over NATS, it is seen
+                        _log.exception("socket: %s failed, so its connection is closed", asked.operation[:64])
+                        self._metrics.unanswered.inc()
+                        return
                     await asyncio.sleep(0)  # other connections have their turn
         except ProtocolError as wrong:
             self.refused.warn("socket", f"a connection was closed, as it sent nonsense: {wrong}")

@@ -135,11 +135,14 @@ class Layouts:
 
     # --- the end
 
-    async def close(self) -> bool:
-        """Stop all. Return False if a disk did not answer in time; memory of the pool is in use then until the process
-        ends."""
+    def stop(self) -> None:
+        """Begin nothing new in any layout, and refuse the fetches that wait."""
         for layout in self.open.values():
             layout.stop()
+
+    async def close(self) -> bool:
+        """End the disks, after `stop`. Return False if a disk did not answer in time; memory of the pool is in use then
+        until the process ends."""
         for task in self._disks.values():
             task.cancel()
         ending = [*self._disks.values(), *self._ending]

@@ -32,7 +32,7 @@ from services.kvbm.pool.owners import OwnerLocks
 from shared.errors import ConfigError
 from shared.machine_memory import memory_limits, memory_sizes
 from shared.pool.format import PAGE_BYTES, PoolGeometry, PoolUnfit, usable
-from shared.pool.lock import POOL, LockTaken, check_directory, hold_directory
+from shared.pool.lock import POOL, HeldLock, LockTaken, check_directory, hold_directory
 from shared.pool.map import ArenaMap, PoolMap
 
 _log = logging.getLogger(__name__)
@@ -48,9 +48,13 @@ class ArenaAssignment(Struct, frozen=True):
 class HostPool:
     """The pool of one kvbm. Made by `open`."""
 
-    def __init__(self, pool: PoolMap, owners: OwnerLocks, arenas: int, *, adopted: bool, closing: ExitStack) -> None:
+    def __init__(
+        self, pool: PoolMap, lock: HeldLock, owners: OwnerLocks, arenas: int, *, adopted: bool, closing: ExitStack
+    ) -> None:
         self.path = pool.path
         self.geometry = pool.geometry
+        self.lock = lock
+        """The lock of the directory; for reading only."""
         self.owners = owners
         self.adopted = adopted
         """Whether the file existed before this process."""
@@ -101,7 +105,7 @@ class HostPool:
                 raise ConfigError(str(wrong)) from None
             except OSError as wrong:
                 raise ConfigError(f"{wrong.filename or directory}: {wrong.strerror}") from None
-            return HostPool(pool, owners, arenas, adopted=adopted, closing=closing.pop_all())
+            return HostPool(pool, lock, owners, arenas, adopted=adopted, closing=closing.pop_all())
 
     @property
     def reserved(self) -> bool:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count, permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from services.kvbm.config import PoolConfig, TiersConfig
+from services.kvbm.disk.segments import Segments
 from services.kvbm.doors import socket_door
 from services.kvbm.doors.replies import Request
 from services.kvbm.doors.socket_door import MOST_CONNECTIONS, SocketDoor
+from services.kvbm.layout import layouts
 from services.kvbm.metrics import StoreMetrics
 from services.kvbm.tickets.packing import unpack_slots
 from services.kvbm.tickets.results import TicketLimits
@@ -27,7 +31,7 @@ from services.worker.kv_connector.socket_client import SocketClient
 from shared.bus.contract import Message
 from shared.hashing import ContentKey
 from shared.messages import kvbm as wire
-from shared.pool.lock import SOCKET
+from shared.pool.lock import LOCK, SOCKET, hold_directory
 from shared.pool.socket_frames import FROM_KVBM, PROTOCOL, Answered, Asked, FrameReader, Hello, encode_frame
 from shared.tracing.traceparent import TraceParent, carried
 from tests.kvbm.chains import chain, keys
@@ -249,6 +253,53 @@ async def test_a_client_that_connects_while_kvbm_stops_is_closed(tmp_path: Path,
                 pass
 
 
+async def test_engines_hear_at_once_that_kvbm_stops_after_their_answers_though_its_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(settings(tmp_path, disk=True))
+    contents = chain(1, 2)
+    async with running(world, "b1") as store, engine(store, "a") as a:
+        await a.store(contents)
+        await store.spilled()
+        a.die()
+    started, stopping = asyncio.get_running_loop().create_future(), asyncio.Event()
+    told, read = threading.Event(), Segments.read
+
+    async def live() -> None:
+        async with running(world, "b2") as store:
+            started.set_result(store)
+            await stopping.wait()
+
+    def after_they_are_told(*record: Any) -> Any:
+        assert told.wait(LIMIT_S)
+        return read(*record)
+
+    monkeypatch.setattr(layouts, "CLOSE_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(Segments, "read", after_they_are_told)
+    life = asyncio.create_task(live())
+    store = await started
+    try:
+        async with engine(store, "b") as b, engine(store, "c") as c:
+            disk = store.service.layouts.open[LAYOUT.digest].disk
+            assert disk is not None
+            await until(lambda: disk.statistics().state == "on")
+            b.client.ask(9, "fetch", wire.FETCH.encode(wire.Fetch(b.owner, b"".join(keys(contents)))))
+            first = await b.client.answer()
+            assert (first.number, first.last) == (9, False)
+            stopping.set()
+            last = await b.client.answer()
+            assert (last.number, last.last) == (9, True)
+            assert isinstance(wire.FETCH_REPLY.decode(last.payload), wire.KvbmRefused)
+            await closed(b.client)
+            await closed(c.client)
+            assert not life.done()
+    finally:
+        told.set()
+    await life
+    for each in world.engines:
+        each.die()
+
+
 async def test_tickets_end_with_the_engine_and_not_with_its_connection(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         async with engine(store, "a") as a:
@@ -367,13 +418,70 @@ def taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("taken")
-async def test_where_no_socket_can_be_made_kvbm_says_so_and_serves_over_nats(
+async def test_where_no_socket_can_be_made_kvbm_is_not_ready_and_serves_over_nats_until_there_is_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(tmp_path) as store:
-        assert "no socket at" in caplog.text
+        path = store.service.door.path
+        assert f"no socket at {path}" in caplog.text
         a = await store.world.attached("a")
         assert await a.store(chain(1)) == 1
+        (reason,) = store.runtime.health.reasons
+        assert reason.startswith(f"no socket at {path}, so that workers exchange no blocks with this kvbm: ")
+        path.rmdir()
+        await until(lambda: not store.runtime.health.reasons)
+        async with engine(store, "b") as b:
+            assert await b.store(chain(2)) == 1
+        assert caplog.text.count("no socket at") == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_socket_that_is_removed_or_replaced_is_made_again_and_connections_stay(
+    tmp_path: Path, replaced: bool
+) -> None:
+    async with serving(tmp_path) as store, engine(store, "a") as a:
+        path = store.service.door.path
+        path.unlink()
+        if replaced:
+            path.touch()
+        await until(path.is_socket)
+        async with engine(store, "b") as b:
+            assert await a.store(chain(1)) == await b.store(chain(2)) == 1
+    assert not path.exists()
+
+
+async def test_where_another_kvbm_may_be_at_the_path_no_socket_is_made(tmp_path: Path) -> None:
+    async with serving(tmp_path) as store:
+        path = store.service.door.path
+        await until(lambda: not store.runtime.health.reasons)
+        (path.parent / LOCK).unlink()
+        path.unlink()
+        path.touch()  # as another kvbm's socket
+        await until(lambda: bool(store.runtime.health.reasons))
+        assert "another kvbm may be there" in store.runtime.health.reasons[0]
+    assert path.is_file()
+
+
+async def test_a_request_that_kvbm_fails_over_is_logged_and_counted_and_its_connection_is_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handle(request: Request) -> None:
+        raise OSError("a fault of ours")
+
+    registry = CollectorRegistry()
+    lock = hold_directory(tmp_path, "b1")
+    door = SocketDoor(lock, StoreMetrics(registry), handle, lambda: Hello(PROTOCOL, "b1"))
+    door.listen()
+    client = Client(*await asyncio.open_unix_connection(str(door.path)))
+    client.ask(1, "fetch", b"")
+    await closed(client)
+    assert "socket: fetch failed" in caplog.text
+    assert "OSError: a fault of ours" in caplog.text
+    assert registry.get_sample_value("headrace_kvbm_unanswered_requests_total") == 1
+    client.writer.transport.abort()
+    await door.stop_reading()
+    await door.close()
+    lock.close()
 
 
 async def test_a_traced_request_has_its_place_in_its_headers_and_another_one_has_none(tmp_path: Path) -> None:
@@ -382,8 +490,9 @@ async def test_a_traced_request_has_its_place_in_its_headers_and_another_one_has
     async def handle(request: Request) -> None:
         heard.append(request)
 
-    door = SocketDoor(tmp_path, StoreMetrics(CollectorRegistry()), handle, lambda: Hello(PROTOCOL, "b1"))
-    await door.open()
+    lock = hold_directory(tmp_path, "b1")
+    door = SocketDoor(lock, StoreMetrics(CollectorRegistry()), handle, lambda: Hello(PROTOCOL, "b1"))
+    door.listen()
     place = TraceParent("a" * 32, "b" * 16)
     _, writer = await asyncio.open_unix_connection(str(door.path))
     for trace in (place.header, ""):
@@ -393,6 +502,7 @@ async def test_a_traced_request_has_its_place_in_its_headers_and_another_one_has
     writer.transport.abort()
     await door.stop_reading()
     await door.close()
+    lock.close()
 
 
 async def test_without_file_descriptors_a_connection_waits_and_kvbm_does_not_spin(
