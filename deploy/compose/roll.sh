@@ -2,7 +2,7 @@
 # Restarts the containers of this Compose project, one after the other, so that no request is lost (docs/decisions/0042):
 #   ./roll.sh                                workers, routers, frontends, with the images and settings that are there now
 #   ./roll.sh frontend                       these services alone
-#   docker compose build && ./roll.sh        an upgrade
+#   docker compose build && ./roll.sh        an upgrade; kvbm goes before it (docs/upgrade.md)
 #   COMPOSE_FILE=compose.yaml:compose.keys.yaml ./roll.sh        with overlays, as Compose itself takes them
 # Each container drains and is removed; Compose makes a new one in its place. The next container follows only when all of
 # the service are healthy. So each service needs at least two. If one is not healthy within HEALTHY_WITHIN_S (600), this
