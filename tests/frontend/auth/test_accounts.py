@@ -104,7 +104,7 @@ def test_tokens_a_minute_are_those_of_the_prompt_and_of_the_longest_answer_asked
     limited.charge_tokens(30, 0.0)
 
 
-def test_a_refused_request_pays_for_what_was_made_of_it_and_is_accepted_after_the_time_that_it_was_told() -> None:
+def test_a_refused_request_pays_for_what_was_made_of_it_and_is_accepted_after_its_retry_after() -> None:
     limited = account(tokens_per_minute=100)
     limited.charge_tokens(70, 0.0)
     limited.begin_request(0.0)

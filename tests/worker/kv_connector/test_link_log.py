@@ -111,7 +111,7 @@ def test_a_link_that_comes_and_goes_makes_no_flood(caplog: pytest.LogCaptureFixt
     assert MOST_LINES <= len(log.lines) <= MOST_LINES * 11
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(LINKS), st.integers(0, 40)), min_size=1, max_size=30))
 def test_whatever_happens_the_last_line_is_true_after_a_minute_and_there_are_few(
     caplog: pytest.LogCaptureFixture, events: list[tuple[KvbmLink, int]]
