@@ -58,10 +58,13 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (r"tools(\.function|\.tools)?\.parameters", ".*: (nested deeper|longer) than"),
     (r"tools(\.function|\.tools)?\.parameters\..*", ".*"),
     ("tools", "tools: longer than"),
-    (r"tools\.(function|custom)|tool_choice\.(function|custom)", ".*missing required field"),
+    (r"(tools|tool_choice|tool_choice\.allowed_tools\.tools)\.(function|custom)", ".*missing required field"),
     (r"tools(\.tools|\.custom|\.function)?\.format", ".*"),
     (r"tools(\.tools)?\.type", ".*(are not served|no other namespace)"),
-    (r"tool_choice(\.tools)?", ".*: (there are no tools|there is no tool|allowed_tools needs|Object|Expected)"),
+    (
+        r"tool_choice((\.allowed_tools)?\.tools)?",
+        ".*: (there are no tools|there is no tool|allowed_tools needs|Object|Expected)",
+    ),
     (r"tool_choice(\.tools)?\.type", ".*are not served"),
     # what an answer is held to
     (r"response_format\.(schema(\..*)?|json_schema)", ".*"),

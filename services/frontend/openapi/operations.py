@@ -159,8 +159,8 @@ previous_response_id: `previous_response_id` is a response of the same key that 
 this input have at most 4 MiB
 include: `include` accepts only `message.output_text.logprobs`, which excludes tools and models that reason; \
 `top_logprobs` needs it
-tools: tools have different names; their schemas are of objects, with at most 64 KiB and 64 levels each and 512 KiB \
-together; the model's template supports tools
+tools: tools have different names, and `tool_choice` names some of them; their schemas are of objects, with at most \
+64 KiB and 64 levels each and 512 KiB together; the model's template supports tools
 encoding_format: an input is not empty and fits into the context; a list holds token ids, which are one input, or at \
 most 2,048 inputs; all inputs have at most 1 Mi tokens together
 dimensions: `dimensions` is at most the model's; some workers compute no embeddings
