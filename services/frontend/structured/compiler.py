@@ -42,8 +42,9 @@ SLOW_PARTS_LIMIT = 4
 For other errors all parts are compiled, since the parts before the wrong one took less together."""
 _TOO_MUCH = f"compiling its grammar takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 
-_KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-"""Exit statuses of a process that another program ended, such as the kernel without memory."""
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 255)
+"""Exit statuses of a process that another program ended, such as the kernel without memory. asyncio says 255 if the
+status is lost."""
 
 
 class GrammarCompiler:
