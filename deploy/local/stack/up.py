@@ -237,7 +237,7 @@ class Shell:
             _kill_group(process.pid)
         else:
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+                os.kill(process.pid, number)  # process.send_signal may take its status from asyncio
 
     async def _report_returns(self) -> None:
         """Show that services which ended by themselves are ready."""

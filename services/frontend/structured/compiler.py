@@ -21,7 +21,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import msgspec
 
@@ -42,9 +42,8 @@ SLOW_PARTS_LIMIT = 4
 For other errors all parts are compiled, since the parts before the wrong one took less together."""
 _TOO_MUCH = f"compiling its grammar takes more than {CPU_LIMIT_S} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
 
-_KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 255)
-"""Exit statuses of a process that another program ended, such as the kernel without memory. asyncio says 255 if the
-status is lost."""
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+"""Exit statuses of a process that another program ended, such as the kernel without memory."""
 
 
 class GrammarCompiler:
@@ -137,6 +136,9 @@ class GrammarCompiler:
 
 
 async def _end(process: Process) -> None:
+    """End a process, unless it has just ended. Its status is kept: `process.kill()` would take it from asyncio, which
+    then says 255."""
     if process.returncode is None:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
     await process.wait()
