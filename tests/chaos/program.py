@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from tests.chaos.verdict import Sample
+from tests.process_tree import children
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 180.0
@@ -123,15 +124,3 @@ class Program:
                 continue  # it has just ended
             samples.append(Sample(at_s, name, pid, pages * _PAGE_BYTES, fds))
         return samples
-
-
-def children(pid: int) -> list[int]:
-    """Return the children of a running process, whichever thread started them."""
-    try:
-        return [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except OSError:
-        return []

@@ -29,8 +29,9 @@ from shared.messages.codec import JSON_HEADER
 from shared.pool.format import HEADER_BYTES, PoolGeometry
 from tests.chaos.clients import MODEL
 from tests.chaos.plan import ALONE, ROLES, SERVICES, Target
-from tests.chaos.program import START_LIMIT_S, Program, children
+from tests.chaos.program import START_LIMIT_S, Program
 from tests.chaos.proxy import Proxy
+from tests.process_tree import children
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 

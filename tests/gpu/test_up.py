@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from deploy.local.stack import model
 from tests.integration.kinds import GPU, GPU_16_BITS, Kind, params
 from tests.integration.stack import ROOT, Up, eventually, running, with_models
+from tests.process_tree import children
 
 LIMIT_S = 180.0
 QUESTION = "What is the capital of France?"
@@ -74,15 +75,6 @@ def status(up: Up) -> dict[str, Any]:
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
     answer: dict[str, Any] = json.loads(told)
     return answer
-
-
-def children(pid: int) -> list[int]:
-    """Return the children of a process: a worker's engine."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _words(task / "children")]
-
-
-def _words(file: Path) -> list[str]:
-    return file.read_text().split()
 
 
 def pieces(up: Up, question: str, tokens: int) -> Iterator[str]:

@@ -118,11 +118,6 @@ class Fleet:
                 raise AssertionError(f"{wrong}\n{service.log.read_text()[-4000:]}") from None
 
 
-def children(pid: int) -> list[int]:
-    """Return the children of a process: a worker's engine is one."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def explained(nats_url: str, namespace: str, request: str) -> dict[str, Any]:
     """Return the latest decision of the router of the model tiny on a request."""
 

@@ -16,8 +16,9 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from tests.integration.fleet import Fleet, Service, children, fleet
+from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
+from tests.process_tree import children
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 180.0

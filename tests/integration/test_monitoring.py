@@ -35,6 +35,7 @@ from deploy.monitoring.boards import BOARDS
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import ROOT, eventually
 from tests.monitoring.prometheus import ALERTS, PROMETHEUS, SCRAPE_S, Prometheus, prometheus, quickened, shown
+from tests.process_tree import children
 from tests.servers import EtcdServer, etcd_server, free_port, nats_server
 from tests.tiny_model import write_tiny_model
 
@@ -464,6 +465,4 @@ def kill_engine(watched: Watched, worker: str) -> None:
 
 def engine(watched: Watched, worker: str) -> int:
     """The process of a worker's engine."""
-    shell = watched.process(worker).pid
-    found = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
-    return int(found[-1])
+    return children(watched.process(worker).pid)[-1]

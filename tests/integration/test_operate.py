@@ -19,8 +19,9 @@ import pytest
 from deploy.local.operate import operate
 from deploy.local.show.fleet import FleetConfig, fleet_config
 from shared.messages.people import OperateWorker, WorkerOperation
-from tests.integration.fleet import Fleet, Service, children, fleet
+from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
+from tests.process_tree import children
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 

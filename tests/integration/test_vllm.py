@@ -17,6 +17,7 @@ import pytest
 
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
+from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import PYTHON, needs_vllm, run_there
 
@@ -209,12 +210,3 @@ def test_streams_go_on_elsewhere_when_a_core_is_killed(services: Fleet) -> None:
 def cores(worker: int) -> list[int]:
     """Return the ids of a worker's processes that have the name of vLLM's core."""
     return [pid for pid in below(worker) if b"EngineCor" in Path(f"/proc/{pid}/comm").read_bytes()]
-
-
-def below(process: int) -> list[int]:
-    """Return the ids of all processes that a process has started, and those that these have started."""
-    found: list[int] = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *below(child)]
-    return found

@@ -17,7 +17,8 @@ from deploy.local.show.fleet import fleet_config
 from tests.integration.fleet import Service, fleet
 from tests.integration.stack import eventually
 from tests.integration.test_operate import OperatedFleet, cached, reasons
-from tests.integration.test_vllm import below, cores
+from tests.integration.test_vllm import cores
+from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import PYTHON, needs_vllm
 

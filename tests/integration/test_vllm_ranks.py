@@ -14,6 +14,7 @@ from openai.types import Completion
 
 from tests.integration.fleet import Fleet, explained, fleet
 from tests.integration.stack import eventually
+from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import PYTHON, needs_vllm
 
@@ -98,12 +99,3 @@ def name_of(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except FileNotFoundError:
         return b""
-
-
-def below(process: int) -> list[int]:
-    """Return the ids of all processes that a process has started, and those that these have started."""
-    found: list[int] = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *below(child)]
-    return found

@@ -16,8 +16,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.fleet import Fleet, children
+from tests.integration.fleet import Fleet
 from tests.integration.shared.conftest import WithWorkers
+from tests.process_tree import children
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 180.0
