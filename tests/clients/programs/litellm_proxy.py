@@ -26,7 +26,7 @@ from asked import COUNTED, MULTIPLY, NUMBERS, PERSON, says
 URL, PORT = sys.argv[1:]
 PROXY = f"http://127.0.0.1:{PORT}"
 KEY = "sk-0123456789abcdef0123456789abcdef0123456789abcdef"
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 SETTINGS = {"num_retries": 0, "reasoning_auto_summary": True}
 """With the second one, messages that go through `openai` ask for a summary where the client asks for thinking."""
 PR_SET_PDEATHSIG = 1
