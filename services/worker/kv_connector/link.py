@@ -40,32 +40,26 @@ class LinkReports:
         self._namespace = namespace
         self._link_changed = link_changed
         self._tracer = tracer
-        self._link = KvbmLink(kvbm="")
-        """The link as the engine reported it last."""
-        self._unlinked_s = 0.0
-        """When the engine lost its link, or the worker began."""
         self._log = LinkLog(namespace)
-        self.shown_link = self._link
+        """Has the link as the engine reported it last."""
+        self.shown_link = self._log.link
         """The link that the model card names."""
 
     async def run(self) -> None:
         """Watch how long the link has been broken, until cancelled."""
         if not self._metrics.configured:
             return
-        self._unlinked_s = self._now_s
         while True:
             self._log.look(self._now_s)
-            if not self._link.kvbm and self._now_s - self._unlinked_s >= LINGER_S:
-                self._show(self._link)
+            if self._log.unlinked_for_s(self._now_s) >= LINGER_S:
+                self._show(self._log.link)
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     def engine_lost(self) -> None:
         """The engine was lost, and its link with it."""
-        if self._link.kvbm:
-            self._link, self._unlinked_s = KvbmLink(kvbm="", reason="the engine was lost"), self._now_s
-            self._metrics.attached.set(0)
-            self._log.take(self._link, self._unlinked_s)
-        self._show(self._link)
+        if self._log.link.kvbm:
+            self._take_link(KvbmLink(kvbm="", reason="the engine was lost"))
+        self._show(self._log.link)
 
     def take(self, report: KvbmAsks | KvbmLink) -> None:
         """Take up a report of the engine."""
@@ -80,14 +74,15 @@ class LinkReports:
     @property
     def missing(self) -> str:
         """The reason why no blocks are exchanged. Empty if they are, or if no kvbm is configured."""
-        if not self._metrics.configured or self._link.kvbm:
+        link = self._log.link
+        if not self._metrics.configured or link.kvbm:
             return ""
-        return self._link.reason or "the engine has not attached yet"
+        return link.reason or "the engine has not attached yet"
 
     @property
     def notes(self) -> list[str]:
         """What a person should know of the link."""
-        note = of_another_namespace(self._link, self._namespace)
+        note = of_another_namespace(self._log.link, self._namespace)
         return [note] if note else []
 
     # --- inside
@@ -97,13 +92,10 @@ class LinkReports:
         return asyncio.get_running_loop().time()
 
     def _take_link(self, link: KvbmLink) -> None:
-        was, self._link = self._link, link
         self._metrics.attached.set(1 if link.kvbm else 0)
         self._log.take(link, self._now_s)
         if link.kvbm:
             self._show(link)
-        elif was.kvbm:
-            self._unlinked_s = self._now_s
 
     def _show(self, link: KvbmLink) -> None:
         before, self.shown_link = self.shown_link, link

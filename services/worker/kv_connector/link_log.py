@@ -27,16 +27,18 @@ class LinkLog:
     def __init__(self, namespace: str = "") -> None:
         """`namespace` is the engine's own. Empty if it is unknown."""
         self._namespace = namespace
-        self._link = self._logged = KvbmLink(kvbm="")
-        """The link, and the one that the last line is about."""
+        self.link = KvbmLink(kvbm="")
+        """The link as it was taken last."""
+        self._logged = self.link
+        """The link that the last line is about."""
         self._unlinked_s: float | None = None
-        """When the last link ended; before the first one, when this was called first."""
+        """When the last link ended; before the first one, when this was asked first."""
         self._lines_s: deque[float] = deque(maxlen=MOST_LINES)
         """When the last lines were logged."""
 
     def take(self, link: KvbmLink, now_s: float) -> None:
         """Take up what the link is now."""
-        was, self._link = self._link, link
+        was, self.link = self.link, link
         if was.kvbm and not link.kvbm:
             self._unlinked_s = now_s
         if was.kvbm or link.kvbm:
@@ -44,13 +46,20 @@ class LinkLog:
 
     def look(self, now_s: float) -> None:
         """Log what is due. To be called each second, or more often."""
-        if self._unlinked_s is None:
-            self._unlinked_s = now_s
-        if self._link.kvbm or now_s - self._unlinked_s >= LOG_AFTER_S:
+        if self.link.kvbm or self.unlinked_for_s(now_s) >= LOG_AFTER_S:
             self._write(now_s)
 
+    def unlinked_for_s(self, now_s: float) -> float:
+        """Return the seconds for which there has been no link; before the first one, since this was asked first. 0
+        while there is one."""
+        if self.link.kvbm:
+            return 0.0
+        if self._unlinked_s is None:
+            self._unlinked_s = now_s
+        return now_s - self._unlinked_s
+
     def _write(self, now_s: float) -> None:
-        link, before = self._link, self._logged
+        link, before = self.link, self._logged
         if link == before or (len(self._lines_s) == MOST_LINES and now_s - self._lines_s[0] < LINES_S):
             return
         if _kind(link) == _kind(before) and now_s - self._lines_s[-1] < LINES_S:
