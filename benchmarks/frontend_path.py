@@ -14,6 +14,8 @@ would do later, and waking the reader. The kernel samples every 10 ms whether it
 of both is exact.
 
 benchmarks/serving.py measures the whole system and compares it with Dynamo; this one shows the frontend's parts.
+To compare two checkouts, use benchmarks/observed.py with --before: one after another they differ by how fast the
+machine is just then.
 
     python -m benchmarks.frontend_path [--quick] [--key] [--trace SHARE] [--json]
 """

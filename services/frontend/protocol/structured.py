@@ -115,7 +115,7 @@ class AllowedChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedChoice
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice
 
 
 def offered(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> list[Tool]:

@@ -31,7 +31,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct, field
 
-from services.frontend.auth.accounts import NO_TOKENS, Account
+from services.frontend.auth.accounts import NO_TOKENS, Account, TokenUse
 from services.frontend.config import LimitsConfig
 from shared.errors import Overloaded, Unavailable
 
@@ -221,6 +221,12 @@ class Permit:
             self._admission.check(self, "requests", choices - 1)
         if self.account is not None:
             self.account.check_tokens(tokens, now)
+
+    def charge(self, tokens: int, now: float) -> None:
+        """Charge its key for these tokens, after `add_tokens`. Raise RateLimited."""
+        if self.account is not None:
+            self.account.charge_tokens(tokens, now, self.made)
+            self.spent = TokenUse(tokens, refused=self.made)
 
     def add_tokens(self, tokens: int, choices: int = 1) -> None:
         """Count the tokens of its prompts and of the longest output, once it is tokenised. Each choice counts as one of

@@ -185,9 +185,7 @@ def _admit(plan: TextPlan, prompts: Sequence[Prompt], permit: Permit) -> int:
     prompt_tokens, choices = sum(prompt.count for prompt in prompts), count * len(prompts)
     permit.add_tokens(prompt_tokens + count * sum(prompt.max_tokens for prompt in prompts), choices)
     charged = prompt_tokens + choices * (plan.max_tokens or 0)
-    if permit.account is not None:
-        permit.account.charge_tokens(charged, asyncio.get_running_loop().time(), permit.made)
-        permit.spent = TokenUse(charged, refused=permit.made)
+    permit.charge(charged, asyncio.get_running_loop().time())
     return charged
 
 

@@ -89,8 +89,7 @@ class ServingEmbeddings(Struct, frozen=True):
         if trace is not None:
             trace.attributes |= {"gen_ai.response.model": model.name, "gen_ai.usage.input_tokens": tokens}
         permit.add_tokens(tokens + len(prompts) * dimensions, at_once)
-        if permit.account is not None:
-            permit.account.charge_tokens(tokens, loop.time(), permit.made)
+        permit.charge(tokens, loop.time())
         vectors = _Vectors(
             self.service, model, sampling, limits.embedding_size, salt, prompts, context, deadline.at, priority
         )
