@@ -49,6 +49,11 @@ LONG_S = 60.0
 """Seconds: a file that takes longer runs alone; bunches of shorter ones take about as long."""
 TOGETHER = ("tests/integration/shared/",)
 """Folders whose files share a costly fixture: each is one bunch."""
+CROWDED = 4.0
+"""Processes a core that run or wait to: while the last minute had more, as on a slow machine or next to other programs,
+no further bunch begins."""
+LOOK_S = 5.0
+"""Seconds: so often is looked whether a bunch may begin."""
 OVERLAP = 0.25
 """Cores: by so much the expected load may be above the cores, since tests that wait do not all compute at once."""
 SHOWN = 20
@@ -214,12 +219,12 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
             while waiting or running:
                 beside = [bunch for bunch, _ in running.values()]
                 bunch = next_bunch(waiting, beside, durations, cores)
-                if bunch is not None:
+                if bunch is not None and not (running and os.getloadavg()[0] > CROWDED * cores):
                     waiting.remove(bunch)
                     report = Path(folder) / f"{len(waiting)}.xml"
                     running[pool.submit(_run, bunch, for_pytest, root, report, environment)] = bunch, report
                     continue
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                for future in wait(running, LOOK_S, FIRST_COMPLETED).done:
                     ended = future.result()
                     bunch, report = running.pop(future)
                     print(ended.output, flush=True)

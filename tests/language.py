@@ -131,9 +131,9 @@ def docstring(text: str) -> Iterator[tuple[int, str]]:
                 yield 0, f"a sentence of {len(sentence.split())} words: {' '.join(sentence.split()[:6])} …"
 
 
-def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
     """Every string that stands alone as a statement: of modules, classes, functions, attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str()) as constant):
                 yield constant
@@ -143,11 +143,11 @@ def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
     """Findings in one Python file."""
     name = str(path.relative_to(root))
     source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     in_product = name.startswith(PRODUCT)
     is_shown = in_product and not name.startswith("benchmarks")  # goals keep the names that stored results have
     documented = set()
-    for constant in _docstrings(tree):
+    for constant in _docstrings(nodes):
         documented.add(id(constant))
         text = str(constant.value)
         for lines, wrong in words(text):
@@ -157,7 +157,7 @@ def in_code(path: Path, root: Path = ROOT) -> Iterator[Finding]:
         if in_product:
             for lines, wrong in docstring(text):
                 yield Finding(name, constant.lineno + lines, "docstring", wrong)
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Constant(value=str(text)) if is_shown and id(node) not in documented and " " in text:
                 for _, wrong in words(text):

@@ -320,7 +320,7 @@ async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_
             discovery = EtcdDiscovery((server.endpoint,), TTL_S)
             registration = await discovery.register(epochs)
             async with watching(discovery, PREFIX) as watched:
-                assert watched.entries == {LIVING: b"1"}
+                assert watched.entries.keys() == {LIVING}  # of a later epoch if a lease ended on a busy machine
                 await asyncio.to_thread(server.restart)
                 await registration.close()
                 await watched.until_entries({})
