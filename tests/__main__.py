@@ -101,9 +101,16 @@ def load(bunch: Iterable[str], durations: Durations) -> float:
 
 
 def next_bunch(
-    waiting: Iterable[Sequence[str]], running: Iterable[Sequence[str]], durations: Durations, cores: int
+    waiting: Iterable[Sequence[str]],
+    running: Collection[Sequence[str]],
+    durations: Durations,
+    cores: int,
+    load_average: float = 0.0,
 ) -> Sequence[str] | None:
-    """Return the first bunch that fits on the cores next to those that run; alone, every bunch does."""
+    """Return the first bunch that fits on the cores next to those that run; alone, every bunch does. `load_average`:
+    processes of the whole machine that run or wait to."""
+    if running and load_average > CROWDED * cores:
+        return None
     free = cores - sum(load(bunch, durations) for bunch in running)
     return next((bunch for bunch in waiting if load(bunch, durations) <= free + OVERLAP), None)
 
@@ -218,8 +225,8 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
         try:
             while waiting or running:
                 beside = [bunch for bunch, _ in running.values()]
-                bunch = next_bunch(waiting, beside, durations, cores)
-                if bunch is not None and not (running and os.getloadavg()[0] > CROWDED * cores):
+                bunch = next_bunch(waiting, beside, durations, cores, os.getloadavg()[0])
+                if bunch is not None:
                     waiting.remove(bunch)
                     report = Path(folder) / f"{len(waiting)}.xml"
                     running[pool.submit(_run, bunch, for_pytest, root, report, environment)] = bunch, report

@@ -48,6 +48,13 @@ def test_files_that_share_a_fixture_are_one_bunch_however_long() -> None:
     assert bunches(durations, durations) == [sorted(durations)]
 
 
+def test_no_further_bunch_begins_while_the_machine_is_crowded() -> None:
+    durations = {"a": busy(1.0), "b": Duration(100.0, 10.0)}
+    assert next_bunch([["a"]], [["b"]], durations, 2, 8.0) == ["a"]
+    assert next_bunch([["a"]], [["b"]], durations, 2, 8.1) is None
+    assert next_bunch([["a"]], [], durations, 2, 100.0) == ["a"]
+
+
 def test_bunches_run_at_once_while_their_processor_time_fits_on_the_cores() -> None:
     durations = {"busy": Duration(100, 130), "half": Duration(80, 40), "waits": Duration(50, 5)}
     assert [load([file], durations) for file in durations] == [1.0, 0.5, 0.1]
