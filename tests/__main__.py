@@ -49,11 +49,11 @@ LONG_S = 60.0
 """Seconds: a file that takes longer runs alone; bunches of shorter ones take about as long."""
 TOGETHER = ("tests/integration/shared/",)
 """Folders whose files share a costly fixture: each is one bunch."""
-CROWDED = 4.0
-"""Processes a core that run or wait to: while the last minute had more, as on a slow machine or next to other programs,
-no further bunch begins."""
-LOOK_S = 5.0
-"""Seconds: so often is looked whether a bunch may begin."""
+CROWDED = 4
+"""Threads a core that run or could: while there are more, as on a slow machine or next to other programs, no further
+bunch begins."""
+LOOK_S = 2.0
+"""Seconds between two looks whether a bunch may begin, so that the last one counts among those threads."""
 OVERLAP = 0.25
 """Cores: by so much the expected load may be above the cores, since tests that wait do not all compute at once."""
 SHOWN = 20
@@ -105,14 +105,19 @@ def next_bunch(
     running: Collection[Sequence[str]],
     durations: Durations,
     cores: int,
-    load_average: float = 0.0,
+    runnable: int = 0,
 ) -> Sequence[str] | None:
-    """Return the first bunch that fits on the cores next to those that run; alone, every bunch does. `load_average`:
-    processes of the whole machine that run or wait to."""
-    if running and load_average > CROWDED * cores:
+    """Return the first bunch that fits on the cores next to those that run; alone, every bunch does. `runnable`: the
+    threads of the whole machine that run or could."""
+    if running and runnable > CROWDED * cores:
         return None
     free = cores - sum(load(bunch, durations) for bunch in running)
     return next((bunch for bunch in waiting if load(bunch, durations) <= free + OVERLAP), None)
+
+
+def runnable() -> int:
+    """Return how many threads of the machine run or could."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
 def counted(last_lines: Sequence[str]) -> str:
@@ -225,12 +230,11 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
         try:
             while waiting or running:
                 beside = [bunch for bunch, _ in running.values()]
-                bunch = next_bunch(waiting, beside, durations, cores, os.getloadavg()[0])
+                bunch = next_bunch(waiting, beside, durations, cores, runnable())
                 if bunch is not None:
                     waiting.remove(bunch)
                     report = Path(folder) / f"{len(waiting)}.xml"
                     running[pool.submit(_run, bunch, for_pytest, root, report, environment)] = bunch, report
-                    continue
                 for future in wait(running, LOOK_S, FIRST_COMPLETED).done:
                     ended = future.result()
                     bunch, report = running.pop(future)

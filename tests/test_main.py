@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import LONG_S, bunches, changed_files, counted, load, main, next_bunch
+from tests.__main__ import LONG_S, bunches, changed_files, counted, load, main, next_bunch, runnable
 from tests.durations import Duration
 
 
@@ -50,9 +50,10 @@ def test_files_that_share_a_fixture_are_one_bunch_however_long() -> None:
 
 def test_no_further_bunch_begins_while_the_machine_is_crowded() -> None:
     durations = {"a": busy(1.0), "b": Duration(100.0, 10.0)}
-    assert next_bunch([["a"]], [["b"]], durations, 2, 8.0) == ["a"]
-    assert next_bunch([["a"]], [["b"]], durations, 2, 8.1) is None
-    assert next_bunch([["a"]], [], durations, 2, 100.0) == ["a"]
+    assert next_bunch([["a"]], [["b"]], durations, 2, 8) == ["a"]
+    assert next_bunch([["a"]], [["b"]], durations, 2, 9) is None
+    assert next_bunch([["a"]], [], durations, 2, 100) == ["a"]
+    assert runnable() >= 1, "this one runs"
 
 
 def test_bunches_run_at_once_while_their_processor_time_fits_on_the_cores() -> None:
