@@ -49,10 +49,10 @@ LONG_S = 60.0
 """Seconds: a file that takes longer runs alone; bunches of shorter ones take about as long."""
 TOGETHER = ("tests/integration/shared/",)
 """Folders whose files share a costly fixture: each is one bunch."""
-CROWDED = 4
+CROWDED = 3
 """Threads a core that run or could: while there are more, as on a slow machine or next to other programs, no further
 bunch begins."""
-LOOK_S = 2.0
+LOOK_S = 5.0
 """Seconds between two looks whether a bunch may begin, so that the last one counts among those threads."""
 OVERLAP = 0.25
 """Cores: by so much the expected load may be above the cores, since tests that wait do not all compute at once."""

@@ -50,8 +50,8 @@ def test_files_that_share_a_fixture_are_one_bunch_however_long() -> None:
 
 def test_no_further_bunch_begins_while_the_machine_is_crowded() -> None:
     durations = {"a": busy(1.0), "b": Duration(100.0, 10.0)}
-    assert next_bunch([["a"]], [["b"]], durations, 2, 8) == ["a"]
-    assert next_bunch([["a"]], [["b"]], durations, 2, 9) is None
+    assert next_bunch([["a"]], [["b"]], durations, 2, 6) == ["a"]
+    assert next_bunch([["a"]], [["b"]], durations, 2, 7) is None
     assert next_bunch([["a"]], [], durations, 2, 100) == ["a"]
     assert runnable() >= 1, "this one runs"
 
