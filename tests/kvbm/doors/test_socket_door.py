@@ -207,6 +207,19 @@ async def test_one_connection_too_many_is_closed_and_room_comes_back(tmp_path: P
             assert await a.store(chain(1)) == 1
 
 
+async def test_engines_that_come_and_go_leave_no_file_descriptor(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    async with serving(tmp_path) as store, engine(store, "stays"):
+        before = descriptors()
+        for name in map(str, range(40)):
+            async with engine(store, name) as one:
+                await one.store(chain(1))
+            one.die()
+        await until(lambda: descriptors() <= before + 3)
+
+
 async def test_a_client_that_does_not_read_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path) as store, engine(store, "a") as a:
         loop = asyncio.get_running_loop()
