@@ -102,7 +102,7 @@ def histogram(name: str, labels: str, buckets: Sequence[float], text: str, advic
 def distribution(
     name: str, label: str, buckets: Sequence[float], text: str, advice: str = ""
 ) -> MetricRow[Distribution]:
-    """Return the row of a Distribution: a histogram with one label, for values that come once per token."""
+    """Return the row of a Distribution: a histogram with one label, for values that come often."""
 
     def make(registry: CollectorRegistry) -> Distribution:
         made = Distribution(name, text, buckets, label)

@@ -43,8 +43,8 @@ class ModelMetrics(Struct, frozen=True):
 
     first_token: Histogram
     inter_token: DistributionSeries
-    input_tokens: Histogram
-    output_tokens: Histogram
+    input_tokens: DistributionSeries
+    output_tokens: DistributionSeries
     prompt_count: Counter
     output_count: Counter
     migrations: Counter
@@ -61,10 +61,10 @@ class Metrics:
         "Requests that ended, by operation, HTTP status (499: the client disconnected first) and model (empty: none "
         "that is known)",
         "Answers of 5xx: see Errors by reason on the board, then the log line of the request.")
-    _request_s = histogram("headrace_request_duration_seconds", "model", REQUEST_SECONDS,
+    _request_s = distribution("headrace_request_duration_seconds", "model", REQUEST_SECONDS,
         "Time from a request's headers to the end of its answer, of requests that were answered with 200",
         "Follow the parts: `headrace_hop_seconds`.")
-    _hop_s = histogram("headrace_hop_seconds", "hop", _HOP_SECONDS,
+    _hop_s = distribution("headrace_hop_seconds", "hop", _HOP_SECONDS,
         "Time of the parts of a request's way: tokenise, select, offer (a worker accepts), first_token (from there "
         "on), rest (to the end)",
         "`tokenise`: the frontend's cores are full. `select`: the routers' are. `offer`: a worker's loop or NATS is "
@@ -77,9 +77,9 @@ class Metrics:
     _inter_token = distribution("headrace_inter_token_latency_seconds", "model", STEP_SECONDS,
         "Time per token between two step frames of one request",
         "Steps are long: too many requests at a worker, or large prefills between (`headrace_prefill_step_tokens`).")
-    _input_tokens = histogram("headrace_input_sequence_tokens", "model", TOKENS,
+    _input_tokens = distribution("headrace_input_sequence_tokens", "model", TOKENS,
         "Prompt tokens of a request", "Long prompts: see `headrace_prefill_seconds`.")
-    _output_tokens = histogram("headrace_output_sequence_tokens", "model", TOKENS, "Output tokens of a request")
+    _output_tokens = distribution("headrace_output_sequence_tokens", "model", TOKENS, "Output tokens of a request")
     _prompt_count = counter("headrace_prompt_tokens", "model", "Prompt tokens of requests")
     _output_count = counter("headrace_output_tokens", "model", "Output tokens, as they come from workers")
     _cached_tokens = counter("headrace_cached_tokens", "tier model",
@@ -154,7 +154,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         register_metrics(self, registry)
-        self.hops: dict[Hop, Histogram] = {hop: self._hop_s.labels(hop) for hop in get_args(Hop)}
+        self.hops: dict[Hop, DistributionSeries] = {hop: self._hop_s.labels(hop) for hop in get_args(Hop)}
         self._models: dict[str, ModelMetrics] = {}
 
     def of_model(self, name: str) -> ModelMetrics:
