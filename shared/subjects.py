@@ -6,13 +6,17 @@ Ids are lower-case hex. A model's name is percent-encoded, the dot included, so 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import quote
 
 from shared.errors import ProtocolError
 
 ROOT = "headrace"
+KEPT = 1024
+"""The number of names and of subjects whose escaped form, or check, is kept: most are those of a few peers."""
 
 
+@lru_cache(KEPT)
 def escape(name: str) -> str:
     """Escape `name` into one token of a NATS subject, which is also one segment of an etcd path."""
     return quote(name, safe="").replace(".", "%2E")
@@ -34,6 +38,7 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+@lru_cache(KEPT)
 def check(subject: str, *, wildcards: bool = False) -> None:
     """Raise ProtocolError if NATS would not accept `subject`. `wildcards` are allowed for subscriptions."""
     if len(subject.encode(errors="replace")) > LIMIT_BYTES:

@@ -76,6 +76,8 @@ class _Entry:
     """The model's cards by the worker's instance id."""
     order: list[ModelCard] | None = None
     """What `ordered` returns; None after a change."""
+    found_limits: ModelLimits | None = None
+    """What `limits` returns; None after a change."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""
@@ -100,6 +102,13 @@ class _Entry:
     def chosen(self) -> list[ModelCard]:
         """The cards of the workers that routers choose, in the same order."""
         return [card for card in self.ordered if card.routed]
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The limits of these workers."""
+        if self.found_limits is None:
+            self.found_limits = model_limits(self.chosen)
+        return self.found_limits
 
     @property
     def fault(self) -> str:
@@ -178,7 +187,7 @@ class ModelRegistry:
             name = self._only()
         entry = self._entries.get(name)
         if entry is not None:
-            return self._model_of(name, entry), model_limits(entry.chosen)
+            return self._model_of(name, entry), entry.limits
         lora = self._loras.find(name)
         if lora is not None:
             return self._find_lora(name, *lora)
@@ -238,9 +247,7 @@ class ModelRegistry:
 
     def served(self) -> dict[str, ModelLimits]:
         """Return the models that can serve requests now."""
-        return {
-            name: model_limits(entry.chosen) for name, entry in self._entries.items() if entry.cards and not entry.fault
-        }
+        return {name: entry.limits for name, entry in self._entries.items() if entry.cards and not entry.fault}
 
     def served_loras(self) -> dict[str, tuple[Model, ModelLimits]]:
         """Return the LoRAs that can be asked for now, by name."""
@@ -305,7 +312,7 @@ class ModelRegistry:
 
     def _reload(self, name: str, entry: _Entry) -> None:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
-        entry.order = None
+        entry.order = entry.found_limits = None
         entry.changed.set()
         if not entry.loading:
             entry.loading = True
