@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 ANY_ORIGIN = "*"
+_PORT = re.compile(r":[0-9]*$")
 _ADDRESS = re.compile(r"\[[0-9a-fA-F:.]{2,45}\]|[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _OWN_DOMAINS = (".localhost", ".internal")
 """Ends of names that no site can have; Docker's name for its host is host.docker.internal."""
@@ -50,12 +51,11 @@ class OriginRule(Struct, frozen=True):
         name = _name(host)
         if not (self.any_host or _is_own(name) or name in self.hosts):
             return f"Host: {_shown(name)} is neither an address nor localhost, and {self.table}.hosts does not list it"
-        origin = headers.get("Origin", "").lower()
-        if origin in origins or _PROGRAM.fullmatch(origin):
+        origin, site = headers.get("Origin", "").lower(), headers.get("Sec-Fetch-Site", "none")
+        if (not origin and site == "none") or origin in origins or _PROGRAM.fullmatch(origin):
             return ""
         linked = linkable and headers.get("Sec-Fetch-Mode", "navigate") == "navigate"
         embedded = headers.get("Sec-Fetch-Dest", "document") != "document"
-        site = headers.get("Sec-Fetch-Site", "none")
         get_nothing = "pages of other origins get nothing here"
         if self.origins is not None:
             get_nothing += f", unless {self.table}.cors_origins lists them"
@@ -91,7 +91,7 @@ def _host_of(origin: str) -> str:
 
 def _name(host: str) -> str:
     """Return a Host header without its port."""
-    return re.sub(r":[0-9]*$", "", host)
+    return _PORT.sub("", host)
 
 
 def _is_own(name: str) -> bool:

@@ -44,8 +44,8 @@ class Cors:
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
         """Return whether a request is a preflight: a browser asks what it may send. It carries no key."""
-        wanted = "Origin" in headers and "Access-Control-Request-Method" in headers
-        return method == "OPTIONS" and wanted and bool(self._origins)
+        possible = method == "OPTIONS" and bool(self._origins)
+        return possible and "Origin" in headers and "Access-Control-Request-Method" in headers
 
     def preflight_headers(self, headers: Mapping[str, str]) -> dict[str, str] | Failure:
         """Return the headers to answer a preflight with, in addition to `answer_headers`; or a refusal."""

@@ -122,8 +122,8 @@ def _malformed(request: web.Request) -> InvalidRequest | None:
         return field_error(VERSION_HEADER, "no version of Anthropic's API; send one date, such as 2023-06-01, or none")
     if len(request.headers.getall(SALT_HEADER, ())) > 1:
         return field_error(SALT_HEADER, "the request has it twice; send it once")
-    codings = ",".join(request.headers.getall(ENCODING_HEADER, ())).lower().split(",")
-    if request.body_exists and {coding.strip() for coding in codings} - {"", "identity"}:
+    codings = ",".join(request.headers.getall(ENCODING_HEADER, ())).lower()
+    if codings and request.body_exists and {coding.strip() for coding in codings.split(",")} - {"", "identity"}:
         return field_error(ENCODING_HEADER, "encoded bodies are not supported; send the body uncompressed", status=415)
     return None
 
@@ -135,9 +135,9 @@ def account_of(request: web.Request) -> Account | None:
 
 def request_id_of(request: web.Request) -> RequestId:
     """Return the request's id, the same at each call: the client's, if it is usable, or a new one."""
-    if _REQUEST_ID not in request:
-        request[_REQUEST_ID] = request_id(request.headers.get(REQUEST_ID_HEADER, ""))
-    return request[_REQUEST_ID]
+    if (named := request.get(_REQUEST_ID)) is None:
+        named = request[_REQUEST_ID] = request_id(request.headers.get(REQUEST_ID_HEADER, ""))
+    return named
 
 
 def begin_trace_of(request: web.Request, tracer: Tracer | None, operation: str) -> RequestTrace | None:
