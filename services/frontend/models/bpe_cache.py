@@ -83,6 +83,7 @@ class WordCache:
     ) -> None:
         """Create it. `word` is a regex in the letters of SPLITS; `ids` is the BPE model, from a word in the byte-level
         alphabet to its token ids."""
+        word = f" [L]++|{word}"  # what each of them finds at a space before a letter, found sooner
         self._find_ascii = re.compile(_written_out(word, range(0x80))).findall
         plain = (number for number in range(0x2060) if not _NOT_PLAIN.match(chr(number)))
         self._find = None if ascii_only else re.compile(_written_out(word, plain)).findall
