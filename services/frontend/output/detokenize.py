@@ -35,6 +35,7 @@ END_LIMIT_TOKENS = 32
 """The number of tokens in which the end of a prompt's text is looked for."""
 _UNFINISHED_BYTES = 3
 """The number of bytes that an unfinished character has at most."""
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -85,7 +86,7 @@ class Detokenizer:
         """Create it. `before`: the end of the text that the output continues, as `end_of` returns it; empty if the
         output begins a text."""
         self._tokens = tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Utf8Decoder("replace")
         self._decoder.decode(before)
         self._strip = tokens.strip_first_space and not before
         unfinished, _ = self._decoder.getstate()

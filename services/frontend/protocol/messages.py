@@ -110,12 +110,16 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_LIMIT)]
 
+_OF_ASSISTANT = ("tool_calls", "reasoning_content", "reasoning", "refusal", "function_call")
+_ROLE_OF_FIELD = {**dict.fromkeys(_OF_ASSISTANT, "assistant"), "tool_call_id": "tool"}
+"""The fields that only messages of one role may have."""
+_RENDERED_ROLES = {"developer": "system", "function": "tool"}
+
 
 def check_message(message: ChatMessage, where: str, ignored: IgnoredFields = REFUSE) -> None:
     """Check what the type of a message does not; `where` is its place in the body. Raise InvalidRequest."""
     check_not_built(message, f"{where}.", ignored)
-    of_assistant = ("tool_calls", "reasoning_content", "reasoning", "refusal", "function_call")
-    for field, role in (*((one, "assistant") for one in of_assistant), ("tool_call_id", "tool")):
+    for field, role in _ROLE_OF_FIELD.items():
         if getattr(message, field) and message.role != role:
             raise field_error(f"{where}.{field}", f"only role {role} may have it")
     for at, call in enumerate(message.tool_calls or ()):
@@ -202,9 +206,8 @@ def _written(arguments: str | dict[str, Any] | None) -> str:
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
-    roles = {"developer": "system", "function": "tool"}
     turn = {
-        "role": roles.get(message.role, message.role),
+        "role": _RENDERED_ROLES.get(message.role, message.role),
         "content": text_of(message),
         "name": message.name,
         "reasoning_content": message.reasoning_content or message.reasoning or thinking_of_content(message.content),

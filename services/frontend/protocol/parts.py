@@ -121,6 +121,7 @@ def _text(part: Part | UnseenPart) -> str:
 
 def thinking_of_content(content: ResultContent | None) -> str:
     """Return the reasoning in a message's content."""
-    parts: Sequence[Part | UnseenPart] = content if isinstance(content, list) else ()
-    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+    if not isinstance(content, list):
+        return ""
+    thoughts = [part.thinking for part in content if isinstance(part, ThinkingPart)]
     return "".join(one if isinstance(one, str) else "".join(text.text for text in one) for one in thoughts)

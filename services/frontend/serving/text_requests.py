@@ -71,11 +71,12 @@ def text_requests(
             is_follower=at > 0,
             priority=asked.priority,
         )
-        other = replace(first, is_follower=True, repeats_prompt=True)
         others = [
             replace(
-                other,
+                first,
                 id=f"{name}/{at * count + choice}",
+                is_follower=True,
+                repeats_prompt=True,
                 sampling=replace(sampling, seed=seed),
                 output=outputs.output(prompt, text),
                 prompt_entries=outputs.prompt_entries(prompt, text),
