@@ -75,7 +75,7 @@ class ReplyInbox:
         self._inbox = inbox
         self.prefix = f"{inbox}.{secrets.token_hex(11)}."
         self._numbers = count()
-        self._requests: dict[str, asyncio.Future[Message]] = {}
+        self._requests: dict[str, asyncio.Future[Message | None]] = {}
         self._probes: dict[str, Callable[[], None]] = {}
         self._streams: dict[ReplyStream, None] = {}
 
@@ -107,16 +107,18 @@ class ReplyInbox:
 
     async def request(self, subject: str, timeout_s: float, send: Callable[[str], Awaitable[None]]) -> Message:
         """Call `send` with a reply subject, and return the answer. Raise NoResponders, RequestTimeout or BusDown."""
-        reply, answer = self._next(), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        reply, answer = self._next(), loop.create_future()
         self._requests[reply] = answer
+        late = loop.call_later(timeout_s, _give_up, answer)
         try:
-            async with asyncio.timeout(timeout_s):
-                await send(reply)
-                message: Message = await answer
-        except TimeoutError:
-            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s") from None
+            await send(reply)
+            message: Message | None = await answer
         finally:
+            late.cancel()
             del self._requests[reply]
+        if message is None:
+            raise RequestTimeout(f"no answer from {subject} in {timeout_s:g} s")
         if _no_process_listens(message):
             raise NoResponders(f"no process listens on {subject}")
         return message
@@ -136,6 +138,11 @@ class ReplyInbox:
 
     def _next(self) -> str:
         return f"{self.prefix}{next(self._numbers):x}"
+
+
+def _give_up(answer: asyncio.Future[Message | None]) -> None:
+    if not answer.done():
+        answer.set_result(None)
 
 
 def _no_process_listens(message: Message) -> bool:
