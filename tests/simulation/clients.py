@@ -167,19 +167,18 @@ async def _read(frontend: RequestService, answer: Answer) -> Literal["answered"]
     request = answer.request
     prompts = requests_of(request, answer.deadline_s)
     answer.choices = [Choice() for choices in prompts for _ in choices]
-    with frontend.admit(4 * len(request.tokens)):
-        async with open_choices(frontend.open, prompts) as choices:
-            async for index, delta in choices:
-                choices.validate()
-                answer.heard_s = asyncio.get_running_loop().time()
-                seen = answer.choices[index]
-                if delta is None:
-                    seen.finish, seen.embedding = choices.streams[index].finish, choices.streams[index].embedding
-                else:
-                    seen.text += delta.text
-                    seen.entries += len(delta.entries)
-            answer.usage = choices.usage
-            return "answered"
+    with frontend.admit(4 * len(request.tokens)), open_choices(frontend.open, prompts) as choices:
+        async for index, delta in choices:
+            choices.validate()
+            answer.heard_s = asyncio.get_running_loop().time()
+            seen = answer.choices[index]
+            if delta is None:
+                seen.finish, seen.embedding = choices.streams[index].finish, choices.streams[index].embedding
+            else:
+                seen.text += delta.text
+                seen.entries += len(delta.entries)
+        answer.usage = choices.usage
+        return "answered"
 
 
 def judge(answer: Answer) -> str:

@@ -76,7 +76,8 @@ class Admission:
         """Give back everything that a request has."""
         del self.permits[permit]
         for bound, taken in permit.taken.items():
-            self.count(permit, bound, -taken)
+            if taken:
+                self.count(permit, bound, -taken)
 
     def check(self, permit: Permit, bound: Bound, more: int) -> None:
         """Raise Overloaded if the request may not have `more` of a limit."""

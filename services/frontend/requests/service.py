@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import assert_never
 
 import msgspec
@@ -56,6 +56,8 @@ class RequestService:
 
     def __init__(self, runtime: Runtime, limits: LimitsConfig, metrics: Metrics) -> None:
         self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
         self.limits = limits
         self._metrics = metrics
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
@@ -85,11 +87,10 @@ class RequestService:
 
         Raise Overloaded or RateLimited at a bound, and Unavailable once this process is about to end.
         """
-        clock = asyncio.get_running_loop().time
         permit = self.admission.reserve(account)
         if account is not None:
             try:
-                account.begin_request(clock())
+                account.begin_request(self._now())
             except RateLimited:
                 self.admission.release(permit)
                 raise
@@ -104,7 +105,7 @@ class RequestService:
         finally:
             self.admission.release(permit)
             if account is not None:
-                account.end_request(permit.spent, clock())
+                account.end_request(permit.spent, self._now())
             self._metrics.inflight.dec()
             if not self.admission.permits:
                 self._idle.set()
@@ -121,7 +122,7 @@ class RequestService:
         """Return the latest requests, for the page; there must be one."""
         assert self.ways is not None, "without a page, ways are not kept"
         arriving = sum(permit.tokenising or not permit.admitted for permit in self.admission.permits)
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         return self.ways.report(self._runtime.instance, arriving, len(self._running), now)
 
     async def wait_idle(self) -> None:
@@ -135,8 +136,8 @@ class RequestService:
         for stream in self._running.values():
             stream.end(actions.Fail(Unavailable("this frontend has ended before the answer was complete")))
 
-    @asynccontextmanager
-    async def open(self, request: InferenceRequest, selector: StreamSelector | None = None) -> AsyncIterator[Stream]:
+    @contextmanager
+    def open(self, request: InferenceRequest, selector: StreamSelector | None = None) -> Iterator[Stream]:
         """Compute a request; leaving the context before its end cancels it. `selector` waits for several streams.
 
         Raise Unavailable after `fail_all`.
@@ -152,10 +153,9 @@ class RequestService:
             wait_s=0.0 if request.is_follower else self.limits.wait_s,
             prompt_logprobs=0 if request.prompt_entries is None else request.prompt_tokens - 1,
         )
-        loop = asyncio.get_running_loop()
         metrics = self._metrics.of_model(request.model)
-        stream = Stream(request, session, metrics, selector, started=loop.time())
-        stream.timer = loop.call_at(request.deadline, self._feed, stream, events.TimeExpired())
+        stream = Stream(request, session, metrics, selector, started=self._now())
+        stream.timer = self._loop.call_at(request.deadline, self._feed, stream, events.TimeExpired())
         self._running[request.id] = stream
         if self.ways is not None and not request.is_follower:
             begun = (request.id, request.model, request.prompt_tokens, session)
@@ -167,14 +167,14 @@ class RequestService:
             self._do(stream, session.start())
             yield stream
         finally:
-            self._cancel_latency.client_gone(session, loop.time())
+            self._cancel_latency.client_gone(session, self._now())
             self._feed(stream, events.ClientLeft())
             self._close(stream)
 
     # --- events in
 
     def _feed(self, stream: Stream, event: events.Event) -> None:
-        stream.last_sign = asyncio.get_running_loop().time()
+        stream.last_sign = self._now()
         if stream.spans is not None:
             self._trace_choice(stream, stream.spans, event)
         self._do(stream, stream.session.on(event))
@@ -208,7 +208,7 @@ class RequestService:
     def _apply(self, instance: str, parts: Sequence[Part]) -> None:
         """Apply the parts of a step frame. Nearly all bring one token to a stream that has had some: such a part
         touches its stream once and wakes no task."""
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         gaps_s: list[float] = []
         metrics: ModelMetrics | None = None
         for part in parts:
@@ -266,7 +266,7 @@ class RequestService:
                     tasks.create_task(self._calls.announce(stream, action), name=f"announce {name}")
                 case actions.HandOver():
                     handed_over = True
-                    stream.waiting_since = asyncio.get_running_loop().time()
+                    stream.waiting_since = self._now()
                     stream.metrics.hand_overs.inc()
                     self._note(stream, action.attempt, actions.hand_over_note(action))
                 case actions.WithdrawAttempt():
@@ -284,22 +284,22 @@ class RequestService:
     async def _retry_later(self, stream: Stream, later: actions.RetryLater) -> None:
         """Wait with jitter, because a worker that goes leaves many requests that wait."""
         await asyncio.sleep(later.pause_s * self._runtime.draw.uniform(0.5, 1.0))
-        self._feed(stream, events.RetryDue(later.attempt, asyncio.get_running_loop().time()))
+        self._feed(stream, events.RetryDue(later.attempt, self._now()))
 
     def _note(self, stream: Stream, attempt: int, text: str) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         self._runtime.notes.requests.add(stream.request.id, text, now, attempt=attempt)
 
     def note_failure(self, request: str, error: HeadraceError) -> None:
         """Note, for `headrace explain`, that a request's client got an error."""
-        self._runtime.notes.requests.add(request, actions.failure_note(error), asyncio.get_running_loop().time())
+        self._runtime.notes.requests.add(request, actions.failure_note(error), self._now())
 
     def _count_loss(self, stream: Stream, action: actions.CountLoss) -> None:
         text = actions.loss_note(action, stream.worker, len(stream.session.tokens))
         self._note(stream, action.attempt, text)
         self._metrics.lost.labels(action.loss).inc()
         if action.had_tokens:
-            stream.waiting_since = asyncio.get_running_loop().time()
+            stream.waiting_since = self._now()
 
     def _cancel(self, worker: str, attempt: Cancel) -> None:
         """Send Cancel. While NATS is away it is dropped; if the worker streams on, its next part leads to another."""
@@ -310,15 +310,16 @@ class RequestService:
         if isinstance(event, Prefilled):
             cached = CachedTokensByTier.of(event.cached_tokens, event.cached_host_tokens, event.cached_disk_tokens)
             for counter, tokens in zip(stream.metrics.cached, (cached.device, cached.host, cached.disk), strict=True):
-                counter.inc(tokens)
+                if tokens:
+                    counter.inc(tokens)
             if stream.last_tokens is None:  # else an earlier attempt brought the client its first token
-                first_token_s = asyncio.get_running_loop().time() - stream.started
+                first_token_s = self._now() - stream.started
                 event = msgspec.structs.replace(event, first_token_s=first_token_s)
                 stream.first_tokens = time.monotonic()
         self._outbox.publish_load(stream.request.model, event)
 
     def _emit_tokens(self, stream: Stream, action: actions.EmitTokens) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._now()
         if stream.last_tokens is None:
             trace = stream.request.trace
             exemplar = None if trace is None else {"trace_id": trace.id}
@@ -339,7 +340,7 @@ class RequestService:
             return
         del self._running[stream.request.id]
         if stream.way is not None:
-            stream.way.end(stream.outcome, asyncio.get_running_loop().time())
+            stream.way.end(stream.outcome, self._now())
         if stream.spans is not None and stream.request.trace is not None:
             stream.spans.close(stream.request.trace.now_ns(), "" if stream.ended else "the client has left")
         assert stream.timer is not None

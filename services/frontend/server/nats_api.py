@@ -278,6 +278,7 @@ class NatsApi:
 
                 context = self._exchange.context(request.id, place, message.headers, request.trace, announced)
                 async with self._exchange.answer(operation, message.payload, context) as reply:
+                    self._exchange.count_ignored(context.ignored.names)
                     ignored = ignored_header(context.ignored)
                     if isinstance(reply, bytes):
                         await inbox.send(reply, request.last_headers() | ignored)

@@ -140,6 +140,7 @@ class HttpApi(Struct):
                 answer = self.exchange.answer(operation, sent, context)
                 del sent  # the operation drops it too once it has decoded it
                 async with answer as reply:
+                    self.exchange.count_ignored(context.ignored.names)
                     if isinstance(reply, bytes):
                         headers = {"Content-Type": _JSON, **ignored_header(context.ignored)}
                         body = ResponseBody(request, headers, unread_s=self.config.unread_s)
@@ -162,7 +163,8 @@ class HttpApi(Struct):
             request.transport.write(_CONTINUE)
         body = bytearray()
         try:
-            async with asyncio.timeout(self.config.body_timeout_s):
+            whole = request.content.is_eof()  # as most bodies are, and no time is limited then
+            async with asyncio.timeout(None if whole else self.config.body_timeout_s):
                 while piece := await request.content.readany():
                     if len(body) + len(piece) > BODY_LIMIT_BYTES:
                         raise body_too_large(None)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from aiohttp import HttpVersion11, web
 
@@ -115,7 +115,7 @@ class ResponseBody:
                 self._transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
             else:
                 await self._begin()
-                async with self._abort_if_unread():
+                with self._abort_if_unread():
                     await self._response.write(chunk)
 
     async def end(self, payload: bytes | None) -> web.StreamResponse:
@@ -125,7 +125,7 @@ class ResponseBody:
         if len(self._held) > CHUNK_BYTES:
             await self._flush()
         await (self._drained() if self.begun else self._begin())
-        async with self._abort_if_unread():
+        with self._abort_if_unread():
             await self._response.write_eof(self._held)
         return self._response
 
@@ -134,10 +134,10 @@ class ResponseBody:
         self._response.content_length = len(payload)
         await self._begin()
         for start in range(0, len(payload), CHUNK_BYTES):
-            async with self._abort_if_unread():
+            with self._abort_if_unread():
                 await self._response.write(payload[start : start + CHUNK_BYTES])
             await self._drained()
-        async with self._abort_if_unread():
+        with self._abort_if_unread():
             await self._response.write_eof()
         return self._response
 
@@ -151,19 +151,18 @@ class ResponseBody:
     async def _drained(self) -> None:
         """Wait until the kernel has accepted all that was written."""
         if self._transport.get_write_buffer_size():
-            async with self._abort_if_unread():
+            with self._abort_if_unread():
                 await self._request.writer.drain()
         if self._transport.is_closing():
             raise ConnectionResetError("the client has disconnected")
 
-    @asynccontextmanager
-    async def _abort_if_unread(self) -> AsyncIterator[None]:
+    @contextmanager
+    def _abort_if_unread(self) -> Iterator[None]:
+        abort = _call_later(self._unread_s, self._transport.abort)  # `close` would wait until the rest is read
         try:
-            async with asyncio.timeout(self._unread_s):
-                yield
-        except TimeoutError:
-            self._transport.abort()  # `close` would wait until the rest is read
-            raise ConnectionAbortedError(f"the client has not read for {self._unread_s:g} s") from None
+            yield
+        finally:
+            abort.cancel()
 
 
 class SilenceTimer:

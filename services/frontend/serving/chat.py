@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 
 from msgspec import Struct
@@ -38,7 +38,7 @@ from services.frontend.serving.choices import Choices, open_choices
 from services.frontend.serving.prompts import TOKENISED, chat_prompt, key_pool, plan_of_reasoning, until
 from services.frontend.serving.reply import ChatReply, Opening
 from services.frontend.serving.request_context import RequestContext, RequestId
-from services.frontend.serving.text_prompts import AskedText, check_support, tokenise_text
+from services.frontend.serving.text_prompts import AskedText, TokenisedText, check_support, tokenise_text
 from services.frontend.serving.text_requests import text_requests
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
@@ -86,7 +86,7 @@ class ServingChat(Struct, frozen=True):
         del request  # up to a megabyte of prompt, which the answer does not need
         prepared = await preparing
         encoders = _encoders(context.id, prepared)
-        async with self.run(prepared, context) as choices:
+        with self.run(prepared, context) as choices:
             reply = ChatReply(encoders, choices, prepared.echoes, plan.with_usage, plan.each_usage)
             yield reply if plan.streamed else await reply.full_body()
 
@@ -107,13 +107,7 @@ class ServingChat(Struct, frozen=True):
         check_support(asked)
         if plan.is_chat or request.max_tokens == -1:
             default_tokens = self.config.default_max_tokens or None
-        most_choices = min(self.service.limits.choices, self.service.limits.requests)
-        async with until(deadline.at, TOKENISED):
-            with nullcontext() if trace is None else trace.span("tokenise"):
-                pool = key_pool(self.pool, context.permit)
-                tokenised = await tokenise_text(asked, pool, default_tokens, most_choices)
-                grammar = await self._grammar(asked, tokenised.parsing)
-        tokenised = replace(tokenised, parsing=replace(tokenised.parsing, held=grammar is not None))
+        tokenised, grammar = await until(deadline.at, TOKENISED, self._tokenise(asked, default_tokens))
         self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
         if trace is not None:
             trace.attributes["gen_ai.response.model"] = model.name
@@ -135,22 +129,33 @@ class ServingChat(Struct, frozen=True):
             deadline_shortened=deadline.shortened,
         )
 
+    async def _tokenise(
+        self, asked: AskedText, default_tokens: int | None
+    ) -> tuple[TokenisedText, AnswerGrammar | None]:
+        trace, limits = asked.context.trace, self.service.limits
+        with nullcontext() if trace is None else trace.span("tokenise"):
+            pool = key_pool(self.pool, asked.context.permit)
+            tokenised = await tokenise_text(asked, pool, default_tokens, min(limits.choices, limits.requests))
+            grammar = await self._grammar(asked, tokenised.parsing)
+        return replace(tokenised, parsing=replace(tokenised.parsing, held=grammar is not None)), grammar
+
     async def count_prompt(self, request: ChatRequest, context: RequestContext) -> int:
         """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
-        async with until(deadline.at, TOKENISED):
-            pool = key_pool(self.pool, context.permit)
-            tokens, _ = await chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
+        pool = key_pool(self.pool, context.permit)
+        prompt = chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
+        tokens, _ = await until(deadline.at, TOKENISED, prompt)
         return len(tokens) // 4
 
-    @asynccontextmanager
-    async def run(self, prepared: PreparedChat, context: RequestContext) -> AsyncIterator[Choices]:
+    @contextmanager
+    def run(self, prepared: PreparedChat, context: RequestContext) -> Iterator[Choices]:
         """Compute a prepared request. Leaving the context cancels what still runs, and notes what it cost its key."""
-        async with open_choices(self.service.open, prepared.prompts) as choices:
+        with open_choices(self.service.open, prepared.prompts) as choices:
             try:
                 yield choices
             finally:
-                context.permit.spent = _spent(prepared, choices)
+                if context.permit.account is not None:
+                    context.permit.spent = _spent(prepared, choices)
                 if context.trace is not None:
                     context.trace.attributes |= answer_attributes(choices, context.id)
 

@@ -16,15 +16,15 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from services.frontend.output.output import Delta
 from services.frontend.protocol.chat_chunks import Usage, usage_of
 from services.frontend.requests.stream import NOTHING, InferenceRequest, Stream, StreamSelector
 from shared.errors import HeadraceError
 
-OpenStream = Callable[[InferenceRequest, StreamSelector], AbstractAsyncContextManager[Stream]]
+OpenStream = Callable[[InferenceRequest, StreamSelector], AbstractContextManager[Stream]]
 """Starts a request, as `RequestService.open` does; leaving the context cancels it."""
 
 
@@ -32,7 +32,7 @@ class Choices:
     """The choices in the order of the request: the choices of one prompt follow one another."""
 
     def __init__(
-        self, open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]], stack: AsyncExitStack
+        self, open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]], stack: ExitStack
     ) -> None:
         self.streams: dict[int, Stream] = {}
         """The streams of the choices that were started, by the choice's index."""
@@ -50,10 +50,10 @@ class Choices:
     def __len__(self) -> int:
         return sum(self._counts.values())
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start the first choice of each prompt."""
         for first, count in self._counts.items():
-            await self._start(first)
+            self._start(first)
             self.streams[first].awaits_first_token = count > 1
 
     def wake(self) -> None:
@@ -75,7 +75,7 @@ class Choices:
                 if stream.awaits_first_token and stream.prompt_computed:
                     stream.awaits_first_token = False
                     for other in range(index + 1, index + self._counts[index]):
-                        await self._start(other)
+                        self._start(other)
                 while (delta := stream.pop_delta()) is not None:
                     yield index, delta
                 if stream.ended and index in unfinished:
@@ -84,8 +84,8 @@ class Choices:
                     unfinished.remove(index)
                     yield index, None
 
-    async def _start(self, index: int) -> None:
-        stream = await self._stack.enter_async_context(self._open(self._pending.pop(index), self._selector))
+    def _start(self, index: int) -> None:
+        stream = self._stack.enter_context(self._open(self._pending.pop(index), self._selector))
         self.streams[index] = stream
         self._index[stream] = index
 
@@ -122,13 +122,11 @@ class Choices:
         assert all(index in self._counts for index, stream in self.streams.items() if stream.awaits_first_token)
 
 
-@asynccontextmanager
-async def open_choices(
-    open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]]
-) -> AsyncIterator[Choices]:
+@contextmanager
+def open_choices(open_stream: OpenStream, prompts: Sequence[Sequence[InferenceRequest]]) -> Iterator[Choices]:
     """Start the choices of each prompt, at least one; leaving cancels all that have not ended. Raise what `open_stream`
     raises."""
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         choices = Choices(open_stream, prompts, stack)
-        await choices.start()
+        choices.start()
         yield choices

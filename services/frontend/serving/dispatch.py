@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import msgspec
@@ -93,27 +93,14 @@ class Dispatcher:
             announce=announce,
         )
 
-    @asynccontextmanager
-    async def answer(
+    def answer(
         self, operation: Operation | ForeignOperation, body: bytes, context: RequestContext
-    ) -> AsyncIterator[Reply | bytes]:
+    ) -> AbstractAsyncContextManager[Reply | bytes]:
         """Answer a request with a stream or one JSON object. Leaving the context cancels what still runs, and notes
         what it cost its key.
 
-        Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout.
+        Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout, here or on entering the context.
         """
-        answering = self._opened(operation, body, context)
-        del body  # the answer does not need it
-        async with answering as reply:
-            for name in map(counted_name, context.ignored.names):
-                if name != OTHER and len(self._counted_names) < NAMES_COUNTED:
-                    self._counted_names.add(name)
-                self._ignored.labels(name if name in self._counted_names else OTHER).inc()
-            yield reply
-
-    def _opened(
-        self, operation: Operation | ForeignOperation, body: bytes, context: RequestContext
-    ) -> AbstractAsyncContextManager[Reply | bytes]:
         ignored = context.ignored
         match operation:
             case "chat":
@@ -133,6 +120,13 @@ class Dispatcher:
                 return _whole(self._tokenize.answer(operation, body, pool, ignored, deadline_header=deadline_header))
             case _:
                 return self.foreign.answer(operation, body, context)
+
+    def count_ignored(self, names: Sequence[str]) -> None:
+        """Count the ignored fields of a request that is answered."""
+        for name in map(counted_name, names):
+            if name != OTHER and len(self._counted_names) < NAMES_COUNTED:
+                self._counted_names.add(name)
+            self._ignored.labels(name if name in self._counted_names else OTHER).inc()
 
     def models(self) -> bytes:
         """Return the body of /v1/models."""

@@ -80,9 +80,9 @@ class ServingEmbeddings(Struct, frozen=True):
             raise InvalidRequest(f"{wrong}; ask for fewer, or for fewer `dimensions`", param="input")
         at_once = min(len(inputs), self.service.limits.inputs_at_once, self.service.limits.requests)
         context.permit.check_least(len(inputs), at_once, loop.time())
-        async with until(deadline.at, "its input was tokenised"):
-            with nullcontext() if trace is None else trace.span("tokenise"):
-                prompts = await self._prompts(inputs, model, limits, context.permit)
+        with nullcontext() if trace is None else trace.span("tokenise"):
+            reading = self._prompts(inputs, model, limits, context.permit)
+            prompts = await until(deadline.at, "its input was tokenised", reading)
         as_text, salt, unique = request.encoding_format == "base64", context.salt(request.cache_salt), context.id.unique
         del request, inputs
         tokens, permit = sum(map(len, prompts)) // 4, context.permit
@@ -171,7 +171,7 @@ class _Vectors(Struct):
         """Compute one input after another, as long as any is left."""
         for index, prompt in left:
             self.begun_tokens += len(prompt) // 4
-            async with self.service.open(self._request(index, prompt)) as stream:
+            with self.service.open(self._request(index, prompt)) as stream:
                 async for _ in stream:
                     raise AssertionError("an embedding has no text")
                 self.found[index] = stream.embedding

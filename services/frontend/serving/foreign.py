@@ -117,7 +117,7 @@ class ServingForeign(Struct, frozen=True):
             of_chat = replace(context, ignored=context.ignored.renamed(partial(name_here, table=table)))
             prepared = await self.chat.prepare(chat, plan, of_chat, default_tokens=None)
             del chat
-            async with self.chat.run(prepared, context) as choices:
+            with self.chat.run(prepared, context) as choices:
                 reply = EventReply(writer, choices.streams[0], context.received_s)
                 yield reply if plan.streamed else await reply.full_body()
 

@@ -8,9 +8,8 @@ A chat and /tokenize make prompts here, so that both accept the same fields and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
@@ -62,16 +61,16 @@ async def chat_prompt(
     return tokens, plan
 
 
+T = TypeVar("T")
 TOKENISED = "its prompt was tokenised"
 
 
-@asynccontextmanager
-async def until(deadline_s: float, done: str) -> AsyncIterator[None]:
-    """Limit what the context does to the request's deadline, on the event loop's clock. Raise RequestTimeout; `done`
+async def until(deadline_s: float, done: str, work: Awaitable[T]) -> T:
+    """Return what `work` returns, by the request's deadline on the event loop's clock. Raise RequestTimeout; `done`
     says what was not done by then."""
     try:
         async with asyncio.timeout_at(deadline_s):
-            yield
+            return await work
     except TimeoutError:
         raise RequestTimeout(f"the request's deadline passed before {done}") from None
 

@@ -85,7 +85,7 @@ class ServingResponses(Struct, frozen=True):
             sampling = prepared.prompts[0][0].sampling
             response = new_response(decoded, response_id, now, prepared.model, sampling)
             del body, request, decoded  # the answer does not need them
-            async with self.chat.run(prepared, context) as choices:
+            with self.chat.run(prepared, context) as choices:
                 writer = ResponseWriter(response, item_name(response_id), keep, tools.called)
                 reply = EventReply(writer, choices.streams[0], context.received_s)
                 yield reply if streamed else await reply.full_body()

@@ -52,10 +52,11 @@ class ServingTokenize(Struct, frozen=True):
     ) -> bytes:
         """Return the JSON answer. `pool` is the request's. Raise InvalidRequest, Unavailable and RequestTimeout."""
         deadline_s = asyncio.get_running_loop().time() + allowed_s(None, deadline_header, self.limits)
-        async with until(deadline_s, "its answer was complete"):
-            if operation == "tokenize":
-                return await self._tokenize(tokenize.decode_tokenize(body, ignored), pool, ignored)
-            return await self._detokenize(tokenize.decode_detokenize(body, ignored))
+        if operation == "tokenize":
+            answering = self._tokenize(tokenize.decode_tokenize(body, ignored), pool, ignored)
+        else:
+            answering = self._detokenize(tokenize.decode_detokenize(body, ignored))
+        return await until(deadline_s, "its answer was complete", answering)
 
     async def _tokenize(self, request: tokenize.TokenizeRequest, pool: KeyPool, ignored: IgnoredFields) -> bytes:
         model, limits = self.models.find(request.model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from struct import pack
@@ -55,8 +55,8 @@ class Asked:
         self.streams: dict[str, Stream] = {}
         self.left: list[str] = []
 
-    @asynccontextmanager
-    async def open(self, request: InferenceRequest, selector: StreamSelector) -> AsyncIterator[Stream]:
+    @contextmanager
+    def open(self, request: InferenceRequest, selector: StreamSelector) -> Iterator[Stream]:
         session = Session(request.id, LIMIT)
         session.start()
         session.on(Selected(request.id, 1, "w", 0, "r", Overlap(), ""))
@@ -120,7 +120,7 @@ async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happenin
             got[index] += delta.text
             choices.streams[index].send_directly(lambda more: more.text.encode(), partial(send, index))
 
-    async with open_choices(asked.open, prompts) as choices:
+    with open_choices(asked.open, prompts) as choices:
         reading = asyncio.create_task(read(choices))
         await asyncio.sleep(0)
         for at, what in happenings:
@@ -141,7 +141,7 @@ async def _together_and_alone(each: Sequence[int], happenings: Sequence[Happenin
     assert sorted(asked.left) == sorted(f"r/{index}" for index in range(count))
     for index, tokens in enumerate(brought):
         alone = Asked()
-        async with open_choices(alone.open, [[requested(index)]]) as one:
+        with open_choices(alone.open, [[requested(index)]]) as one:
             for token in tokens:
                 alone.bring(f"r/{index}", token)
             alone.end(f"r/{index}")
@@ -160,7 +160,7 @@ async def test_the_others_are_asked_for_with_the_first_token_even_if_it_brings_n
             return index
         return -1
 
-    async with open_choices(asked.open, [[requested(0), requested(1)], [requested(2)]]) as choices:
+    with open_choices(asked.open, [[requested(0), requested(1)], [requested(2)]]) as choices:
         reading = asyncio.create_task(first(choices))
         await asyncio.sleep(0)
         assert sorted(asked.streams) == ["r/0", "r/2"]
@@ -173,7 +173,7 @@ async def test_the_others_are_asked_for_with_the_first_token_even_if_it_brings_n
 
 async def test_a_choice_that_failed_ends_them_all() -> None:
     asked = Asked()
-    async with open_choices(asked.open, [[requested(0)], [requested(1)]]) as choices:
+    with open_choices(asked.open, [[requested(0)], [requested(1)]]) as choices:
         asked.bring("r/0", 0)
         asked.streams["r/1"].end(Fail(Unavailable("gone")))
         with pytest.raises(Unavailable, match="gone"):
