@@ -5,6 +5,7 @@ The label `model` has the name of the base model. The registry of models bounds 
 
 from __future__ import annotations
 
+from functools import cache
 from http import HTTPStatus
 from typing import Literal, get_args
 
@@ -156,6 +157,7 @@ class Metrics:
         register_metrics(self, registry)
         self.hops: dict[Hop, DistributionSeries] = {hop: self._hop_s.labels(hop) for hop in get_args(Hop)}
         self._models: dict[str, ModelMetrics] = {}
+        self._ended = cache(self._requests.labels)
 
     def of_model(self, name: str) -> ModelMetrics:
         """Return the series of a base model."""
@@ -180,6 +182,6 @@ class Metrics:
 
     def count_request(self, operation: str, status: int, model: str, seconds: float) -> None:
         """Count a request that ended. `model` is the base model's name. Empty if unknown."""
-        self._requests.labels(operation, str(status), model).inc()
+        self._ended(operation, status, model).inc()
         if status == HTTPStatus.OK and model:
             self._request_s.labels(model).observe(seconds)

@@ -66,6 +66,7 @@ class RequestService:
         self._calls = BusCalls(runtime, limits, metrics, self._feed)
         self._watchdog = Watchdog(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
+        metrics.inflight.set_function(lambda: len(self.admission.permits))
         self.ways: WayLog | None = None
         """Where the ways of requests are kept for the page. None if there is no page."""
         self._limited_log = RateLimitedLog()
@@ -94,7 +95,6 @@ class RequestService:
             except RateLimited:
                 self.admission.release(permit)
                 raise
-        self._metrics.inflight.inc()
         self._idle.clear()
         try:
             yield permit
@@ -106,7 +106,6 @@ class RequestService:
             self.admission.release(permit)
             if account is not None:
                 account.end_request(permit.spent, self._now())
-            self._metrics.inflight.dec()
             if not self.admission.permits:
                 self._idle.set()
 
