@@ -206,8 +206,7 @@ class Permit:
 
     def add_bytes(self, size_bytes: int) -> None:
         """Count more bytes of its body, or of what belongs to it."""
-        bounds: tuple[Bound, ...] = ("body_bytes", "tokenising_bytes") if self.tokenising else ("body_bytes",)
-        self._take(dict.fromkeys(bounds, size_bytes))
+        self._take({"body_bytes": size_bytes, **({"tokenising_bytes": size_bytes} if self.tokenising else {})})
 
     def admit(self) -> None:
         """Count it as one of `requests`: its body is complete and waits to be tokenised."""

@@ -90,27 +90,28 @@ class StreamSelector:
         self.waiting = False
         """Whether the reader has read everything and waits. Only then can `send` not overtake a delta that waits."""
         self._ready: dict[Stream, None] = {}
-        self._wake = asyncio.Event()
+        self._woken: asyncio.Future[None] | None = None
+        """What the reader has waited for last."""
 
     def mark_ready(self, stream: Stream) -> None:
         """Record that the stream has something to read, and wake the reader."""
-        self.waiting = False
         self._ready[stream] = None
-        self._wake.set()
+        self.wake()
 
     def wake(self) -> None:
         """Wake the reader if it waits; it then gets NOTHING."""
         if self.waiting:
             self.waiting = False
-            self._wake.set()
+            if self._woken is not None and not self._woken.done():  # it is done once the reader is cancelled
+                self._woken.set_result(None)
 
     async def wait_ready(self) -> list[Stream]:
         """Wait for at least one stream, and return those marked since the last call; none after `wake`. The reader must
         have read all deltas of the streams that it got before."""
         if not self._ready:
-            self._wake.clear()
+            self._woken = asyncio.get_running_loop().create_future()
             self.waiting = True
-            await self._wake.wait()
+            await self._woken
         ready = list(self._ready)
         self._ready.clear()
         return ready
