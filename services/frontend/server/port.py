@@ -37,6 +37,8 @@ from shared.runtime.observe import advertised
 
 BACKLOG = 4096
 """Connections that the kernel holds until they are accepted; net.core.somaxconn may lower it."""
+UNSENT_BYTES = 16 << 10
+"""Bytes of a connection that the kernel holds beyond the client's window; its own default would be 4 MiB."""
 DRAIN_S = 1.0
 """Seconds in which clients may send one more request on a connection that they keep open, whose answer says that it
 closes."""
@@ -169,6 +171,8 @@ class Port:
                     backlog=BACKLOG,
                     start_serving=not self._tls,
                 )
+                for listener in self._server.sockets:  # accepted connections inherit it
+                    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
                 if self._tls:
                     self._acceptor = Acceptor(self._server, BACKLOG, self._begin_handshake)
             except OSError as wrong:

@@ -8,7 +8,7 @@
     SilenceTimer: half a second without text ──▶ headers;  `silent_s` without anything ──▶ a comment
 
 So what a slow client has not read waits as tokens in its Stream. No more than a chunk waits here; the kernel holds as
-much as the client's window allows, plus UNSENT_BYTES.
+much as the client's window allows, plus UNSENT_BYTES of the port.
 
 Only this module knows about chunk framing and the write buffer. aiohttp writes the first chunk, with the headers, and
 the end. A chunk costs 0.3 µs here, 0.7 µs in uvloop and 5 to 8 µs in the kernel; waking a task to await aiohttp's
@@ -21,7 +21,6 @@ streams, and this takes 14 to 17.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -29,8 +28,6 @@ from aiohttp import HttpVersion11, web
 
 from services.frontend.serving.reply import Framing
 
-UNSENT_BYTES = 16 << 10
-"""Bytes that the kernel holds beyond the client's window; its own default would be 4 MiB."""
 HEADERS_S = 0.5
 """Seconds without text after which the headers are sent. An error before that can still be a status."""
 CHUNK_BYTES = 64 << 10
@@ -144,8 +141,6 @@ class ResponseBody:
     async def _begin(self) -> None:
         """Prepare the headers; they leave with what is written next."""
         self._transport.set_write_buffer_limits(high=0)  # `drain` then waits until the buffer is empty
-        connection: socket.socket = self._transport.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         await self._response.prepare(self._request)
 
     async def _drained(self) -> None:

@@ -16,9 +16,12 @@ import aiohttp
 import pytest
 import uvloop
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from services.frontend.config import HttpConfig, LimitsConfig
-from services.frontend.server.sse import CHUNK_BYTES, HEADERS_S, UNSENT_BYTES, ResponseBody
+from services.frontend.metrics import Metrics
+from services.frontend.server.port import UNSENT_BYTES, Port
+from services.frontend.server.sse import CHUNK_BYTES, HEADERS_S, ResponseBody
 from shared.hashing import pack_tokens
 from shared.messages.frames import NOT_FINITE, TokenLogprob
 from shared.messages.generate import Refused
@@ -340,15 +343,9 @@ def test_no_chunk_waits_for_the_clients_acknowledgement(new_loop: Callable[[], a
     async def ask() -> bytes:
         app = web.Application()
         app.router.add_get("/", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", free_port())
-            await site.start()
-            async with aiohttp.ClientSession() as client, client.get(site.name) as response:
-                return await response.read()
-        finally:
-            await runner.cleanup()
+        port = Port(HttpConfig(port=free_port()), Metrics(CollectorRegistry()))
+        async with port.open(app) as url, aiohttp.ClientSession() as client, client.get(url) as response:
+            return await response.read()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(ask()) == b"data: first\n\ndata: second\n\ndata: third\n\n"
