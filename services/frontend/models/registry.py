@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -74,10 +75,6 @@ class _Entry:
     """All instances that are known."""
     cards: dict[str, ModelCard] = field(default_factory=dict)
     """The model's cards by the worker's instance id."""
-    order: list[ModelCard] | None = None
-    """What `ordered` returns; None after a change."""
-    found_limits: ModelLimits | None = None
-    """What `limits` returns; None after a change."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""
@@ -87,28 +84,29 @@ class _Entry:
     failed: dict[_Source, str] = field(default_factory=dict)
     """Why cards newer than the loaded one cannot be loaded; of a model without a loaded card, why all cannot be."""
 
-    @property
+    @cached_property
     def ordered(self) -> list[ModelCard]:
         """The cards in the order in which the workers started; it follows from values that all frontends see."""
-        if self.order is None:
-            self.order = sorted(self.cards.values(), key=self._age)
-        return self.order
+        return sorted(self.cards.values(), key=self._age)
 
     def _age(self, card: ModelCard) -> tuple[float, str]:
         worker = self.instances.get(card.instance)
         return (0.0 if worker is None else worker.started), card.instance
 
-    @property
+    @cached_property
     def chosen(self) -> list[ModelCard]:
         """The cards of the workers that routers choose, in the same order."""
         return [card for card in self.ordered if card.routed]
 
-    @property
+    @cached_property
     def limits(self) -> ModelLimits:
         """The limits of these workers."""
-        if self.found_limits is None:
-            self.found_limits = model_limits(self.chosen)
-        return self.found_limits
+        return model_limits(self.chosen)
+
+    def forget_order(self) -> None:
+        """Forget what follows from the cards and their workers, because one of these has changed."""
+        for name in ("ordered", "chosen", "limits"):
+            vars(self).pop(name, None)
 
     @property
     def fault(self) -> str:
@@ -312,7 +310,7 @@ class ModelRegistry:
 
     def _reload(self, name: str, entry: _Entry) -> None:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
-        entry.order = entry.found_limits = None
+        entry.forget_order()
         entry.changed.set()
         if not entry.loading:
             entry.loading = True
