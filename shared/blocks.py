@@ -241,10 +241,12 @@ class BlockPool:
         left = len(self._free) - (count - len(leaving))
         slots = [*reversed(self._free[left:]), *leaving]
         del self._free[left:]
-        for slot in leaving:
-            del self._cached[slot]
         for slot in slots:
             self._sequences[slot] = 1
+        if not leaving:
+            return slots, []
+        for slot in leaving:
+            del self._cached[slot]
         return slots, list(map(ContentEvicted, self._forget(leaving)))
 
     def store(self, slot: int, content: Content) -> tuple[int, list[ContentStored]]:
