@@ -16,7 +16,7 @@ from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, r
 from shared.messages.frames import FinishReason, Part
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """Tokens, and how far their KV is computed.
 
@@ -45,6 +45,15 @@ class Sequence:
     """Token ids each of which ends the sequence."""
     most_tokens: int
     """Length in tokens, prompt included, at which the sequence ends."""
+    stored: int = 0
+    begun: bool = False
+    """A token was drawn in this attempt, so that `cached_tokens` is final."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the cache by the time the first token was drawn."""
+    cached_host_tokens: int = 0
+    """Tokens among them in blocks that were loaded for it from the kvbm's host memory."""
+    cached_disk_tokens: int = 0
+    """Tokens among them in blocks that were loaded for it from the kvbm's disk."""
     submit: Submit
     arrival: int
     """Number of the attempt in order of arrival."""
@@ -68,17 +77,8 @@ class Sequence:
     """When it was given blocks for the first time."""
     waited_s: WaitTimes = NO_WAIT
     """For what it waited until then."""
-    stored: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens found in the cache by the time the first token was drawn."""
     onboarding_s: float | None = None
     """When it began to wait for blocks that were then asked of the kvbm. None if it did not."""
-    begun: bool = False
-    """A token was drawn in this attempt, so that `cached_tokens` is final."""
-    cached_host_tokens: int = 0
-    """Tokens among them in blocks that were loaded for it from the kvbm's host memory."""
-    cached_disk_tokens: int = 0
-    """Tokens among them in blocks that were loaded for it from the kvbm's disk."""
     loaded: dict[int, bool] = field(default_factory=dict)
     """Index of each block that was loaded for it → whether from disk."""
     looked_up: bool = False
