@@ -65,7 +65,8 @@ class SimulatedModel:
     def draw(self, works: Sequence[Work]) -> list[Drawn | None]:
         """Return one entry per work, None for works that do not end."""
         return [
-            self._embed(work) if work.sampling.pooling else self._draw(work) if work.ends else None for work in works
+            self._embed(work) if work.sampling.pooling else self._draw(work) if work.end == len(work.history) else None
+            for work in works
         ]
 
     def _draw(self, work: Work) -> Drawn:
@@ -73,7 +74,7 @@ class SimulatedModel:
         token = work.history[(work.end - work.prompt_tokens) % work.prompt_tokens]
         if token in self._eos:
             token = self._plain
-        barred = work.barred_now
+        barred = work.barred and work.barred_now
         if token in barred:
             token = unbarred(token, barred, range(self.facts.vocab_size))
         if self._output_tokens and not sampling.ignore_eos and self._eos and not barred and self._ends(work):

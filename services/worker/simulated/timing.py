@@ -67,20 +67,20 @@ class _Totals:
     """Sums over a step's works."""
 
     def __init__(self, works: Sequence[Work]) -> None:
+        decodes = [work.end for work in works if work.end - work.start == 1]
         self.prefilled = 0
         self.before = 0
         """Sum over prefilled tokens of the context before their chunk."""
         self.pairs = 0
         """Pairs of a query and a key in prefills: each token attends to all before it and to itself."""
-        self.decodes = 0
-        self.attended = 0
+        self.decodes = len(decodes)
+        self.attended = sum(decodes)
         """Sum over decodes of the tokens attended to."""
+        if self.decodes == len(works):
+            return
         for work in works:
             count = work.end - work.start
-            if count == 1:
-                self.decodes += 1
-                self.attended += work.start + 1
-            else:
+            if count != 1:
                 self.prefilled += count
                 self.before += count * work.start
                 self.pairs += count * work.start + count * (count + 1) // 2
