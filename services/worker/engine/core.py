@@ -98,8 +98,6 @@ class EngineCore:
         self._event_sequence = -1
         self._reported_shared = 0
         """The shared blocks of the last report."""
-        self._step_tokens = 0
-        """Tokens that the step under way computes."""
         self.expected_s = 0.0
         """Seconds that the step under way will probably take. 0 if not known."""
         self._begun_s = 0.0
@@ -275,9 +273,9 @@ class EngineCore:
                 return self._report_idle(), None
         works = self._scheduler.schedule(now_s)
         self._begun_s = now_s
-        self._step_tokens = sum([work.end - work.start for work in works])
-        self.expected_s = self._scheduler.budget.expected_s(self._step_tokens, len(works))
-        decodes = self._step_tokens == len(works)
+        tokens = self._scheduler.step_tokens
+        self.expected_s = self._scheduler.budget.expected_s(tokens, len(works))
+        decodes = tokens == len(works)
         return ([] if decodes else self._report_pending()), works
 
     def step_connector(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
@@ -318,7 +316,7 @@ class EngineCore:
         self._digest = self._scheduler.kv_cache.digest
         self._progress += 1
         self._pending_steps += 1
-        self._pending_tokens += self._step_tokens
+        self._pending_tokens += self._scheduler.step_tokens
         self._pending_s += elapsed_s
         self._pending.extend(outcome)
         now_s = self._begun_s + elapsed_s

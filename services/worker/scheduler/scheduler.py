@@ -105,6 +105,8 @@ class Scheduler:
         """Not later than any `ends_by_s`."""
         self._step: list[Sequence] | None = None
         self._step_began_s = 0.0
+        self.step_tokens = 0
+        """Tokens that the step under way computes, or the last one computed."""
         self._stalled_at: int | None = None
         """The KV cache manager's `changes` when a step could compute nothing. None if the last step did, or a command
         came since. While that number stays, all sequences wait for the kvbm, or for blocks that copies hold."""
@@ -199,6 +201,7 @@ class Scheduler:
         works = [sequence.work for sequence in self._step]
         if self._probe.work is not None:
             works.append(self._probe.work)
+        self.step_tokens = sum([work.end - work.start for work in works])
         self._stalled_at = None if works else self.kv_cache.changes
         return works
 
@@ -208,8 +211,8 @@ class Scheduler:
         step, self._step = self._step, None
         assert step is not None
         assert len(drawn) == len(step) + (self._probe.work is not None)
-        tokens = sum([sequence.work.end - sequence.work.start for sequence in step])
         size, probe, ended_s = self._limits.block_size, self._probe, self._step_began_s + elapsed_s
+        tokens = self.step_tokens - (probe.work is not None)
         self.budget.record_step(tokens, len(step), elapsed_s, ended_s)
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
@@ -446,19 +449,19 @@ class Scheduler:
 
     def _append_token(self, sequence: Sequence, drawn: Drawn, now_s: float) -> None:
         tokens, token = sequence.tokens, drawn.token
-        first = len(tokens) - sequence.prompt_tokens
+        length = len(tokens)
         tokens.append(token)
         finish: FinishReason | None = None
         if token in sequence.stop_tokens:
             finish = "stop"
-        elif len(tokens) >= sequence.most_tokens:
+        elif length + 1 >= sequence.most_tokens:
             finish = "length"
         elif not sequence.begun and sequence.submit.prefill_only and self.kv_cache.are_handed_over(sequence.keys):
             finish = "handed_over"
         part = Part(
             sequence.request,
             sequence.attempt,
-            first,
+            length - sequence.prompt_tokens,
             token.to_bytes(4, "little"),
             finish,
             sequence.cached_tokens,
@@ -468,7 +471,8 @@ class Scheduler:
             sequence.cached_disk_tokens,
         )
         if sequence.begun and finish is None:
-            self._outcome.add_between(sequence.frontend, part, sequence.number)
+            self._outcome.parts[sequence.frontend].append(part)
+            self._outcome.one_token_attempts.append(sequence.number)
             return
         self._outcome.add_boundary(sequence.frontend, part)
         if not sequence.begun:
