@@ -233,6 +233,7 @@ class LoadTracker:
             sums.new_tokens = sums.new_blocks = 0
             sums.queued.clear()
             sums.loads.clear()
+            ours = 0
             for attempt in list(sums.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
@@ -244,14 +245,15 @@ class LoadTracker:
                     continue
                 else:
                     reservation.known = False
+                ours += reservation.known
                 if not reservation.known:
                     sums.new_blocks += reservation.reserved.blocks
                     sums.new_tokens += reservation.queued_tokens
-                sums.queue(reservation, reservation.queued_tokens)
+                if not reservation.prefilled:
+                    sums.queue(reservation, reservation.queued_tokens)
             if figures is not None:
                 sums.reported_tokens = max(figures.waiting_tokens, 0)
                 sums.reported_blocks = max(figures.held_blocks, 0)
-                ours = sum(self._reservations[attempt].known for attempt in sums.attempts)
                 sums.reported_requests = max(figures.waiting + figures.running - ours, 0)
 
     def _update_worker(self, report: LoadReport, now_s: float) -> None:
