@@ -260,7 +260,9 @@ class BlockPool:
         if content.key in self._slot_of:
             self.release(slot)
             return self.acquire(content.key), []
-        self._keep(slot, content)
+        self._content[slot] = content
+        self._slot_of[content.key] = slot
+        self._digest ^= event_hash(content.key)
         return slot, [ContentStored(content)]
 
     def acquire(self, key: ContentKey) -> int:
@@ -375,11 +377,6 @@ class BlockPool:
         return used, stored
 
     # --- inside
-
-    def _keep(self, slot: int, content: Content) -> None:
-        self._content[slot] = content
-        self._slot_of[content.key] = slot
-        self._digest ^= event_hash(content.key)
 
     def _forget(self, slots: Sequence[int]) -> list[Content]:
         forgotten: list[Content] = []
