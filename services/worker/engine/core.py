@@ -314,11 +314,14 @@ class EngineCore:
         """End the step: it was computed, with one entry of `drawn` per work. Return what to report."""
         outcome = self._scheduler.advance(drawn, elapsed_s)
         self._digest = self._scheduler.kv_cache.digest
+        if self._pending_steps:
+            self._pending.extend(outcome)
+        else:
+            self._pending = outcome
         self._progress += 1
         self._pending_steps += 1
         self._pending_tokens += self._scheduler.step_tokens
         self._pending_s += elapsed_s
-        self._pending.extend(outcome)
         now_s = self._begun_s + elapsed_s
         if (
             now_s - self._reported_s < REPORT_INTERVAL_S

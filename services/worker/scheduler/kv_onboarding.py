@@ -187,6 +187,8 @@ class Onboarding:
     def give_up(self, now_s: float) -> None:
         """Abandon the fetches of sequences that have waited long enough, or have all blocks by now, which a step was
         computing when they came."""
+        if not self._fetches:
+            return
         for fetch in self._prefetches():
             if fetch.until_s <= now_s:
                 self._abandon(fetch)

@@ -11,7 +11,7 @@ from shared.messages.frames import Part
 from shared.messages.kv_events import KvEvent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What happened since the outcome before it."""
 
