@@ -2,9 +2,9 @@
 
 Files are the unit of parallel work. Pytests run at once, each with a bunch of files: a long file alone, short ones of a
 folder together. The longest bunches begin first. Tests that start processes wait for much of their time; so a bunch
-begins as soon as the processor time that it needs for each second, and that of the bunches that run, fit on the cores.
-All this goes by the durations in tests/durations.json, which `--remember` brings up to date. The end shows the slowest
-tests, what took longer than it did, and how many tests there were.
+begins as soon as the processor time that it needs for each second, and that of the bunches that run, fit on the cores,
+and no crowd of threads waits for these. All this goes by the durations in tests/durations.json, which `--remember`
+brings up to date. The end shows the slowest tests, what took longer than it did, and how many tests there were.
 
 `--tiers` names what tests/tiers.py has; without it `check` and `all` run. `--changed` runs what tests/changed.py
 chooses for the files that differ from BASE (main).
