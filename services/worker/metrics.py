@@ -17,10 +17,6 @@ class _Steps:
     steps: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens of ended attempts that were found in the cache; some are in the next two counts as well."""
-    cached_host_tokens: int = 0
-    cached_disk_tokens: int = 0
     event_batches: int = 0
     frames: int = 0
     load: EngineLoad | None = None
@@ -101,13 +97,14 @@ class WorkerMetrics:
 
     def count_part(self, part: Part) -> None:
         """Count the first or the last part of an attempt."""
-        since = self._since
-        since.output_tokens += len(part.tokens) // 4
+        self._output_tokens += len(part.tokens) // 4
+        self._output.inc(len(part.tokens) // 4)
         if part.finish is not None:
             self._requests.labels("not_begun" if part.error.startswith(NOT_BEGUN) else part.finish).inc()
-            since.cached_tokens += part.cached_tokens
-            since.cached_host_tokens += part.cached_host_tokens
-            since.cached_disk_tokens += part.cached_disk_tokens
+            below = part.cached_host_tokens + part.cached_disk_tokens
+            self._cached.labels("device").inc(part.cached_tokens - below)
+            self._cached.labels("host").inc(part.cached_host_tokens)
+            self._cached.labels("disk").inc(part.cached_disk_tokens)
 
     def count_step(self, step: Stepped, load: EngineLoad, capacity_blocks: int) -> None:
         """Count a step, or some short ones, which count with their mean. `load` and `capacity_blocks` are sums over all
@@ -139,9 +136,6 @@ class WorkerMetrics:
         self._output.inc(since.output_tokens)
         self._output_tokens += since.output_tokens
         self._computed.inc(since.computed_tokens)
-        self._cached.labels("device").inc(since.cached_tokens - since.cached_host_tokens - since.cached_disk_tokens)
-        self._cached.labels("host").inc(since.cached_host_tokens)
-        self._cached.labels("disk").inc(since.cached_disk_tokens)
         self._events.inc(since.event_batches)
         self._frames.inc(since.frames)
         if since.load is not None:
@@ -164,9 +158,8 @@ class WorkerMetrics:
 
     def count_lost_frames(self, total: int) -> None:
         """Count lost frames: `total` since the start were dropped before they were sent."""
-        if total != self._lost:
-            self._lost_frames.inc(total - self._lost)
-            self._lost = total
+        self._lost_frames.inc(total - self._lost)
+        self._lost = total
 
     def _show(self, load: EngineLoad, capacity_blocks: int) -> None:
         self._waiting.set(load.waiting)
