@@ -12,8 +12,8 @@ from urllib.parse import quote
 from shared.errors import ProtocolError
 
 ROOT = "headrace"
-KEPT = 1024
-"""The number of names and of subjects whose escaped form, or check, is kept: most are those of a few peers."""
+KEPT = 256
+"""The number of names whose escaped form is kept."""
 
 
 @lru_cache(KEPT)
@@ -38,7 +38,6 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-@lru_cache(KEPT)
 def check(subject: str, *, wildcards: bool = False) -> None:
     """Raise ProtocolError if NATS would not accept `subject`. `wildcards` are allowed for subscriptions."""
     if len(subject.encode(errors="replace")) > LIMIT_BYTES:
