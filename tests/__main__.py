@@ -35,6 +35,7 @@ from tests.durations import (
     Duration,
     Durations,
     Took,
+    comparable,
     durations_of,
     more_than_known,
     of_files,
@@ -253,7 +254,7 @@ def main(arguments: Sequence[str], root: Path = HERE.parent) -> int:
     print(*more_than_known(measured, remembered), sep="\n")
     if flags.remember:
         there = {str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")}
-        FILE.write_text(text_of(remembered | measured, there), encoding="utf-8")
+        FILE.write_text(text_of(remembered | comparable(measured, remembered), there), encoding="utf-8")
     print(f"{processor_s:.0f} s of processor time on {cores} cores")
     print(f"{counted(last_lines)} in {time.monotonic() - began_s:.0f} s")
     return int(failed)

@@ -108,23 +108,35 @@ def durations_of(tests: Iterable[Took], processor_s: float) -> dict[str, Duratio
     return {key: Duration(round(wall[key], 1), round(busy[key] + rest, 1)) for key in wall}
 
 
-def more_than_known(measured: Durations, known: Durations) -> list[str]:
-    """Return lines that say how much processor time tests took beyond what is known, and which files took it.
-
-    Machines differ; so times are first divided by how much longer this one took for the files that are known.
-    """
+def slowness(measured: Durations, known: Durations) -> float:
+    """Return how many times as long this machine takes as the one that wrote what is known: the median of the files
+    that take long enough."""
     ratios = [
         seconds.processor_s / known[key].processor_s
         for key, seconds in measured.items()
         if key in known and known[key].processor_s >= COMPARED_S
     ]
-    factor = median(ratios) if ratios else 1.0
-    took = {key: seconds.processor_s / factor for key, seconds in measured.items()}
+    return median(ratios) if ratios else 1.0
+
+
+def comparable(measured: Durations, known: Durations) -> dict[str, Duration]:
+    """Return what was measured as the machine that wrote what is known would have measured it."""
+    factor = slowness(measured, known)
+    return {
+        key: Duration(round(seconds.wall_s / factor, 1), round(seconds.processor_s / factor, 1))
+        for key, seconds in measured.items()
+    }
+
+
+def more_than_known(measured: Durations, known: Durations) -> list[str]:
+    """Return lines that say how much processor time tests took beyond what is known, and which files took it; both in
+    seconds of the machine that wrote what is known."""
+    took = {key: seconds.processor_s for key, seconds in comparable(measured, known).items()}
     before = {key: known.get(key, UNKNOWN).processor_s for key in measured}
     grown = [key for key in took if took[key] - before[key] > max(MORE_S, before[key] / 3)]
     lines = [
         f"tests took {sum(took.values()):.0f} s of processor time, {sum(before.values()):.0f} s by tests/durations.json"
-        f" (this machine takes {factor:.2f} times as long as the one that wrote it)"
+        f" (this machine takes {slowness(measured, known):.2f} times as long as the one that wrote it)"
     ]
     for key in sorted(grown, key=lambda key: before[key] - took[key]):
         was = f"{before[key]:.1f} s before" if key in known else "not known before"

@@ -7,7 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.durations import Duration, Took, durations_of, more_than_known, of_files, read, read_report, text_of
+from tests.durations import (
+    Duration,
+    Took,
+    comparable,
+    durations_of,
+    more_than_known,
+    of_files,
+    read,
+    read_report,
+    text_of,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUTER = "tests/router/test_x.py"
@@ -86,3 +96,15 @@ def test_a_run_on_a_slow_machine_names_only_the_files_that_grew_more_than_the_ot
         "   +10.0 s  tests/a.py: 20.0 s, 10.0 s before",
         "    +2.9 s  tests/f.py: 3.0 s, not known before",
     ]
+
+
+def test_what_a_slow_machine_measures_is_remembered_in_the_seconds_of_the_first() -> None:
+    known = {"a": Duration(4.0, 2.0), "b": Duration(10.0, 10.0), "short": Duration(0.6, 0.1)}
+    measured = {
+        "a": Duration(8.0, 4.0),
+        "b": Duration(20.0, 20.0),
+        "short": Duration(9.0, 9.0),
+        "new": Duration(6.0, 5.0),
+    }
+    assert comparable(measured, known) == known | {"short": Duration(4.5, 4.5), "new": Duration(3.0, 2.5)}
+    assert comparable(measured, {}) == measured
