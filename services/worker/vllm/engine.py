@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from vllm.config import VllmConfig
+from vllm.exceptions import GenerationError, VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -200,14 +201,12 @@ class VllmEngine:
                 priority=-submit.priority if self._by_priority else 0,
                 data_parallel_rank=rank.number,
             )
+            early = collector.get_nowait()
         except EngineDeadError:
             raise
         except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the request alone fails
-            text = one_line(wrong)
-            unfollowable = sampling.grammar and not continued  # another engine may continue it
-            self._fail(rank, key, f"{UNFOLLOWABLE}: {text}" if unfollowable else f"vLLM refuses the request: {text}")
+            self._refused(rank, key, sampling, wrong, continued=bool(continued))
             return
-        early = collector.get_nowait()
 
         def put(output: RequestOutput | PoolingRequestOutput | Exception) -> None:
             self._record(rank, key, sampling, output)
@@ -217,6 +216,13 @@ class VllmEngine:
             put(early)
         if rank.attempts.find(submit.request, submit.attempt) != key:  # it ended meanwhile
             self._abort([key])
+
+    def _refused(
+        self, rank: EngineRank, key: str, sampling: Sampling, wrong: Exception, *, continued: bool = False
+    ) -> None:
+        text = one_line(wrong)
+        unfollowable = sampling.grammar and not continued  # another engine may continue it
+        self._fail(rank, key, f"{UNFOLLOWABLE}: {text}" if unfollowable else f"vLLM refuses the request: {text}")
 
     def _fail(self, rank: EngineRank, key: str, reason: str) -> None:
         rank.attempts.end(key, "error", reason)
@@ -364,7 +370,10 @@ class VllmEngine:
     ) -> None:
         logprobs = sampling.logprobs
         if isinstance(output, Exception):
-            self._give_up(output)
+            if is_refusal(output):
+                self._refused(rank, key, sampling, output)
+            else:
+                self._give_up(output)
         elif isinstance(output, RequestOutput):
             one = output.outputs[0]
             if sampling.prompt_logprobs >= 0 and output.prompt_logprobs:
@@ -441,6 +450,12 @@ class VllmEngine:
             return
         self._sent_metrics = text
         self._channel.send(OwnMetrics(text))
+
+
+def is_refusal(wrong: Exception) -> bool:
+    """Return whether an exception that vLLM hands to a request ends this request alone, such as a grammar that its
+    backend does not compile: from vLLM 0.33 on. Any other one ends the engine."""
+    return isinstance(wrong, VLLMClientError | GenerationError)
 
 
 def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm import PoolingParams, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.worker.config import HealthConfig

@@ -120,7 +120,7 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
                 raise ConfigError(fault)
             if source.get(name) == where:
                 raise ConfigError(f"{where}.{written}: given twice, also as {name}")
-            given[name] = _parsed(parser, actions[name], value, f"{where}.{name}")
+            given[name] = parsed(parser, actions[name], value, f"{where}.{name}")
             source[name] = where
     if fault := contradiction(given, config, source):
         raise ConfigError(fault)
@@ -152,11 +152,11 @@ def words(option: str, value: Any, *, takes_flag: bool, needs_word: bool) -> lis
     return [f"{option}={value if isinstance(value, str) else json.dumps(value)}"]
 
 
-def _parsed(parser: Any, action: argparse.Action, value: Any, where: str) -> Any:
+def parsed(parser: Any, action: argparse.Action, value: Any, where: str) -> Any:
     """Return a value as vLLM's parser reads it. Raise ConfigError."""
     if value is None:
         raise ConfigError(f"{where}: has no value")
-    no_form = any(option.startswith("--no-") for option in action.option_strings)
+    no_form = isinstance(action, argparse.BooleanOptionalAction)  # vLLM 0.33 does not list the --no- form of all
     option = next(option for option in action.option_strings if option.startswith("--"))
     try:
         line = words(option, value, takes_flag=no_form or action.nargs in (0, "?"), needs_word=not no_form)

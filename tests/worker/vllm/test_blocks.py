@@ -198,3 +198,19 @@ def test_blocks_after_an_unknown_one_are_left_out_where_events_may_have_been_mis
     assert len(blocks.apply([root, BlockStored([2], 1, tokens, 2, medium="GPU")])) == 2
     assert blocks.apply([BlockRemoved([7], medium="GPU")]) == []
     blocks.validate()
+
+
+def test_blocks_whose_hashes_cover_the_tokens_after_them_are_told_apart_by_vllm_and_held_by_their_own() -> None:
+    """vLLM 0.33 with an EAGLE or MTP drafter, and without a connector: two prompts differ after their first block."""
+    fields = {"parent_block_hash": None, "token_ids": [7, 8], "block_size": 2, "medium": "GPU"}
+    stored = [
+        {"type": "BlockStored", "block_hashes": [name], "lookahead_token_ids": [[after]], **fields}
+        for name, after in ((1, 9), (2, 10))
+    ]
+    blocks = EngineBlocks(2)
+    batch = msgspec.msgpack.decode(msgspec.msgpack.encode([0.0, stored, 0]), type=EventBatch)
+    assert len(blocks.apply(batch.events)) == 2
+    assert [block.tokens for block in blocks.snapshot()] == [pack_tokens([7, 8])] * 2
+    assert blocks.apply([BlockRemoved(block_hashes=[1])]) == [BlockRemoved(block_hashes=[1], medium="GPU")]
+    assert [block.hash for block in blocks.snapshot()] == [2]
+    blocks.validate()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+
+import pytest
+
 from services.worker.config import WorkerConfig
-from services.worker.vllm.settings import contradiction, recommended, spare_slot, unknown, words
+from services.worker.vllm.settings import contradiction, parsed, recommended, spare_slot, unknown, words
 
 
 def test_block_size_of_a_cpu() -> None:
@@ -49,3 +54,22 @@ def test_on_a_cpu_a_slot_for_loras_stays_empty() -> None:
     assert spare_slot({"enable_lora": True}) == {"max_loras": 2, "max_cpu_loras": 2}
     assert spare_slot({"enable_lora": True, "max_loras": 2}) == {"max_loras": 3, "max_cpu_loras": 3}
     assert spare_slot({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4})["max_loras"] == 5
+
+
+class HiddenNo(argparse.BooleanOptionalAction):
+    """vLLM 0.33's action of a switch --enable-…: its --no- form is parsed, but not listed."""
+
+    def __call__(self, _parser: Any, namespace: Any, _values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
+
+
+@pytest.mark.parametrize("action", [argparse.BooleanOptionalAction, HiddenNo], ids=["0.32", "0.33"])
+@pytest.mark.parametrize(("given", "value"), [(True, True), ("true", True), (False, False), ("false", False)])
+def test_a_switch_takes_both_values_although_its_no_form_is_not_listed(
+    action: type[argparse.BooleanOptionalAction], given: object, value: bool
+) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    switch = parser.add_argument("--enable-x", action=action, default=not value)
+    if action is HiddenNo:
+        switch.option_strings = ["--enable-x", "--disable-x"]
+    assert parsed(parser, switch, given, "vllm.enable_x") is value
