@@ -37,8 +37,8 @@ _CHECKOUT = str(Path(__file__).parents[3])
 """Directory of the packages services and shared, which vLLM's Python does not know."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-PACKAGES = ("vllm", "msgspec", "zmq")
-"""What the engine's program imports."""
+PACKAGES = ("vllm", "torch", "msgspec", "zmq")
+"""What the engine's program imports, or vLLM before it can say what it lacks."""
 LEAST_PYTHON = (3, 11)
 LIMIT_S = 60.0
 """Seconds within which the check must end; on a slow disk Python's own start may take some."""

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,15 @@ from services.worker.contracts.messages import EngineOperation, Failed, Loading,
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.model.facts import read_pooling
 from services.worker.vllm.one_line import one_line
-from services.worker.vllm.start_failure import VARIABLE, Cause, explained, failure, note_exceptions, read_cause
+from services.worker.vllm.start_failure import (
+    VARIABLE,
+    Cause,
+    explained,
+    failure,
+    is_passing,
+    note_exceptions,
+    read_cause,
+)
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.messages.cards import KvLayout, Pooling
@@ -81,16 +90,8 @@ async def _guarded(
 async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.socket, directory: Path) -> Failed | None:
     """Run vLLM until it ends. Return why it failed, or None after Shutdown. Raise ChannelClosed."""
     channel.send(Loading("loading vLLM", 0.0))
-    try:
-        import vllm
-
-        check_version(vllm.__version__)
-        import vllm.config
-        import vllm.platforms
-    except ImportError as wrong:
-        return Failed(
-            reason=f"vLLM cannot be loaded ({wrong}); ./headrace install-vllm makes its environment", model=True
-        )
+    if unloaded := _load():
+        return unloaded
     from prometheus_client import generate_latest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -138,6 +139,30 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         for reader in readers:
             reader.close()
         llm.shutdown()
+
+
+def _load() -> Failed | None:
+    """Import vLLM and what needs it. Return why that fails, which is a half environment mostly. Raise ConfigError for
+    a vLLM of another version or of another device."""
+    try:
+        import vllm
+
+        check_version(vllm.__version__)
+        from vllm.platforms import current_platform
+
+        import_module("services.worker.vllm.engine")
+    except ConfigError:
+        raise
+    except Exception as wrong:  # noqa: BLE001 - packages that do not fit raise anything while they are imported
+        traceback.print_exc()
+        text = f"vLLM cannot be loaded ({one_line(wrong)}); ./headrace install-vllm makes its environment"
+        return Failed(reason=text, model=not is_passing(Cause.of(wrong)))
+    if current_platform.is_unspecified():
+        raise ConfigError(
+            f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove .headrace/vllm,"
+            " then ./headrace install-vllm --device cpu"
+        )
+    return None
 
 
 def _engine_args(settings: WorkerConfig, directory: Path) -> Any:

@@ -1,21 +1,26 @@
-"""The versions of vLLM that this program works with. Pure."""
+"""Refuses a vLLM that the engine or the connector does not work with, by what it lacks."""
 
 from __future__ import annotations
 
-import re
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from pathlib import Path
 
+from services.worker.vllm.interface import missing_names
+from services.worker.vllm.used_names import ENGINE, Table
 from shared.errors import ConfigError
-
-AT_LEAST = (0, 32)
-BELOW = (0, 33)
+from shared.vllm_versions import is_promised, refusal
 
 
-def check(version: str, needed_by: str = "this engine") -> None:
-    """Raise ConfigError unless the version is in the range. `needed_by` says what works with the range."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    numbers = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not AT_LEAST <= numbers < BELOW:
-        raise ConfigError(
-            f"vLLM {version} is installed; {needed_by} works with {AT_LEAST[0]}.{AT_LEAST[1]} up to, not including,"
-            f" {BELOW[0]}.{BELOW[1]}: ./headrace install-vllm installs one"
-        )
+def check(version: str, needed_by: str = "this engine", table: Table = ENGINE, root: Traversable | None = None) -> None:
+    """Raise ConfigError unless the version is promised. The error names what of the `table` is missing in the vLLM
+    that is installed, or that lies in `root`. `needed_by` says what works with other versions."""
+    if not is_promised(version):
+        place = root or _installed()
+        raise ConfigError(refusal(version, needed_by, missing_names(table, place) if place else ()))
+
+
+def _installed() -> Path | None:
+    """Return the directory above the package of this Python's vLLM."""
+    spec = find_spec("vllm")
+    return Path(spec.origin).parents[1] if spec is not None and spec.origin else None

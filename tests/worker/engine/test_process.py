@@ -126,7 +126,7 @@ def test_a_missing_one_names_the_remedy(tmp_path: Path) -> None:
 
 
 def test_a_python_without_vllm_is_refused() -> None:
-    assert ", which lacks vllm: " in refusal(sys.executable)
+    assert ", which lacks vllm, torch: " in refusal(sys.executable)
 
 
 @pytest.mark.parametrize(
