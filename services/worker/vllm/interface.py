@@ -5,7 +5,7 @@
                         ▼
     "vllm.v1.engine.async_llm.AsyncLLM.add_request has no parameter data_parallel_rank", …
 
-A vLLM for GPUs cannot be imported where there is none, and an old one may not be importable at all. Its sources can be
+A machine without a GPU cannot import a vLLM for GPUs, and an old one may not be importable at all. Its sources can be
 read anywhere: classes with their methods, fields and attributes, also those that they inherit within vLLM.
 """
 
