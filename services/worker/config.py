@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from shared.config import ServiceConfig
 
 EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
+ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -326,8 +327,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         """Return why the worker cannot have its role. Empty if it can."""
         if self.role == "aggregated":
             return ""
-        if self.engine not in ("native", "simulated"):
-            return f"role is {self.role}, but engine is {self.engine}; only the native and simulated engines have roles"
+        if self.engine not in ENGINES_WITH_ROLES:
+            return f"role is {self.role}, but engine is {self.engine}; only {', '.join(ENGINES_WITH_ROLES)} have roles"
         if not self.kvbm.pool:
             return f"role is {self.role}, but kvbm.pool is empty: blocks are handed over through the machine's kvbm"
         if self.role == "prefill" and self.kvbm.offload != "filled":

@@ -37,7 +37,8 @@ class Select(Struct, frozen=True, tag="select"):
     """The longest wait for earlier prompts, in seconds: if no candidate is predicted to begin the request by then, the
     router refuses it as overloaded. 0 means no limit."""
     whole: bool = False
-    """Whether one worker must compute the whole request: an embedding, or log-probabilities of the prompt."""
+    """Whether one worker must compute the whole request: an embedding, log-probabilities of the prompt, or an answer
+    that a worker of the model cannot continue exactly."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):

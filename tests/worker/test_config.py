@@ -50,7 +50,7 @@ WRONG = [
     ),
     (
         "--role decode --engine echo --kvbm-pool p",
-        "role is decode, but engine is echo; only the native and simulated engines have roles",
+        "role is decode, but engine is echo; only native, simulated, vllm have roles",
     ),
     (
         "--role prefill --kvbm-pool p --kvbm-offload evicted",

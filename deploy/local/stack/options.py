@@ -131,7 +131,7 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     prefill, decode = flags.prefill or 0, flags.decode or 0
     if flags.workers is not None:
         raise ConfigError("--workers: --prefill and --decode say how many there are")
-    if flags.engine not in ("native", "simulated"):
+    if flags.engine not in ("native", "simulated", "vllm"):
         raise ConfigError(f"--prefill and --decode: workers with engine {flags.engine} have no roles")
     least = 0 if joins else 1
     if min(prefill, decode) < least or not 1 <= prefill + decode <= 64:

@@ -106,8 +106,19 @@ class BusCalls:
             # Later attempts have waited already.
             wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
             time_left_s=max(0.0, request.deadline - now),
-            whole=bool(request.embedding_size) or request.prompt_only or request.prompt_entries is not None,
+            whole=bool(request.embedding_size)
+            or request.prompt_only
+            or request.prompt_entries is not None
+            or self._is_forgotten(request),
         )
+
+    def _is_forgotten(self, request: InferenceRequest) -> bool:
+        """Return whether the answer depends on its first token in a way that a worker which continues it forgets."""
+        sampling = request.sampling
+        if not (sampling.grammar or sampling.presence_penalty or sampling.frequency_penalty):
+            return False
+        cards = self._runtime.directory.cards
+        return any(card.forgets_output for (model, _), card in cards.items() if model == request.model)
 
     async def dispatch(self, stream: Stream, action: DispatchAttempt) -> None:
         """Send the attempt to the chosen worker."""

@@ -148,6 +148,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether `Sampling.prompt_logprobs` is computed."""
     allowed_tokens: bool = False
     """Whether `Sampling.allowed_tokens` is kept to."""
+    forgets_output: bool = False
+    """Whether a continued attempt counts only its own tokens, as `ModelCard.forgets_output` says."""
     embedding_size: int = 0
     """Number of floats of an embedding. 0 if the engine makes none."""
     generates: bool = True

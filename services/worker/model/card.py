@@ -62,6 +62,7 @@ def card_of(
         min_tokens=facts.min_tokens,
         prompt_logprobs=facts.prompt_logprobs,
         allowed_tokens=facts.allowed_tokens,
+        forgets_output=facts.forgets_output,
         embedding_size=facts.embedding_size,
         generates=facts.generates,
         pooling=(facts.pooling or read_pooling(Path(model))) if facts.embedding_size else "",

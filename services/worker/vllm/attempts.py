@@ -1,8 +1,12 @@
 """AttemptTable: the attempts that vLLM computes, and the parts that their outputs become. Pure.
 
     Submit ──add──▶ unbegun ──the first output──▶ begun ──the last output──▶ ended
-                       │                            │
+                       │         │                  │                          ▲
+                       │         └──▶ storing ──────┼── handed over ───────────┘
                        └── cancelled, too late, or not begun in time: ended at once, and vLLM aborts it
+
+An attempt that another worker goes on with has its only token from vLLM, and waits here until its blocks are stored, no
+longer than its prompt was computed, a second at most; then the other worker computes what it misses.
 
 vLLM does not say which attempts it has begun before they have a token, only how many wait. It begins them by priority,
 then in the order in which they came; so those that wait are the last ones in this order.
@@ -15,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from services.worker.contracts.messages import Begun, Submit
+from services.worker.scheduler.hand_over import STORING_MOST_S
 from services.worker.scheduler.outcome import Outcome
 from shared.hashing import pack_tokens
 from shared.messages.frames import NOT_BEGUN, FinishReason, Part, PromptLogprobs, TokenLogprob
@@ -29,6 +34,8 @@ class _VllmAttempt(Struct):
     begin_by_s: float | None
     produced: int
     """Tokens of the request's whole output so far."""
+    prefill_only: bool
+    """Whether it is handed over after its first token."""
     begun: bool = False
     cached_tokens: int = 0
 
@@ -39,6 +46,8 @@ class AttemptTable:
     def __init__(self) -> None:
         self._attempts: dict[str, _VllmAttempt] = {}
         self._keys: dict[tuple[str, int], str] = {}
+        self._storing: dict[str, float] = {}
+        """Key → when the attempt is handed over though its blocks are not stored."""
         self._outcome = Outcome()
         self._unbegun_tokens = 0
 
@@ -50,14 +59,15 @@ class AttemptTable:
         """Tokens of all prompts whose first token has not come."""
         return self._unbegun_tokens
 
-    def add(self, submit: Submit, now_s: float) -> str:
-        """Add an attempt. Return its key."""
+    def add(self, submit: Submit, now_s: float, *, prefill_only: bool = False) -> str:
+        """Add an attempt, which with `prefill_only` is handed over after its first token. Return its key."""
         key = str(submit.number)
         self._attempts[key] = _VllmAttempt(
             submit,
             deadline_s=now_s + submit.time_left_s,
             begin_by_s=None if submit.wait_left_s is None else now_s + submit.wait_left_s,
             produced=len(submit.tokens) // 4 - submit.prompt_tokens,
+            prefill_only=prefill_only,
         )
         self._keys[submit.request, submit.attempt] = key
         self._unbegun_tokens += len(submit.tokens) // 4
@@ -84,6 +94,7 @@ class AttemptTable:
         logprobs: tuple[TokenLogprob, ...] | None = None,
         embedding: bytes = b"",
         waited_s: tuple[float, float] | None = None,
+        now_s: float = 0.0,
     ) -> None:
         """Record one output of vLLM; `finish` is its word for the end. `waited_s` are the seconds that it waited and
         that its prompt took, where they are known. Outputs of attempts that have ended are dropped."""
@@ -96,8 +107,11 @@ class AttemptTable:
             self._begin(attempt)
             if waited_s is not None and tokens:
                 self._outcome.begun.append(Begun(attempt.submit.number, *waited_s))
-        if finish is None:
+        if finish is None or (finish == "length" and attempt.prefill_only):
             self._record_part(attempt, tokens, logprobs=logprobs, boundary=first)
+            if finish is not None:
+                patience_s = STORING_MOST_S if waited_s is None else min(waited_s[1], STORING_MOST_S)
+                self._storing[key] = now_s + patience_s
         else:
             reason = FINISHES.get(finish, "error")
             error = f"the engine ended the request: {finish}" if reason == "error" else ""
@@ -113,6 +127,18 @@ class AttemptTable:
             outcome.add_between(submit.frontend, part, submit.number, 0)
         return outcome
 
+    def hand_over(self, keys: Iterable[str]) -> None:
+        """The blocks of these attempts are stored, or never will be. Those that have no token yet, or have ended, are
+        ignored."""
+        for key in keys:
+            if key in self._storing:
+                self.end(key, "handed_over")
+
+    @property
+    def storing(self) -> list[str]:
+        """The attempts that are handed over once their blocks are stored."""
+        return list(self._storing)
+
     def end(self, key: str, finish: FinishReason, error: str = "") -> None:
         """End an attempt without an output of vLLM. Unknown keys are ignored."""
         attempt = self._attempts.get(key)
@@ -122,7 +148,8 @@ class AttemptTable:
 
     def expire(self, now_s: float, waiting: int) -> list[str]:
         """End all attempts that are too late. `waiting` is the number of attempts that vLLM has not begun. Return the
-        keys, for vLLM to abort."""
+        keys, for vLLM to abort. Attempts whose blocks were not stored in time are handed over."""
+        self.hand_over([key for key, until_s in self._storing.items() if until_s <= now_s])
         late = [key for key, attempt in self._attempts.items() if attempt.deadline_s <= now_s]
         for key in late:
             self.end(key, "deadline")
@@ -156,6 +183,7 @@ class AttemptTable:
     ) -> None:
         del self._attempts[key]
         del self._keys[attempt.submit.request, attempt.submit.attempt]
+        self._storing.pop(key, None)
         self._record_part(
             attempt, tokens, logprobs=logprobs, boundary=True, finish=finish, error=error, embedding=embedding
         )
@@ -194,3 +222,4 @@ class AttemptTable:
         unbegun: Iterable[_VllmAttempt] = (one for one in self._attempts.values() if not one.begun)
         assert self._unbegun_tokens == sum(len(one.submit.tokens) // 4 for one in unbegun)
         assert set(self._keys.values()) == set(self._attempts)
+        assert all(self._attempts[key].prefill_only and self._attempts[key].begun for key in self._storing)

@@ -45,7 +45,7 @@ from services.worker.contracts.messages import (
 from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.vllm.events import EventReader
-from services.worker.vllm.kv_transfer import connector_stats
+from services.worker.vllm.kv_transfer import connector_stats, hand_over_params
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.outputs import logprob_entries, pack_embedding
@@ -53,7 +53,7 @@ from services.worker.vllm.own_metrics import MOST_BYTES
 from services.worker.vllm.probe import Prober
 from services.worker.vllm.prompt_logprobs import prompt_pieces
 from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRanks
-from services.worker.vllm.sampling import to_pooling_params, to_sampling_params
+from services.worker.vllm.sampling import first_token, to_pooling_params, to_sampling_params
 from shared.errors import Unavailable
 from shared.hashing import token_array
 from shared.messages.frames import UNFOLLOWABLE
@@ -95,6 +95,7 @@ class VllmEngine:
         vllm_config: VllmConfig = llm.vllm_config
         self._pooling = vllm_config.model_config.runner_type == "pooling"
         self._ends = eos_token_ids(vllm_config)
+        self._context_length = vllm_config.model_config.max_model_len
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._ranks = EngineRanks(
             len(readers),
@@ -169,7 +170,8 @@ class VllmEngine:
 
     def _submit(self, submit: Submit) -> None:
         rank = self._ranks.all[submit.rank]
-        key = rank.add(submit, time.monotonic())
+        hands_over = prefill_only(submit, self._context_length)
+        key = rank.add(submit, time.monotonic(), prefill_only=hands_over)
         fail = partial(self._fail, rank, key)
         if self._sleep_level:
             fail("the engine is asleep")
@@ -179,9 +181,9 @@ class VllmEngine:
             fail("this model makes embeddings only" if self._pooling else "this model makes no embeddings")
         else:
             rank.stats.begin(time.monotonic())
-            self._start(self._add(rank, key, submit))
+            self._start(self._add(rank, key, submit, hands_over=hands_over))
 
-    async def _add(self, rank: EngineRank, key: str, submit: Submit) -> None:
+    async def _add(self, rank: EngineRank, key: str, submit: Submit, *, hands_over: bool) -> None:
         continued = len(submit.tokens) // 4 - submit.prompt_tokens
         prompt = TokensPrompt(prompt_token_ids=token_array(submit.tokens).tolist())
         if submit.salt:
@@ -191,6 +193,9 @@ class VllmEngine:
             params: Any
             if self._pooling:
                 params = to_pooling_params(sampling)
+            elif hands_over:
+                params = to_sampling_params(first_token(sampling, continued), continued=continued, ends=self._ends)
+                params.extra_args = {"kv_transfer_params": hand_over_params(key)}
             else:
                 params = to_sampling_params(sampling, continued=continued, ends=self._ends)
             collector = await self._llm.add_request(
@@ -348,9 +353,9 @@ class VllmEngine:
         )
         rank.active_s = time.monotonic()
         if said := connector_stats(scheduler_stats.kv_connector_stats):
-            exchanged, link = said
-            self._ranks.record_exchanged(number, exchanged)
-            self._take_link(number, link)
+            self._ranks.record_exchanged(number, said.exchanged)
+            self._take_link(number, said.link)
+            rank.attempts.hand_over(said.stored if said.link.kvbm else rank.attempts.storing)
         self._end.flush_soon()
 
     def _take_link(self, number: int, link: KvbmLink) -> None:
@@ -385,7 +390,10 @@ class VllmEngine:
                 cached_tokens=output.num_cached_tokens or 0,
                 logprobs=None if logprobs < 0 else logprob_entries(one.token_ids, one.logprobs, logprobs),
                 waited_s=_waited_s(output.metrics),
+                now_s=time.monotonic(),
             )
+            if rank.number not in self._links or not self._links[rank.number].kvbm:
+                rank.attempts.hand_over([key])  # nothing is stored
         elif output.finished:
             rank.attempts.record_output(key, (), finish="stop", embedding=pack_embedding(output.outputs.data.tolist()))
         self._end.flush_soon()
@@ -466,6 +474,13 @@ def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
     of_generation = model.try_get_generation_config().get("eos_token_id")
     ids = [*token_ids(of_model, "eos_token_id", model.model), *token_ids(of_generation, "eos_token_id", model.model)]
     return tuple(dict.fromkeys((*ids, *read_tokenizer_ends(Path(model.tokenizer), model.get_vocab_size()))))
+
+
+def prefill_only(submit: Submit, context_length: int) -> bool:
+    """Return whether another worker goes on after the attempt's first token. None does if that token is the last one
+    that there is room for."""
+    left = submit.sampling.max_tokens - (len(submit.tokens) // 4 - submit.prompt_tokens)
+    return submit.prefill_only and left > 1 and len(submit.tokens) // 4 + 1 < context_length
 
 
 def _waited_s(metrics: Any) -> tuple[float, float] | None:

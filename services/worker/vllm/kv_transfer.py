@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Exchanged, KvbmLink
@@ -15,6 +16,33 @@ OTHERS = {"nixl": "NixlConnector", "lmcache": "LMCacheConnectorV1"}
 """Our name of another connector → vLLM's."""
 LINK = "link"
 """The entry of our statistics that has the link to the kvbm."""
+STORED = "stored"
+"""The entry of our statistics that has the attempts whose blocks are stored, for another worker to go on with."""
+_HAND_OVER = "headrace_hand_over"
+"""The entry of a request's `kv_transfer_params` with the name of an attempt that is handed over."""
+_NAME_CHARS = 32
+"""Most characters of such a name. A `vllm serve` passes on what its clients send."""
+
+
+class ConnectorSaid(Struct, frozen=True):
+    """What our connector says in vLLM's statistics of a step."""
+
+    exchanged: Exchanged
+    link: KvbmLink
+    stored: list[str]
+    """Names of attempts whose blocks are stored since the last step."""
+
+
+def hand_over_params(name: str) -> dict[str, str]:
+    """Return the `kv_transfer_params` of a request whose blocks another worker needs; `stored` names it once they are
+    stored."""
+    return {_HAND_OVER: name}
+
+
+def hand_over_name(params: object) -> str:
+    """Return the name in a request's `kv_transfer_params`. Empty if it is not handed over."""
+    name = params.get(_HAND_OVER) if isinstance(params, dict) else None
+    return name if isinstance(name, str) and len(name) <= _NAME_CHARS else ""
 
 
 def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
@@ -47,6 +75,8 @@ def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
         "lora_names_are_ids": True,  # a LoRA's id names its content
         "keep_on_reset": True,  # a worker's weights are never changed in place
     }
+    if config.role == "prefill":
+        given["collect_s"] = 0.0  # another worker waits for them
     if kvbm.wait_s:
         given["wait_s"] = kvbm.wait_s
     return {
@@ -57,14 +87,15 @@ def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
     }
 
 
-def connector_stats(payload: Mapping[str, Any] | None) -> tuple[Exchanged, KvbmLink] | None:
+def connector_stats(payload: Mapping[str, Any] | None) -> ConnectorSaid | None:
     """Return what our connector has said in a step's statistics, alone or in a chain. None if there is nothing."""
     if not payload:
         return None
     for said in (payload, *(each for each in payload.values() if isinstance(each, Mapping))):
         data = said.get("data", said)
         if isinstance(data, Mapping) and LINK in data:
-            return msgspec.convert(data, Exchanged), msgspec.convert(data[LINK], KvbmLink)
+            link = msgspec.convert(data[LINK], KvbmLink)
+            return ConnectorSaid(msgspec.convert(data, Exchanged), link, data.get(STORED, []))
     return None
 
 

@@ -187,6 +187,8 @@ def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
     if transfer := kv_transfer(settings):
         ours["kv_transfer_config"] = KVTransferConfig(**transfer)
     args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
+    if args.runner == "pooling" and settings.role != "aggregated":
+        raise ConfigError(f"role is {settings.role}, but vllm.runner is pooling: embeddings are not handed over")
     if args.runner == "pooling" and args.pooler_config is None:
         args.pooler_config = _pooler(settings)
     return args
@@ -257,6 +259,7 @@ def _facts(config: VllmConfig) -> Ready:
         min_tokens=not pooling,
         prompt_logprobs=not pooling,
         allowed_tokens=not pooling,
+        forgets_output=True,
         embedding_size=model.get_hidden_size() if pooling else 0,
         generates=not pooling,
         pooling=_pooling_of(config),

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from services.worker.vllm.grammar_text import lark_text
 from shared.errors import InvalidRequest
 from shared.hashing import unpack_tokens
@@ -76,6 +78,11 @@ def refusal(sampling: Sampling, *, continued: int) -> str:
     if sampling.grammar and continued:
         return "sampling.grammar: this engine cannot continue an answer under a grammar"
     return ""
+
+
+def first_token(sampling: Sampling, continued: int) -> Sampling:
+    """Return the parameters of an attempt that ends with its first token."""
+    return replace(sampling, max_tokens=continued + 1, min_tokens=min(sampling.min_tokens, continued + 1))
 
 
 def stop_token_ids(sampling: Sampling, ends: Sequence[int]) -> list[int]:

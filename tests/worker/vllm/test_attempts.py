@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.attempts import AttemptTable
 from shared.hashing import pack_tokens, unpack_tokens
@@ -92,3 +94,55 @@ def test_only_those_that_vllm_has_not_begun_end_for_waiting() -> None:
     table.record_output(keys[0], [4])
     assert table.expire(2.0, 1) == [keys[2]]
     table.validate()
+
+
+def handing_over(table: AttemptTable, *, took_s: float = 0.4) -> str:
+    """Add an attempt that another worker goes on with, and record its token at second 5."""
+    key = table.add(submit(1), 0.0, prefill_only=True)
+    table.record_output(key, [7], finish="length", waited_s=(4.6, took_s), now_s=5.0)
+    (first,) = parts(table)
+    assert (unpack_tokens(first.tokens), first.finish) == ([7], None), "the token does not wait"
+    table.validate()
+    return key
+
+
+def test_an_attempt_is_handed_over_once_its_blocks_are_stored() -> None:
+    table = AttemptTable()
+    key = handing_over(table)
+    table.hand_over(["another"])
+    assert table.expire(5.3, 0) == []
+    assert (parts(table), table.storing) == ([], [key])
+    table.hand_over([key])
+    (last,) = parts(table)
+    assert (last.first, last.tokens, last.finish) == (1, b"", "handed_over")
+    table.hand_over([key])
+    assert (parts(table), len(table), table.storing) == ([], 0, [])
+    table.validate()
+
+
+@pytest.mark.parametrize(("took_s", "until_s"), [(0.4, 5.4), (3.0, 6.0)])
+def test_blocks_are_waited_for_as_long_as_the_prompt_took_and_a_second_at_most(took_s: float, until_s: float) -> None:
+    table = AttemptTable()
+    handing_over(table, took_s=took_s)
+    assert table.expire(until_s - 0.01, 0) == []
+    assert parts(table) == []
+    assert table.expire(until_s, 0) == [], "vLLM has ended it already"
+    assert [part.finish for part in parts(table)] == ["handed_over"]
+    table.validate()
+
+
+def test_a_cancelled_attempt_waits_no_longer_for_its_blocks() -> None:
+    table = AttemptTable()
+    key = handing_over(table)
+    table.end(key, "cancelled")
+    table.hand_over([key])
+    assert [part.finish for part in parts(table)] == ["cancelled"]
+    table.validate()
+
+
+def test_an_attempt_whose_first_token_ends_it_is_not_handed_over() -> None:
+    table = AttemptTable()
+    key = table.add(submit(1), 0.0, prefill_only=True)
+    table.record_output(key, [2], finish="stop", now_s=5.0)
+    assert [part.finish for part in parts(table)] == ["stop"]
+    assert table.storing == []

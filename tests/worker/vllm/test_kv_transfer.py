@@ -9,8 +9,16 @@ import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import Exchanged, KvbmLink
+from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.vllm.connector.settings import read_settings
-from services.worker.vllm.kv_transfer import connector_stats, kv_transfer, sum_exchanged
+from services.worker.vllm.kv_transfer import (
+    ConnectorSaid,
+    connector_stats,
+    hand_over_name,
+    hand_over_params,
+    kv_transfer,
+    sum_exchanged,
+)
 
 POOL = {"pool": "/dev/shm/p"}
 
@@ -71,11 +79,29 @@ def test_contradictions_are_refused_by_name(fields: dict[str, Any], said: str) -
 def test_what_our_connector_says_is_found_alone_and_in_a_chain() -> None:
     exchanged, link = Exchanged(saved_blocks=3, saved_by={"memmove": 3}), KvbmLink("k", "layout")
     data = {**msgspec.to_builtins(exchanged), "late_lookups": 1, "link": msgspec.to_builtins(link)}
-    assert connector_stats(data) == (exchanged, link)
-    assert connector_stats({"NixlConnector": {"num": 1}, "HeadraceConnector": data}) == (exchanged, link)
-    assert connector_stats({"HeadraceConnector": {"data": data}}) == (exchanged, link)
+    said = ConnectorSaid(exchanged, link, [])
+    assert connector_stats(data) == said
+    assert connector_stats({"NixlConnector": {"num": 1}, "HeadraceConnector": data}) == said
+    assert connector_stats({"HeadraceConnector": {"data": data}}) == said
+    assert connector_stats(data | {"stored": ["7"]}) == ConnectorSaid(exchanged, link, ["7"])
     assert connector_stats({"NixlConnector": {"num": 1}}) is None
     assert connector_stats(None) is None
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": True}, {"headrace_hand_over": 7}, {"headrace_hand_over": "x" * 33}, "x"]
+)
+def test_what_a_vllm_serves_clients_send_is_no_hand_over(params: object) -> None:
+    assert hand_over_name(hand_over_params("12")) == "12"
+    assert hand_over_name(params) == ""
+
+
+def test_a_prefill_worker_stores_at_once_what_another_worker_waits_for() -> None:
+    waits = [
+        read_settings(kv_transfer(worker(kvbm=POOL, role=role))["kv_connector_extra_config"]).collect_s  # type: ignore[index]
+        for role in ("prefill", "decode", "aggregated")
+    ]
+    assert waits == [0.0, COLLECT_S, COLLECT_S]
 
 
 def test_the_counts_of_all_ranks_are_added() -> None:

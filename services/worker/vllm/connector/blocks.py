@@ -15,7 +15,7 @@ are offered whose step vLLM has processed: their bytes are there.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 from typing import Protocol
@@ -143,6 +143,12 @@ class VllmBlocks:
         self._offered: OrderedDict[int, tuple[object, Content]] = OrderedDict()
         """Device block → its hash in vLLM's cache and its content, of those that were offered to any kvbm; the newest
         last."""
+        self._owed: Counter[ContentKey] = Counter()
+        """Key → how often the block waits to be offered, was offered, or is copied."""
+        self._pinned: dict[int, list[ContentKey]] = {}
+        """Device block → the blocks that copies read there."""
+        self._hand_overs: dict[str, set[ContentKey]] = {}
+        """Name of a hand-over → those of its blocks that are on their way to the kvbm."""
         self.dropped = 0
         """Blocks that were not offered since too many waited, since the start."""
         self.late = 0
@@ -257,8 +263,10 @@ class VllmBlocks:
             self._sources.popitem(last=False)
         if len(self._offers) == MOST_OFFERS:
             self._known.pop(self._offers[0].key, None)
+            self._settle(self._offers[0].key)
             self.dropped += 1
         self._offers.append(content)
+        self._owed[content.key] += 1
         self._know(content.key)
         self._offered[block.block_id] = block.block_hash, content
         self._offered.move_to_end(block.block_id)
@@ -282,6 +290,22 @@ class VllmBlocks:
         if entry is not None and entry.lookup is not None:
             self._abandon(entry.lookup)
 
+    def hand_over(self, request: str, name: str, tokens: int) -> None:
+        """Another engine needs the full blocks among the request's first `tokens` tokens. `take_stored` returns `name`
+        once none of them is on its way to the kvbm; the kvbm may lack some even then."""
+        entry = self._requests.get(request)
+        keys = [] if entry is None else entry.chain.keys(tokens // self._block_size)
+        self._hand_overs[name] = {key for key in keys if key in self._owed}
+
+    def take_stored(self) -> list[str]:
+        """Return the names of hand-overs that have nothing on its way to the kvbm any longer, each once."""
+        if not self._hand_overs:
+            return []
+        stored = [name for name, keys in self._hand_overs.items() if keys.isdisjoint(self._owed)]
+        for name in stored:
+            del self._hand_overs[name]
+        return stored
+
     def take_ends(self) -> list[EndLoad]:
         """Return the ends of loads since the last call. The copies that they wait for were ordered before."""
         ends, self._ends = self._ends, []
@@ -301,6 +325,7 @@ class VllmBlocks:
         self._offers.clear()
         self._sources.clear()
         self._known.clear()
+        self._owed.clear()
         self._discards.clear()
         for entry in self._requests.values():
             entry.offered = 0
@@ -322,19 +347,26 @@ class VllmBlocks:
             if block is None or block.block_hash is not name or self._too_few_free(block):
                 self._sources.pop(key, None)
                 self._known.pop(key, None)  # it is offered again when it is computed again
+                self._settle(key)
                 slots.append(None)
                 continue
             self._pool.touch([block])
+            self._pinned.setdefault(block.block_id, []).append(key)
             slots.append(block.block_id)
         return slots
 
     def declined(self, keys: Sequence[ContentKey]) -> None:
-        """Nothing waits for what the kvbm does not take."""
+        for key in keys:
+            self._settle(key)
 
     def asked_again(self, keys: Sequence[ContentKey]) -> None:
-        """Nothing waits until a block is stored."""
+        self._owed.update(keys)
 
     def unpin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._settle(self._pinned[slot].pop(0))
+            if not self._pinned[slot]:
+                del self._pinned[slot]
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
 
     def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
@@ -427,6 +459,13 @@ class VllmBlocks:
         lookup.end_sent = True
         self._ends.append(EndLoad(lookup.request, lookup.slots, lookup.slots[lookup.begun :]))
 
+    def _settle(self, key: ContentKey) -> None:
+        """The block is once less on its way to the kvbm."""
+        if self._owed[key] > 1:
+            self._owed[key] -= 1
+        else:
+            del self._owed[key]
+
     def _know(self, key: ContentKey) -> None:
         self._known[key] = None
         self._known.move_to_end(key)
@@ -447,3 +486,5 @@ class VllmBlocks:
         assert not any(lookup.number in self._lookups for lookup in self._new)
         assert self._connected or not (self._new or self._offers)
         assert len(self._offered) <= len(self._pool.blocks)
+        assert all(times > 0 for times in self._owed.values())
+        assert {content.key for content in self._offers} <= self._owed.keys()

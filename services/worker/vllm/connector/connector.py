@@ -47,6 +47,7 @@ from services.worker.vllm.connector.scheduler_half import Identity, SchedulerHal
 from services.worker.vllm.connector.settings import read_settings
 from services.worker.vllm.connector.stats import ConnectorMetrics, ConnectorStats, stats_of
 from services.worker.vllm.connector.worker_half import WorkerHalf
+from services.worker.vllm.kv_transfer import hand_over_name
 from shared.errors import ConfigError
 
 check_interface(vllm.__version__, KVConnectorBase_V1)
@@ -150,7 +151,11 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._requests.pop(request.request_id, None) is not None:
-            self._offer(request)
+            more = self._offer(request)
+            if name := hand_over_name(request.kv_transfer_params):
+                while more:
+                    more = self._offer(request)
+                self._half.hand_over(request.request_id, name, request.num_tokens - 1)
         self._due.pop(request.request_id, None)
         self._half.forget(request.request_id)
         return False, None
@@ -165,8 +170,8 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._half.rename(renamed(self._identity, self._resets))
         return True
 
-    def _offer(self, request: Any) -> None:
-        """Offer the blocks that processed steps have filled."""
+    def _offer(self, request: Any) -> bool:
+        """Offer a bounded number of the blocks that processed steps have filled. Return whether there are more."""
         name = request.request_id
 
         def blocks() -> Sequence[PoolBlock]:
@@ -174,7 +179,8 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         # Drafts that were accepted after the last token count as computed, but are no tokens of the request.
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        self._due[name] = self._half.offer_computed(name, computed, blocks)
+        self._due[name] = due = self._half.offer_computed(name, computed, blocks)
+        return due <= computed
 
     @property
     def _half(self) -> SchedulerHalf:

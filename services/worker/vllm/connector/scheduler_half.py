@@ -208,6 +208,11 @@ class SchedulerHalf:
         with self._turn:
             return self.blocks.offer_computed(request, tokens, blocks)
 
+    def hand_over(self, request: str, name: str, tokens: int) -> None:
+        """Do what `VllmBlocks.hand_over` does."""
+        with self._turn:
+            self.blocks.hand_over(request, name, tokens)
+
     def rename(self, identity: Identity) -> None:
         """Use another layout from now on: the blocks that were stored so far are not this engine's any longer."""
         with self._turn:
@@ -220,16 +225,17 @@ class SchedulerHalf:
             self._attachment.close()  # a name stays with its layout, so the next attach is under another one
             self._connector.use_layout(self._layout(), self._clock())
 
-    def new_stats(self) -> tuple[Exchanged, KvbmLink] | None:
-        """Return what was exchanged since the start and the link, or None if both are as at the last call."""
+    def new_stats(self) -> tuple[Exchanged, KvbmLink, list[str]] | None:
+        """Return what was exchanged since the start, the link, and the hand-overs whose blocks are stored since the
+        last call. None if there is nothing new."""
         if self._connector is None:
             return None
         self._exchanged = self._connector.new_stats() or self._exchanged
-        now = (self._exchanged, self.link)
-        if now == self._told:
+        now, stored = (self._exchanged, self.link), self.blocks.take_stored()
+        if now == self._told and not stored:
             return None
         self._told = now
-        return now
+        return *now, stored
 
     def keep_link(self) -> None:
         """Start the thread that keeps the link while vLLM is idle. It ends with `close`."""
@@ -287,6 +293,7 @@ class SchedulerHalf:
             self._settings.timeout_s,
             most_blocks=min(self._settings.blocks_in_flight, max(1, self.identity.blocks // 4)),
             checksums=self._settings.checksums and self.identity.ranks == 1,
+            collect_s=self._settings.collect_s,
         )
         self._connector = KVConnector(self.blocks, self._mover, self._attachment, terms)
 

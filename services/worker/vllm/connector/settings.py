@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.worker.config import CopyPath
+from services.worker.kv_connector.stores import COLLECT_S
 from shared.errors import ConfigError
 
 Seconds = Annotated[float, Meta(gt=0, le=60)]
@@ -28,6 +29,8 @@ class ConnectorSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Most seconds until each of the kvbm's answers."""
     blocks_in_flight: Annotated[int, Meta(ge=1)] = 256
     """Most device blocks that copies to the pool hold at once, and never more than a quarter of the device's blocks."""
+    collect_s: Annotated[float, Meta(ge=0, le=60)] = COLLECT_S
+    """Seconds for which a full block waits for others that are stored with it."""
     checksums: bool = False
     """Whether blocks go to the kvbm with a checksum, which is compared when they come back. One rank only."""
     verify: bool = False

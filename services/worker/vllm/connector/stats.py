@@ -12,7 +12,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from services.worker.contracts.messages import Exchanged, KvbmLink
-from services.worker.vllm.kv_transfer import LINK
+from services.worker.vllm.kv_transfer import LINK, STORED
 
 COUNTERS = {
     "saved_blocks": "Blocks that this engine has given to its kvbm.",
@@ -31,7 +31,8 @@ COUNTERS = {
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums since the start, and the link to the kvbm. A newer one replaces an older one."""
+    """Sums since the start, the link to the kvbm, and what was stored since the last one. A newer one replaces an older
+    one."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -47,11 +48,12 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-def stats_of(exchanged: Exchanged, link: KvbmLink, *, dropped: int, late: int) -> ConnectorStats:
+def stats_of(exchanged: Exchanged, link: KvbmLink, stored: list[str], *, dropped: int, late: int) -> ConnectorStats:
     """Return what the scheduler half reports."""
     sums = msgspec.to_builtins(exchanged)
+    link_data = msgspec.to_builtins(link)
     return ConnectorStats(
-        data={**sums, "dropped_blocks": dropped, "late_lookups": late, LINK: msgspec.to_builtins(link)}
+        data={**sums, "dropped_blocks": dropped, "late_lookups": late, LINK: link_data, STORED: stored}
     )
 
 

@@ -393,3 +393,50 @@ def test_no_free_block_of_the_reserve_is_held_for_a_copy() -> None:
     blocks.unpin([slot for slot in slots if slot is not None])
     assert pool.get_num_free_blocks() == 6
     assert chain.keys(6) == keys
+
+
+def test_a_hand_over_is_stored_once_nothing_of_it_is_on_its_way() -> None:
+    blocks, [chain, other] = offering(Pool(40), requests=2)
+    blocks.hand_over("r0", "1", 11)
+    blocks.hand_over("r1", "2", 11)
+    blocks.hand_over("unknown", "3", 11)
+    assert blocks.take_stored() == ["3"]
+    keys = [content.key for content in blocks.offers(5)]
+    assert keys == chain.keys(5), "the sixth block is not full without the last token"
+    blocks.declined(keys[:1])
+    slots = [slot for slot in blocks.pin(keys[1:]) if slot is not None]
+    assert len(slots) == 4
+    assert blocks.take_stored() == []
+    blocks.unpin(slots[:2])
+    assert blocks.take_stored() == []
+    blocks.unpin(slots[2:])
+    blocks.asked_again(keys[1:2])
+    assert blocks.take_stored() == [], "one came too late, and is stored again"
+    blocks.unpin([slot for slot in blocks.pin(keys[1:2]) if slot is not None])
+    assert blocks.take_stored() == ["1"]
+    assert blocks.take_stored() == []
+    blocks.offers(100)
+    assert blocks.take_stored() == [], "an offer is no answer"
+    blocks.declined([*chain.keys(6)[5:], *other.keys(6)])
+    assert blocks.take_stored() == ["2"]
+    blocks.validate()
+
+
+def test_a_block_that_will_never_be_stored_holds_no_hand_over_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(14)
+    blocks, [chain] = offering(pool)
+    blocks.hand_over("r0", "evicted", 12)
+    blocks.offers(100)
+    pool.free_blocks(reversed(pool.blocks[1:7]))
+    pool.allocate(13)
+    assert blocks.pin(chain.keys(6)) == [None] * 6
+    assert blocks.take_stored() == ["evicted"]
+    monkeypatch.setattr(bounds, "MOST_OFFERS", 4)
+    blocks, [chain] = offering(Pool(40))
+    blocks.hand_over("r0", "dropped", 4)
+    assert blocks.take_stored() == ["dropped"]
+    blocks.hand_over("r0", "no kvbm", 12)
+    assert blocks.take_stored() == []
+    blocks.set_connected(False)
+    assert blocks.take_stored() == ["no kvbm"]
+    blocks.validate()

@@ -328,3 +328,22 @@ async def test_whatever_happens_bytes_are_right_and_nothing_is_left(
                     store.lose()
     for each in engines:
         each.close()
+
+
+async def test_what_is_handed_over_is_there_for_another_engine_once_it_is_said_to_be_stored(tmp_path: Path) -> None:
+    async with serving(tmp_path), engine(tmp_path, "a") as one, engine(tmp_path, "b") as other:
+        await attached(one)
+        await attached(other)
+        said: list[str] = []
+
+        def stored() -> bool:
+            said.extend((one.half.new_stats() or (None, None, []))[2])
+            return bool(said)
+
+        request = Request("r1", PROMPT, 1, "")
+        request.hands_over = "17"
+        one.add(request)
+        await steps(one, stored)
+        assert said == ["17"]
+        assert request.state == "finished"
+        assert (await answer(other, "r2", request.tokens)).loaded_blocks == 4

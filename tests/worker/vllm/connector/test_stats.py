@@ -18,7 +18,7 @@ read = lambda name, engine: REGISTRY.get_sample_value(f"vllm:headrace_{name}", {
 both = lambda: [[read("kvbm_attached", each), read("loaded_blocks_total", each)] for each in "01"]
 seen = [both()]
 for loaded in (3, 5):
-    metrics.observe(stats_of(Exchanged(loaded_blocks=loaded), KvbmLink(kvbm="k"), dropped=0, late=0).data, 1)
+    metrics.observe(stats_of(Exchanged(loaded_blocks=loaded), KvbmLink(kvbm="k"), [], dropped=0, late=0).data, 1)
     seen.append(both())
 print(json.dumps(seen))
 """

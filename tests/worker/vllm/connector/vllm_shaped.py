@@ -186,6 +186,8 @@ class Request:
         self.load_failed = False
         self.received = False
         self.loaded_blocks = 0
+        self.hands_over = ""
+        """Name under which another engine goes on with it. Empty if none does."""
 
     def block_name(self, index: int) -> object:
         return self.salt, tuple(self.tokens[: (index + 1) * BLOCK])
@@ -422,6 +424,8 @@ class Engine:
 
     def _finish(self, request: Request, *, keep_blocks: bool = False) -> None:
         self._offer(request)
+        if request.hands_over:
+            self.half.hand_over(request.name, request.hands_over, len(request.tokens) - 1)
         del self._due[request.name]
         self.half.forget(request.name)
         request.state = "finished"
