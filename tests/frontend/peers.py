@@ -102,6 +102,7 @@ def card_entry(
     min_tokens: bool = False,
     allowed_tokens: bool = False,
     prompt_logprobs: bool = False,
+    forgets_output: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     role: Role = "aggregated",
@@ -132,6 +133,7 @@ def card_entry(
         min_tokens=min_tokens,
         allowed_tokens=allowed_tokens,
         prompt_logprobs=prompt_logprobs,
+        forgets_output=forgets_output,
         embedding_size=embedding_size,
         pooling=pooling if embedding_size else "",
     )

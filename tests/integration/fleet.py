@@ -108,12 +108,12 @@ class Fleet:
             what="the workers are idle",
         )
 
-    def wait_ready(self, *names: str) -> None:
+    def wait_ready(self, *names: str, limit_s: float = READY_LIMIT_S) -> None:
         """All of those named, or all there are."""
         for name in names or self.services:
             service = self.services[name]
             try:
-                eventually(service.ready, limit_s=READY_LIMIT_S, what=f"{name} is ready")
+                eventually(service.ready, limit_s=limit_s, what=f"{name} is ready")
             except AssertionError as wrong:
                 raise AssertionError(f"{wrong}\n{service.log.read_text()[-4000:]}") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ class RolesRig(Struct):
     namespace: str
     common: tuple[str, ...]
     """Settings of all workers."""
+    limit_s: float
+    """Seconds that a worker may take to start."""
 
     def start(self, name: str) -> None:
         if name in self.kvbms:
@@ -52,7 +54,7 @@ class RolesRig(Struct):
             self.services.start("worker", name, *self.common, *kvbm, *patient, "--role", name.split()[0])
 
     def wait_linked(self) -> None:
-        self.services.wait_ready()
+        self.services.wait_ready(limit_s=self.limit_s)
         for name in self.workers:
             attached = partial(_is_attached, self.services.services[name])
             eventually(attached, limit_s=LIMIT_S, what=f"{name} has attached")
@@ -88,26 +90,27 @@ def roles(
     *,
     workers: Mapping[str, str],
     kvbms: Mapping[str, tuple[str, ...]],
-    dtype: str = "float32",
+    engine: Sequence[str] = ("--threads", "1", "--kv-dtype", "float32"),
+    limit_s: float = 120.0,
+    **model: Any,
 ) -> Iterator[RolesRig]:
-    """Run a router, a frontend, these kvbms and workers, and `alone`; they know one another."""
+    """Run a router, a frontend, these kvbms and workers, and `alone`; they know one another. `engine`: settings of all
+    workers, each of which starts within `limit_s`; `model`: arguments of `write_tiny_model`."""
     where = ("--namespace", namespace, "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
-    model = write_tiny_model(folder / "tiny", context_length=CONTEXT)
-    common = ("--model", str(model), "--threads", "1", "--kv-dtype", dtype)
+    common = ("--model", str(write_tiny_model(folder / "tiny", context_length=CONTEXT, **model)), *engine)
     with fleet(folder, nats_url, *where) as services:
-        rig = RolesRig(services, workers, kvbms, folder, nats_url, namespace, common)
+        rig = RolesRig(services, workers, kvbms, folder, nats_url, namespace, common, limit_s)
         services.start("router", "router")
         for name in (*kvbms, *workers, "alone"):
             rig.start(name)
         # A busy machine that makes workers look frozen costs attempts, and no request.
         limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
         services.start("frontend", "frontend", *limits, "--limits-rescue-s", "120")
-        services.wait_ready()
+        rig.wait_linked()
         router, sources = services.services["router"], len(kvbms) + len(workers) + 1
         eventually(
             lambda: router.metric("headrace_kv_sources") >= sources, limit_s=LIMIT_S, what="the router knows all"
         )
-        rig.wait_linked()
         yield rig
 
 

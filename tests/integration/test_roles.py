@@ -38,7 +38,8 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     namespace = f"roles-{request.param}"
     workers, kvbms = dict.fromkeys(("prefill", *DECODERS), "kvbm"), {"kvbm": ()}
     folder = tmp_path_factory.mktemp(namespace)
-    with roles(folder, nats_url, namespace, workers=workers, kvbms=kvbms, dtype=request.param) as one:
+    engine = ("--threads", "1", "--kv-dtype", request.param)
+    with roles(folder, nats_url, namespace, workers=workers, kvbms=kvbms, engine=engine) as one:
         yield one
 
 

@@ -21,7 +21,7 @@ from shared.hashing import unpack_tokens
 from shared.messages.generate import Accepted, Cancel, Generate
 from shared.messages.select import Overlap, Select, Selected, SelectRefused, SelectReply
 from tests.fakes.memory_bus import MemoryBus
-from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, clients, world
+from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, card_entry, clients, world
 
 PENDING_LIMIT = 65_536
 """Messages that a subscription holds."""
@@ -232,3 +232,25 @@ def test_attempts_whose_workers_never_report_are_forgotten_at_the_limit() -> Non
     assert registry.get_sample_value("seconds_count") == 0
     withdrawals.attempt_ended("1", 1, 2.0)
     assert registry.get_sample_value("seconds_count") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "whole"),
+    [
+        ({"presence_penalty": 0.5}, True),
+        ({"frequency_penalty": -0.5}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"temperature": 0.5, "seed": 3, "extra_body": {"repetition_penalty": 1.1}}, False),
+    ],
+    ids=["presence", "frequency", "grammar", "others"],
+)
+@pytest.mark.parametrize("forgets", [False, True], ids=["remembers", "forgets"])
+async def test_one_worker_computes_what_another_one_could_not_continue_exactly(
+    directory: Path, fields: dict[str, Any], whole: bool, forgets: bool
+) -> None:
+    third = card_entry("w3", directory, grammars=True, forgets_output=forgets)
+    async with world(directory, grammars=True, more=third) as w, clients(w) as (openai, _):
+        w.say('{"a": 1}')
+        await openai.chat.completions.create(model=MODEL, messages=COUNT, **fields)
+        [select] = await w.router.asked.at_least(1)
+        assert select.whole is (whole and forgets)
