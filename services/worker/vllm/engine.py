@@ -50,6 +50,7 @@ from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.outputs import logprob_entries, pack_embedding
 from services.worker.vllm.own_metrics import MOST_BYTES
+from services.worker.vllm.prefetches import Prefetches
 from services.worker.vllm.probe import Prober
 from services.worker.vllm.prompt_logprobs import prompt_pieces
 from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRanks
@@ -114,6 +115,7 @@ class VllmEngine:
         self._sleep_level = 0
         """Level at which the engine sleeps. 0 if it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prefetches = Prefetches(llm)
         self._prober = Prober(llm, self._config.health, pooling=self._pooling, report=channel.send)
         self._metrics = metrics
         self._sent_metrics = ""
@@ -150,6 +152,7 @@ class VllmEngine:
             case Submit():
                 self._submit(command)
             case CancelAttempt(request, attempt):
+                self._abort(self._prefetches.pop((request, attempt)))
                 found = self._ranks.find(request, attempt)
                 if found is not None:
                     rank, key = found
@@ -163,12 +166,29 @@ class VllmEngine:
                 self._channel.send(self._ranks.all[number].blocks.explain(name, ticket, time.monotonic()))
             case Operate():
                 self._start(self._operate(command))
-            case Prefetch():
-                pass  # the shell sends none, since this engine has no roles
+            case Prefetch(expected):
+                self._expect(expected)
             case _:
                 assert_never(command)
 
+    def _expect(self, expected: Submit) -> None:
+        """Load the blocks of a prompt that another worker computes. It is advice: whatever fails, the attempt loads or
+        computes them."""
+        able = not self._sleep_level and (not expected.lora or expected.lora in self._loras)
+        if able and (key := self._prefetches.accept(expected, time.monotonic())):
+            self._start(self._begin_prefetch(key, expected))
+
+    async def _begin_prefetch(self, key: str, expected: Submit) -> None:
+        try:
+            await self._prefetches.begin(key, expected, self._loras.find(expected.lora))
+        except EngineDeadError:
+            raise
+        except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the attempt itself will say so
+            self._prefetches.pop((expected.request, expected.attempt))
+            _log.debug("an expected prompt is not loaded: %s", one_line(wrong))
+
     def _submit(self, submit: Submit) -> None:
+        self._abort(self._prefetches.pop((submit.request, submit.attempt)))
         rank = self._ranks.all[submit.rank]
         hands_over = prefill_only(submit, self._context_length)
         key = rank.add(submit, time.monotonic(), prefill_only=hands_over)
@@ -265,6 +285,7 @@ class VllmEngine:
                     return "sleep: the engine sleeps already"
                 if self._ranks.living:
                     return f"sleep: {self._ranks.living} attempts are running"
+                self._abort(self._prefetches.clear())
                 failed = await self._clear()
                 if failed:
                     return failed
@@ -340,10 +361,11 @@ class VllmEngine:
             return
         rank = self._ranks.all[number]
         prompt = None if iteration_stats is None else iteration_stats.prompt_token_stats
+        waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         rank.stats.record_step(
             time.monotonic(),
             running=scheduler_stats.num_running_reqs,
-            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            waiting=max(0, waiting - self._prefetches.at(number)),
             usage=scheduler_stats.kv_cache_usage,
             prefilled_tokens=0 if prompt is None else prompt.computed,
             decoded_tokens=0 if iteration_stats is None else iteration_stats.num_generation_tokens,
@@ -355,6 +377,7 @@ class VllmEngine:
         if said := connector_stats(scheduler_stats.kv_connector_stats):
             self._ranks.record_exchanged(number, said.exchanged)
             self._take_link(number, said.link)
+            rank.stats.prefetched_blocks = said.prefetched_blocks
             rank.attempts.hand_over(said.stored if said.link.kvbm else rank.attempts.storing)
         self._end.flush_soon()
 
@@ -428,6 +451,7 @@ class VllmEngine:
             now_s = time.monotonic()
             for rank in self._ranks.all:
                 self._abort(rank.attempts.expire(now_s, rank.stats.waiting))
+            self._abort(self._prefetches.expire(now_s))
             if self._llm.errored:
                 self._give_up(self._llm.dead_error)
                 return

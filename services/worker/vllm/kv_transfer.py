@@ -18,6 +18,10 @@ LINK = "link"
 """The entry of our statistics that has the link to the kvbm."""
 STORED = "stored"
 """The entry of our statistics that has the attempts whose blocks are stored, for another worker to go on with."""
+PREFETCHED = "prefetched_blocks"
+"""The entry of our statistics that has how many blocks were loaded for expected prompts, since the start."""
+_EXPECTED = "headrace_expected"
+"""The entry of `kv_transfer_params` of a request that stands for an expected prompt."""
 _HAND_OVER = "headrace_hand_over"
 """The entry of a request's `kv_transfer_params` with the name of an attempt that is handed over."""
 _NAME_CHARS = 32
@@ -31,6 +35,8 @@ class ConnectorSaid(Struct, frozen=True):
     link: KvbmLink
     stored: list[str]
     """Names of attempts whose blocks are stored since the last step."""
+    prefetched_blocks: int
+    """Blocks that were loaded for expected prompts, since the start."""
 
 
 def hand_over_params(name: str) -> dict[str, str]:
@@ -77,6 +83,8 @@ def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
     }
     if config.role == "prefill":
         given["collect_s"] = 0.0  # another worker waits for them
+    if config.role == "decode":
+        given["prefetches"] = True
     if kvbm.wait_s:
         given["wait_s"] = kvbm.wait_s
     return {
@@ -87,6 +95,16 @@ def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
     }
 
 
+def expected_params() -> dict[str, bool]:
+    """Return the `kv_transfer_params` of a request that stands for an expected prompt."""
+    return {_EXPECTED: True}
+
+
+def is_expected(params: object) -> bool:
+    """Return whether a request with these `kv_transfer_params` stands for an expected prompt."""
+    return isinstance(params, dict) and params.get(_EXPECTED) is True
+
+
 def connector_stats(payload: Mapping[str, Any] | None) -> ConnectorSaid | None:
     """Return what our connector has said in a step's statistics, alone or in a chain. None if there is nothing."""
     if not payload:
@@ -95,7 +113,7 @@ def connector_stats(payload: Mapping[str, Any] | None) -> ConnectorSaid | None:
         data = said.get("data", said)
         if isinstance(data, Mapping) and LINK in data:
             link = msgspec.convert(data[LINK], KvbmLink)
-            return ConnectorSaid(msgspec.convert(data, Exchanged), link, data.get(STORED, []))
+            return ConnectorSaid(msgspec.convert(data, Exchanged), link, data.get(STORED, []), data.get(PREFETCHED, 0))
     return None
 
 

@@ -23,6 +23,8 @@ class EngineStats:
         self.waiting = 0
         self._held_blocks = 0
         self.preemptions = 0
+        self.prefetched_blocks = 0
+        """Blocks that were loaded for expected prompts, since the start."""
         self._queried_tokens = self._found_tokens = 0
         self.steps = 0
         self._step_tokens = 0
@@ -88,4 +90,5 @@ class EngineStats:
             preemptions=self.preemptions,
             queried_tokens=self._queried_tokens,
             found_tokens=self._found_tokens,
+            prefetched_blocks=self.prefetched_blocks,
         )

@@ -14,8 +14,10 @@ from services.worker.vllm.connector.settings import read_settings
 from services.worker.vllm.kv_transfer import (
     ConnectorSaid,
     connector_stats,
+    expected_params,
     hand_over_name,
     hand_over_params,
+    is_expected,
     kv_transfer,
     sum_exchanged,
 )
@@ -79,11 +81,12 @@ def test_contradictions_are_refused_by_name(fields: dict[str, Any], said: str) -
 def test_what_our_connector_says_is_found_alone_and_in_a_chain() -> None:
     exchanged, link = Exchanged(saved_blocks=3, saved_by={"memmove": 3}), KvbmLink("k", "layout")
     data = {**msgspec.to_builtins(exchanged), "late_lookups": 1, "link": msgspec.to_builtins(link)}
-    said = ConnectorSaid(exchanged, link, [])
+    said = ConnectorSaid(exchanged, link, [], 0)
     assert connector_stats(data) == said
     assert connector_stats({"NixlConnector": {"num": 1}, "HeadraceConnector": data}) == said
     assert connector_stats({"HeadraceConnector": {"data": data}}) == said
-    assert connector_stats(data | {"stored": ["7"]}) == ConnectorSaid(exchanged, link, ["7"])
+    told = data | {"stored": ["7"], "prefetched_blocks": 5}
+    assert connector_stats(told) == ConnectorSaid(exchanged, link, ["7"], 5)
     assert connector_stats({"NixlConnector": {"num": 1}}) is None
     assert connector_stats(None) is None
 
@@ -102,6 +105,16 @@ def test_a_prefill_worker_stores_at_once_what_another_worker_waits_for() -> None
         for role in ("prefill", "decode", "aggregated")
     ]
     assert waits == [0.0, COLLECT_S, COLLECT_S]
+
+
+def test_only_a_decode_worker_keeps_requests_for_prompts_that_others_compute() -> None:
+    keeps = [
+        read_settings(kv_transfer(worker(kvbm=POOL, role=role))["kv_connector_extra_config"]).prefetches  # type: ignore[index]
+        for role in ("prefill", "decode", "aggregated")
+    ]
+    assert keeps == [False, True, False]
+    assert is_expected(expected_params())
+    assert not any(is_expected(params) for params in (None, {}, "x", {"headrace_expected": 1}, hand_over_params("1")))
 
 
 def test_the_counts_of_all_ranks_are_added() -> None:

@@ -16,15 +16,16 @@ are offered whose step vLLM has processed: their bytes are there.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, islice
-from typing import Protocol
 
 from msgspec import Struct
 
 from services.worker.contracts.device_blocks import FetchRequest
 from services.worker.vllm.connector.chain import TokenChain
+from services.worker.vllm.connector.expected import ExpectedPrompts, HashedRequest
 from services.worker.vllm.connector.orders import EndLoad
+from services.worker.vllm.connector.pool import PoolBlock, VllmPool
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
@@ -47,29 +48,6 @@ NEVER = 1 << 62
 """A number of tokens that no request reaches."""
 RESERVE_SHARE = 1 / 16
 """Share of the blocks that stay free for requests: no free block beyond it is held for a copy."""
-
-
-class PoolBlock(Protocol):
-    """A block of vLLM's pool, which calls it KVCacheBlock."""
-
-    block_id: int
-    ref_cnt: int
-    is_null: bool
-
-    @property
-    def block_hash(self) -> object | None: ...
-
-
-class VllmPool(Protocol):
-    """The part of vLLM's BlockPool that is used here."""
-
-    blocks: Sequence[PoolBlock]
-
-    def touch(self, blocks: Sequence[PoolBlock], /) -> None: ...
-
-    def free_blocks(self, ordered_blocks: Iterable[PoolBlock], /) -> None: ...
-
-    def get_num_free_blocks(self) -> int: ...
 
 
 class _Lookup(Struct, eq=False):
@@ -126,6 +104,7 @@ class VllmBlocks:
         self._stores = offers
         self._reserve = int(RESERVE_SHARE * len(pool.blocks))
         self._connected = False
+        self.expected = ExpectedPrompts(pool, block_size, self._reserve)
         self._numbers = count(1)
         self._requests: dict[str, _Request] = {}
         self._lookups: dict[int, _Lookup] = {}
@@ -193,6 +172,11 @@ class VllmBlocks:
         if lookup.found is None or (lookup.found and self._is_loading(lookup.keys[0])):
             return None
         return lookup.found * self._block_size
+
+    def find_expected(self, request: HashedRequest, tokens: int, computed: int) -> None:
+        """Ask for the blocks of an expected prompt, as `find` does for a request."""
+        if self._connected:
+            self.expected.find(self._numbers, request, tokens, computed)
 
     def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
         """vLLM has allocated blocks for the request, of which `tokens` tokens are to be loaded as `find` said. 0 if
@@ -286,6 +270,7 @@ class VllmBlocks:
 
     def forget(self, request: str) -> None:
         """The request has ended. A load of it that is under way still ends with EndLoad."""
+        self.expected.forget(request)
         entry = self._requests.pop(request, None)
         if entry is not None and entry.lookup is not None:
             self._abandon(entry.lookup)
@@ -370,16 +355,19 @@ class VllmBlocks:
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
 
     def fetch_changes(self) -> tuple[list[FetchRequest], list[int]]:
+        expected, forgotten = self.expected.changes()
         if not (self._new or self._lookups or self._abandoned):
-            return [], []
+            return expected, forgotten
         self._expire()
         new = [FetchRequest(lookup.number, lookup.keys) for lookup in self._new]
         self._lookups.update((lookup.number, lookup) for lookup in self._new)
         self._new.clear()
         abandoned, self._abandoned = self._abandoned, []
-        return new, [number for number in abandoned if number in self._lookups]
+        return [*new, *expected], [*(number for number in abandoned if number in self._lookups), *forgotten]
 
     def begin_load(self, number: int, first: int, count: int, found: int) -> list[int] | None:
+        if number in self.expected:
+            return self.expected.begin_load(number, first, count)
         lookup = self._lookups[number]
         if lookup.abandoned:
             return []
@@ -397,6 +385,9 @@ class VllmBlocks:
         return slots
 
     def end_loads(self, number: int, first: int, good: Sequence[bool], _disk: bool, _sharer: str = "") -> None:
+        if number in self.expected:
+            self.expected.end_loads(number, first, good)
+            return
         keys = self._lookups[number].keys
         for index, is_good in enumerate(good, first):
             if is_good:
@@ -406,6 +397,9 @@ class VllmBlocks:
         """No engine shares blocks to vLLM."""
 
     def end_fetch(self, number: int, _round_trip_s: float) -> None:
+        if number in self.expected:
+            self.expected.end_fetch(number)
+            return
         lookup = self._lookups.pop(number)
         if lookup.found is None and not lookup.abandoned:
             for key in lookup.keys:
@@ -486,5 +480,6 @@ class VllmBlocks:
         assert not any(lookup.number in self._lookups for lookup in self._new)
         assert self._connected or not (self._new or self._offers)
         assert len(self._offered) <= len(self._pool.blocks)
+        self.expected.validate()
         assert all(times > 0 for times in self._owed.values())
         assert {content.key for content in self._offers} <= self._owed.keys()

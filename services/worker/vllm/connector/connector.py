@@ -37,17 +37,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from services.worker.vllm.connector.blocks import PoolBlock
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.identity import identify, lora_name, refusal, renamed
 from services.worker.vllm.connector.interface import check_interface
 from services.worker.vllm.connector.own_log import log_with
+from services.worker.vllm.connector.pool import PoolBlock
 from services.worker.vllm.connector.rank import worker_half
 from services.worker.vllm.connector.scheduler_half import Identity, SchedulerHalf
 from services.worker.vllm.connector.settings import read_settings
 from services.worker.vllm.connector.stats import ConnectorMetrics, ConnectorStats, stats_of
 from services.worker.vllm.connector.worker_half import WorkerHalf
-from services.worker.vllm.kv_transfer import hand_over_name
+from services.worker.vllm.kv_transfer import hand_over_name, is_expected
 from shared.errors import ConfigError
 
 check_interface(vllm.__version__, KVConnectorBase_V1)
@@ -115,15 +115,20 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         lora = lora_name(request.lora_request, self._settings)
         if lora is None or request.mm_features or request.prompt_embeds is not None or request.resumable:
             return  # its blocks are not named by tokens, LoRA and salt alone
-        self._requests[request.request_id] = request
         identity = self._half.identity
         salt = request.cache_salt or ""
         chain = TokenChain(request.all_token_ids, identity.block_size, identity.model, lora, salt)
+        if self._settings.prefetches and is_expected(request.kv_transfer_params):
+            self._half.expect(request.request_id, chain)
+            return
+        self._requests[request.request_id] = request
         self._half.track(request.request_id, chain)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache:
             return 0, False
+        if self._half.find_expected(request, request.num_tokens, num_computed_tokens):
+            return None, False
         tokens = self._half.find(request.request_id, request.num_tokens, num_computed_tokens)
         return tokens, bool(tokens)
 
@@ -224,7 +229,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is None or (new := self._scheduler.new_stats()) is None:
             return None
         blocks = self._scheduler.blocks
-        return stats_of(*new, dropped=blocks.dropped, late=blocks.late)
+        return stats_of(*new, dropped=blocks.dropped, late=blocks.late, prefetched=blocks.expected.loaded)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -26,9 +26,11 @@ from services.worker.kv_connector.contract import KvbmAsk
 from services.worker.kv_connector.link_log import LinkLog
 from services.worker.kv_connector.pool_attachment import OwnerName
 from services.worker.kv_connector.socket_client import SocketClient
-from services.worker.vllm.connector.blocks import PoolBlock, VllmBlocks, VllmPool
+from services.worker.vllm.connector.blocks import VllmBlocks
 from services.worker.vllm.connector.chain import TokenChain
+from services.worker.vllm.connector.expected import HashedRequest
 from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes
+from services.worker.vllm.connector.pool import PoolBlock, VllmPool
 from services.worker.vllm.connector.rank_mover import RankMover
 from services.worker.vllm.connector.settings import ConnectorSettings
 from shared.errors import ConfigError
@@ -124,7 +126,7 @@ class SchedulerHalf:
         self._stepped_s = clock()
         self._closed = threading.Event()
         self._exchanged = Exchanged()
-        self._told = (self._exchanged, self.link)
+        self._told = (self._exchanged, self.link, 0)
         """What `new_stats` returned last."""
 
     @property
@@ -182,6 +184,19 @@ class SchedulerHalf:
                 self.step()
         return found
 
+    def expect(self, request: str, chain: TokenChain) -> None:
+        """Do what `ExpectedPrompts.expect` does."""
+        with self._turn:
+            self.blocks.expected.expect(request, chain)
+
+    def find_expected(self, request: HashedRequest, tokens: int, computed: int) -> bool:
+        """Return whether the request stands for an expected prompt; ask for its blocks if it does."""
+        with self._turn:
+            expected = self.blocks.expected.is_expected(request.request_id)
+            if expected:
+                self.blocks.find_expected(request, tokens, computed)
+        return expected
+
     def place(self, request: str, block_ids: Sequence[int], tokens: int) -> None:
         """Do what `VllmBlocks.place` does. Copies are ordered at once, for this step."""
         with self._turn:
@@ -231,11 +246,11 @@ class SchedulerHalf:
         if self._connector is None:
             return None
         self._exchanged = self._connector.new_stats() or self._exchanged
-        now, stored = (self._exchanged, self.link), self.blocks.take_stored()
+        now, stored = (self._exchanged, self.link, self.blocks.expected.loaded), self.blocks.take_stored()
         if now == self._told and not stored:
             return None
         self._told = now
-        return *now, stored
+        return self._exchanged, self.link, stored
 
     def keep_link(self) -> None:
         """Start the thread that keeps the link while vLLM is idle. It ends with `close`."""

@@ -12,7 +12,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from services.worker.contracts.messages import Exchanged, KvbmLink
-from services.worker.vllm.kv_transfer import LINK, STORED
+from services.worker.vllm.kv_transfer import LINK, PREFETCHED, STORED
 
 COUNTERS = {
     "saved_blocks": "Blocks that this engine has given to its kvbm.",
@@ -25,6 +25,7 @@ COUNTERS = {
     "differing_blocks": "Loaded blocks that differed from the pool's, and were computed.",
     "damaged_blocks": "Loaded blocks without their checksum, which were computed and removed from the kvbm.",
     "dropped_blocks": "Computed blocks that were not offered to the kvbm, since too many waited.",
+    "prefetched_blocks": "Blocks of expected prompts that were loaded from the kvbm before their requests came.",
     "late_lookups": "Requests that were computed since the kvbm did not answer in time.",
 }
 """Sum in `data` → what it counts."""
@@ -48,13 +49,13 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-def stats_of(exchanged: Exchanged, link: KvbmLink, stored: list[str], *, dropped: int, late: int) -> ConnectorStats:
+def stats_of(
+    exchanged: Exchanged, link: KvbmLink, stored: list[str], *, dropped: int, late: int, prefetched: int = 0
+) -> ConnectorStats:
     """Return what the scheduler half reports."""
     sums = msgspec.to_builtins(exchanged)
-    link_data = msgspec.to_builtins(link)
-    return ConnectorStats(
-        data={**sums, "dropped_blocks": dropped, "late_lookups": late, LINK: link_data, STORED: stored}
-    )
+    own = {"dropped_blocks": dropped, "late_lookups": late, PREFETCHED: prefetched}
+    return ConnectorStats(data={**sums, **own, LINK: msgspec.to_builtins(link), STORED: stored})
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

@@ -347,3 +347,54 @@ async def test_what_is_handed_over_is_there_for_another_engine_once_it_is_said_t
         assert said == ["17"]
         assert request.state == "finished"
         assert (await answer(other, "r2", request.tokens)).loaded_blocks == 4
+
+
+async def test_blocks_of_an_expected_prompt_are_loaded_while_another_engine_computes_it(tmp_path: Path) -> None:
+    long = [1 + (index * index) % 2 for index in range(31)]
+    async with (
+        serving(tmp_path) as store,
+        engine(tmp_path, "a", blocks=60) as one,
+        engine(tmp_path, "b", blocks=100, prefetches=True) as other,
+    ):
+        await attached(one)
+        await attached(other)
+        expected = Request("expected", long, 1, "")
+        expected.expected = True
+        other.add(expected)
+        await steps(other, lambda: other.asked_again > 3)
+        assert not other.pool.held
+        request = Request("r1", long, 1, "")
+        one.add(request)
+
+        def loaded() -> bool:
+            one.step()
+            return other.half.blocks.expected.loaded == 15
+
+        await steps(other, loaded)
+        assert other.pool.held == [], "what is loaded can be evicted"
+        other.abort("expected")
+        again = await answer(other, "r1", request.tokens)
+        assert again.loaded_blocks == 0, "the device has them"
+        await steps(other, lambda: not other.has_work)
+        await steps(one, lambda: not one.has_work)
+        await no_ticket(store)
+
+
+async def test_an_expected_prompt_that_never_comes_leaves_nothing_behind(tmp_path: Path) -> None:
+    long = [1 + (index * index) % 2 for index in range(31)]
+    async with (
+        serving(tmp_path) as store,
+        engine(tmp_path, "a", blocks=60) as one,
+        engine(tmp_path, "b", blocks=20, prefetches=True) as other,
+    ):
+        await attached(one)
+        await attached(other)
+        await answer(one, "r1", long)
+        expected = Request("expected", [*long, *long], 1, "")
+        expected.expected = True
+        other.add(expected)
+        await steps(other, lambda: other.half.blocks.expected.loaded >= 4)
+        other.abort("expected")
+        await steps(other, lambda: not other.has_work)
+        assert other.pool.held == []
+        await no_ticket(store)

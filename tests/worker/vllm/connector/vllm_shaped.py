@@ -72,6 +72,16 @@ class Pool:
             block.ref_cnt = 1
         return taken
 
+    get_new_blocks = allocate
+
+    def cache_full_blocks(
+        self, request: Request, blocks: list[Block], cached: int, full: int, block_size: int, group: int
+    ) -> None:
+        assert (block_size, group) == (BLOCK, 0)
+        for index in range(cached, full):
+            assert not blocks[index].is_null
+            self.cache(blocks[index], request.block_name(index))
+
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             if not block.ref_cnt:
@@ -186,6 +196,9 @@ class Request:
         self.load_failed = False
         self.received = False
         self.loaded_blocks = 0
+        self.request_id = name
+        self.expected = False
+        """Whether another engine computes it, and its blocks are only loaded."""
         self.hands_over = ""
         """Name under which another engine goes on with it. Empty if none does."""
 
@@ -261,7 +274,11 @@ class Engine:
     def add(self, request: Request) -> None:
         self.requests[request.name] = request
         self.waiting.append(request)
-        self.half.track(request.name, TokenChain(request.tokens, BLOCK, MODEL, "", request.salt))
+        chain = TokenChain(request.tokens, BLOCK, MODEL, "", request.salt)
+        if request.expected:
+            self.half.expect(request.name, chain)
+        else:
+            self.half.track(request.name, chain)
 
     def abort(self, name: str) -> None:
         request = self.requests.get(name)
@@ -345,6 +362,9 @@ class Engine:
                 if block is None:
                     break
                 cached.append(block)
+            if self.half.find_expected(request, len(request.tokens), len(cached) * BLOCK):
+                self.asked_again += 1
+                return True
             found = self.half.find(request.name, len(request.tokens), len(cached) * BLOCK)
             if found is None:
                 self.asked_again += 1
@@ -423,10 +443,11 @@ class Engine:
         self._due[request.name] = self.half.offer_computed(request.name, computed, lambda: request.blocks)
 
     def _finish(self, request: Request, *, keep_blocks: bool = False) -> None:
-        self._offer(request)
+        if not request.expected:
+            self._offer(request)
+            del self._due[request.name]
         if request.hands_over:
             self.half.hand_over(request.name, request.hands_over, len(request.tokens) - 1)
-        del self._due[request.name]
         self.half.forget(request.name)
         request.state = "finished"
         if not keep_blocks:
