@@ -25,7 +25,13 @@ pytestmark = needs_vllm
 LIMIT_S = 300.0
 WORKERS = ("worker 1", "worker 2")
 PROMPT = [5 + index * 7 % 250 for index in range(100)]
-ARGUMENTS = {"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "max_model_len": "1024"}
+ARGUMENTS = {
+    "enforce_eager": "true",
+    "dtype": "float32",
+    "num_gpu_blocks_override": "64",
+    "max_model_len": "1024",
+    "max_num_batched_tokens": "256",
+}
 ALONE = """
 import json
 from vllm import LLM, SamplingParams
@@ -109,6 +115,14 @@ def post(services: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
     answer = ask(services, return_token_ids=True)
     assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT))
+
+
+def test_a_seed_draws_the_same_tokens_each_time_also_after_a_prompt_of_several_steps(services: Fleet) -> None:
+    starts = [services.services[name].metric("headrace_engine_starts_total") for name in WORKERS]
+    drawn = {"prompt": [5 + index * 11 % 250 for index in range(900)], "temperature": 1.0, "seed": 7}
+    asked = [ask(services, return_token_ids=True, **drawn)["choices"][0]["token_ids"] for _ in range(2)]
+    assert asked[0] == asked[1]
+    assert [services.services[name].metric("headrace_engine_starts_total") for name in WORKERS] == starts
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:

@@ -271,6 +271,9 @@ def _facts(config: VllmConfig) -> Ready:
 if __name__ in ("__main__", "__mp_main__"):
     _die_with_parent()
 if __name__ == "__mp_main__":
+    from services.worker.vllm import cpu_generator
+
     note_exceptions()
+    cpu_generator.install()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
