@@ -20,6 +20,7 @@ OF_SEVERAL = {
     "tests/shared/bus/test_events.py": "KV events over both back ends",
     "tests/worker/native/test_structured.py": "grammars with the engine's own sampler",
     "tests/worker/sharing/test_sharing_processes.py": "lender and reader in two processes, on both memories",
+    "tests/worker/vllm/connector/test_hand_overs.py": "prompts that one engine computes for another",
     "tests/worker/vllm/connector/test_machine.py": "the connector's two halves as a Hypothesis state machine",
     "tests/worker/vllm/connector/test_troubles.py": "the connector over a kvbm that is silent, full or strange",
 }

@@ -149,7 +149,7 @@ class ModelCard(Struct, frozen=True):
     """Whether the instance applies `Sampling.allowed_tokens`; an instance without this flag ignores the field."""
     forgets_output: bool = False
     """Whether an attempt that the instance continues counts only its own tokens: presence and frequency penalties begin
-    anew, and no grammar can be continued."""
+    again, and no grammar can be continued."""
     embedding_size: int = 0
     """The length of an embedding in floats. 0 if the instance ignores `Sampling.pooling`, and answers with text."""
     pooling: Pooling = ""

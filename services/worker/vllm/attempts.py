@@ -35,7 +35,7 @@ class _VllmAttempt(Struct):
     produced: int
     """Tokens of the request's whole output so far."""
     prefill_only: bool
-    """Whether it is handed over after its first token."""
+    """True if another worker goes on after its first token."""
     begun: bool = False
     cached_tokens: int = 0
 

@@ -11,7 +11,7 @@ import torch
 
 
 class RewindableGenerator(torch.Generator):
-    """A generator that begins anew, on a CPU, if its offset is set: only prompts have draws that are taken back, and no
+    """A generator that begins again, on a CPU, if its offset is set: only prompts have draws that are taken back, and no
     token of the answer was drawn before."""
 
     def get_offset(self) -> int:

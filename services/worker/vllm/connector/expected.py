@@ -41,7 +41,7 @@ class _Expected(Struct, eq=False):
     """Index of the first block that the device had not."""
     keys: list[ContentKey]
     blocks: list[PoolBlock] = []
-    """What was allocated for blocks first, first + 1, …"""
+    """What was allocated for blocks first, first + 1 and so on."""
     good: list[bool | None] = []
     """Whether each of them got good bytes. None while it is loading."""
     cached: int = 0
@@ -59,7 +59,7 @@ class ExpectedPrompts:
         self._block_size = block_size
         self._reserve = reserve
         self._by_number: dict[int, _Expected] = {}
-        """Those whose fetch has not ended."""
+        """Fetch → its prompt, until the fetch has ended."""
         self._by_request: dict[str, _Expected | TokenChain] = {}
         """Request of vLLM's → its tokens, until its blocks are asked for; then the fetch, which may have ended."""
         self._forgotten: list[int] = []

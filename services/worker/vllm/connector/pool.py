@@ -18,7 +18,7 @@ class PoolBlock(Protocol):
 
 
 class VllmPool(Protocol):
-    """vLLM's BlockPool."""
+    """The pool of blocks of vLLM's scheduler, its BlockPool."""
 
     blocks: Sequence[PoolBlock]
     """All blocks; the first one is null."""

@@ -43,7 +43,7 @@ def test_blocks_are_cached_in_order_whatever_the_order_of_their_copies() -> None
     assert expected.changes() == ([], [])
 
 
-def test_nothing_behind_a_bad_block_is_cached() -> None:
+def test_nothing_after_a_bad_block_is_cached() -> None:
     expected, pool, request = made()
     expected.begin_load(7, 0, 6)
     expected.end_loads(7, 0, [True, True, False, True, True, True])

@@ -86,7 +86,7 @@ async def test_another_prompt_of_the_same_length_gets_nothing_of_it(tmp_path: Pa
         assert (await answer(other, "decode", tokens)).loaded_blocks == FULL
 
 
-async def test_what_lies_behind_the_stored_blocks_is_computed(tmp_path: Path) -> None:
+async def test_what_comes_after_the_stored_blocks_is_computed(tmp_path: Path) -> None:
     async with serving(tmp_path), engine(tmp_path, "a", blocks=60) as one, engine(tmp_path, "b", blocks=60) as other:
         await attached(one)
         await attached(other)
