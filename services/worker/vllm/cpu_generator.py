@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 
-class RewindableGenerator(torch.Generator):
+class RewindableGenerator(torch.Generator):  # type: ignore[misc]
     """A generator that begins again, on a CPU, if its offset is set: only prompts have draws that are taken back, and no
     token of the answer was drawn before."""
 
@@ -26,4 +26,4 @@ class RewindableGenerator(torch.Generator):
 
 def install() -> None:
     """Have vLLM make its generators in this process with this class."""
-    torch.Generator = RewindableGenerator  # type: ignore[misc]
+    torch.Generator = RewindableGenerator

@@ -185,7 +185,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Drafts that were accepted after the last token count as computed, but are no tokens of the request.
         computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         self._due[name] = due = self._half.offer_computed(name, computed, blocks)
-        return due <= computed
+        return bool(due <= computed)
 
     @property
     def _half(self) -> SchedulerHalf:

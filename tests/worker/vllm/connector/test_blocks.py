@@ -14,10 +14,10 @@ from services.worker.vllm.connector.blocks import (
     MOST_UNPLACED,
     NEVER,
     VllmBlocks,
-    VllmPool,
 )
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.orders import EndLoad
+from services.worker.vllm.connector.pool import VllmPool
 from shared.hashing import ContentKey
 from tests.worker.vllm.connector.vllm_shaped import Pool
 

@@ -23,10 +23,10 @@ from typing import cast
 from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
-from services.worker.vllm.connector.blocks import VllmPool
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.kv_layout import TensorPlace, block_shape
 from services.worker.vllm.connector.orders import RankFacts
+from services.worker.vllm.connector.pool import VllmPool
 from services.worker.vllm.connector.scheduler_half import Identity, SchedulerHalf
 from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.worker_half import WorkerHalf
