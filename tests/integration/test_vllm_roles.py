@@ -13,6 +13,7 @@ from tests.integration.test_roles import (
     DECODERS,
     busy,
     client,
+    test_decode_workers_load_blocks_before_the_prompt_is_handed_over,
     test_decode_workers_load_what_the_prefill_worker_has_stored,
     test_explain_shows_both_halves_of_a_choice,
     test_whatever_is_lost_on_the_way_the_tokens_stay,
@@ -22,6 +23,7 @@ from tests.worker.vllm.environment import PYTHON, needs_vllm
 __all__ = (
     "busy",
     "client",
+    "test_decode_workers_load_blocks_before_the_prompt_is_handed_over",
     "test_decode_workers_load_what_the_prefill_worker_has_stored",
     "test_explain_shows_both_halves_of_a_choice",
     "test_whatever_is_lost_on_the_way_the_tokens_stay",
