@@ -16,10 +16,12 @@ from hypothesis import HealthCheck, settings
 
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
 from tests.tiers import MARKS, Tier, tier_of, tier_with_marks, tiers_of
-from tests.worker.vllm.environment import PYTHON
+from tests.worker.vllm.environment import ON_GPU, PYTHON
 
 # Tests start programs while gRPC's threads run. Its handlers of fork have kept such a child from its exec once.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+if ON_GPU:  # Triton's products of float32 numbers have ten bits otherwise, and tokens depend on the batch
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background jobs ignore it, and so would what tests start

@@ -19,7 +19,7 @@ from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm, run_there
+from tests.worker.vllm.environment import ON_DEVICE, ON_DEVICE_WORDS, PYTHON, needs_vllm, run_there
 
 pytestmark = needs_vllm
 LIMIT_S = 300.0
@@ -31,18 +31,21 @@ ARGUMENTS = {
     "num_gpu_blocks_override": "64",
     "max_model_len": "1024",
     "max_num_batched_tokens": "256",
+    **ON_DEVICE_WORDS,
 }
 ALONE = """
 import json
 from vllm import LLM, SamplingParams
-llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024,
+          **{more!r})
 out = llm.generate({{"prompt_token_ids": {prompt!r}}}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
 print(json.dumps(list(out[0].outputs[0].token_ids)))
 """
 OWN_LOGPROBS = """
 import json
 from vllm import LLM, SamplingParams
-llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024,
+          **{more!r})
 params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
 out = llm.generate({{"prompt_token_ids": {prompt!r}}}, params)[0]
 tokens = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
@@ -54,7 +57,7 @@ OWN_EMBEDDING = """
 import json
 from vllm import LLM
 llm = LLM({model!r}, runner="pooling", pooler_config={{"pooling_type": "MEAN"}}, enforce_eager=True, dtype="float32",
-          block_size=32, num_gpu_blocks_override=64, max_model_len=1024)
+          block_size=32, num_gpu_blocks_override=64, max_model_len=1024, **{more!r})
 print(json.dumps(llm.embed({{"prompt_token_ids": {prompt!r}}})[0].outputs.embedding))
 """
 
@@ -114,7 +117,7 @@ def post(services: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
     answer = ask(services, return_token_ids=True)
-    assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT))
+    assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT, more=ON_DEVICE))
 
 
 def test_a_seed_draws_the_same_tokens_each_time_also_after_a_prompt_of_several_steps(services: Fleet) -> None:
@@ -126,7 +129,7 @@ def test_a_seed_draws_the_same_tokens_each_time_also_after_a_prompt_of_several_s
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
-    own = run_there(OWN_LOGPROBS.format(model=str(model), prompt=PROMPT))
+    own = run_there(OWN_LOGPROBS.format(model=str(model), prompt=PROMPT, more=ON_DEVICE))
     answer = ask(services, echo=True, logprobs=2, max_tokens=3, n=2)
     for choice in answer["choices"]:
         found = choice["logprobs"]
@@ -198,7 +201,9 @@ def test_a_worker_for_embeddings_serves_next_to_others(services: Fleet, model: P
     assert again[0]["embedding"] == pytest.approx(vector, abs=1e-5)
     with pytest.raises(AssertionError, match=r"sampling\.pooling: last; this engine was started with mean"):
         post(services, "embeddings", body | {"pooling": "last"})
-    assert vector == pytest.approx(run_there(OWN_EMBEDDING.format(model=str(model), prompt=PROMPT)), abs=1e-5)
+    assert vector == pytest.approx(
+        run_there(OWN_EMBEDDING.format(model=str(model), prompt=PROMPT, more=ON_DEVICE)), abs=1e-5
+    )
     assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
     with pytest.raises(AssertionError, match="not every worker of 'vectors' generates text"):
         ask(services, model="vectors", max_tokens=1)

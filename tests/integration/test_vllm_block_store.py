@@ -13,7 +13,7 @@ import pytest
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
 
 pytestmark = needs_vllm
 LIMIT_S = 300.0
@@ -22,6 +22,7 @@ PROMPT = [5 + index * 7 % 250 for index in range(200)]
 STORED = 6
 """Blocks of the prompt that can be loaded."""
 ARGUMENTS = {"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "max_model_len": "512"}
+ARGUMENTS |= ON_DEVICE_WORDS
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.integration.test_operate import OperatedFleet, cached, reasons
 from tests.integration.test_vllm import cores
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1800)]
 LIMIT_S = 300.0
@@ -28,6 +28,7 @@ NAMESPACE = "vllm-faults"
 WORKERS = ("worker 1", "worker 2")
 TOKENS = 400
 ARGUMENTS = {"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "max_model_len": "1024"}
+ARGUMENTS |= ON_DEVICE_WORDS
 IDLE_S, PROBE_LIMIT_S, STALL_S = 2.0, 20.0, 20.0
 
 
@@ -209,12 +210,12 @@ def test_streams_go_on_while_workers_sleep_wake_and_are_cleared_in_turns(faulty:
     with ThreadPoolExecutor(3) as pool:
         streams = [pool.submit(stream) for _ in range(3)]
         try:
-            for _ in range(2):
+            for level in (1, 2):
                 for one in faulty.workers:
-                    assert faulty.command("sleep", one) == 0
+                    assert faulty.command("sleep", one, level=level) == 0
                     assert reasons(one) == ["this worker is asleep"]
                     eventually(lambda one=one: not cached(one), limit_s=LIMIT_S, what="it shows no blocks")  # type: ignore[misc]
-                    assert faulty.command("sleep", one) == 1, "it is asleep already"
+                    assert faulty.command("sleep", one, level=level) == 1, "it is asleep already"
                     assert faulty.command("wake", one) == 0
                     faulty.services.wait_ready(*WORKERS)
                     assert faulty.command("clear", one) == 0

@@ -21,7 +21,7 @@ from tests.integration.stack import ROOT, eventually
 from tests.integration.test_vllm import cores
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 LIMIT_S = 300.0
@@ -31,6 +31,7 @@ PROMPT = [5 + index * 7 % 250 for index in range(100)]
 ARGUMENTS = {
     **{"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "max_model_len": "1024"},
     **{"enable_lora": "true", "max_loras": "2", "max_lora_rank": "8"},
+    **ON_DEVICE_WORDS,
 }
 
 

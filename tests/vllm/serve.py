@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.vllm.kv_transfer import kv_transfer
 from tests.integration.stack import ROOT, eventually
 from tests.servers import free_port
-from tests.worker.vllm.environment import PYTHON
+from tests.worker.vllm.environment import ON_DEVICE, PYTHON
 
 LIMIT_S = 300.0
 BLOCK = 32
@@ -38,6 +38,15 @@ def connector(pool: Path, timeout_s: float = 2.0) -> dict[str, Any]:
     return transfer
 
 
+def serve_words(arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as words of the command line of `vllm serve`."""
+    return [
+        word
+        for name, value in arguments.items()
+        for word in (f"--{name.replace('_', '-')}", *(() if value is True else (str(value),)))
+    ]
+
+
 class Serve:
     """One `vllm serve`."""
 
@@ -58,7 +67,7 @@ class Serve:
         """Start, and wait until it serves."""
         words = ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
         words += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", "64", "--max-num-seqs", "8"]
-        words += ["--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"]
+        words += ["--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details", *serve_words(ON_DEVICE)]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 [PYTHON.with_name("vllm"), "serve", self.model, *words, *self._words],

@@ -13,7 +13,7 @@ from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 from tests.vllm.serve import BLOCK, LIMIT_S, Serve, connector
-from tests.worker.vllm.environment import needs_vllm
+from tests.worker.vllm.environment import needs_gpus, needs_vllm
 
 pytestmark = needs_vllm
 PROMPT = [5 + (index * 7 + 3) % 290 for index in range(400)]
@@ -68,7 +68,9 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup", [pytest.param(setup, marks=needs_gpus(2) if SETUPS[setup] else ()) for setup in SETUPS]
+)
 def test_blocks_come_back_and_the_answer_stays(
     setup: str, model: Path, kvbm: tuple[Path, Fleet], right: list[int], tmp_path: Path
 ) -> None:

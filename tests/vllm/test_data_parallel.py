@@ -18,11 +18,11 @@ from shared.messages.generate import Sampling
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.engine.driven_engine import DrivenEngine
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import PYTHON, needs_gpus, needs_vllm
 
 BLOCK = 32
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
-pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [needs_vllm, needs_gpus(2), pytest.mark.asyncio(loop_scope="module")]
 
 
 def prompt_of(number: int, length: int = 3 * BLOCK + 5) -> list[int]:

@@ -13,7 +13,8 @@ import urllib.request
 from pathlib import Path
 
 from tests.servers import free_port
-from tests.worker.vllm.environment import PYTHON, VARIABLES
+from tests.vllm.serve import serve_words
+from tests.worker.vllm.environment import ON_DEVICE, PYTHON, VARIABLES
 
 START_LIMIT_S = 300.0
 KEY = "sesame"
@@ -45,6 +46,7 @@ class VllmServer:
         kv_events |= {"endpoint": self.settings["events"], "replay_endpoint": self.settings["replay"]}
         self._flags = f"--host 127.0.0.1 --port {port} --api-key {KEY} --enforce-eager --dtype float32 --block-size 32"
         self._flags += " --num-gpu-blocks-override 64 --max-num-seqs 4 --scheduling-policy priority"
+        self._flags += "".join(f" {word}" for word in serve_words(ON_DEVICE))
         self._tables = ["--structured-outputs-config", '{"backend": "guidance"}']
         self._tables += ["--kv-events-config", json.dumps(kv_events)]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from deploy.local.install_vllm import device_of
+
 CHECKOUT = Path(__file__).parents[3]
 PYTHON = CHECKOUT / ".headrace" / "vllm" / "bin" / "python"
 VARIABLES = {
@@ -21,6 +23,20 @@ VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 needs_vllm = pytest.mark.vllm
+ON_GPU = PYTHON.exists() and device_of(PYTHON.parents[1]) == "cuda"
+"""Whether the vLLM that is installed computes on a GPU."""
+ON_DEVICE: dict[str, Any] = (
+    {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": True} if ON_GPU else {}
+)
+"""Arguments that every engine of a test gets. Engines share a GPU, so that none may look how much memory is free."""
+ON_DEVICE_WORDS = {name: str(value).lower() for name, value in ON_DEVICE.items()}
+"""The same as texts, for command lines."""
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skip a test of several ranks, which need a GPU each, if vLLM computes on fewer GPUs."""
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return pytest.mark.skipif(ON_GPU and found < count, reason=f"vLLM needs {count} GPUs for it; there are {found}")
 
 
 def run_there(code: str) -> Any:
