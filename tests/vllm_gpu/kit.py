@@ -8,7 +8,7 @@ The machine has torch 2.11, transformers, CuPy, pytest and NumPy, which both env
 unpacks. vLLM 0.32's metadata asks for torch 2.13, but its libraries use torch's stable interface alone, and its Python
 code has the branches for 2.11.
 
-Of the wheel's 330 MB the archives hold what one H200 runs: FlashAttention 3 for heads of 64 and 128 in 16 bits, and the
+The archives hold what one H200 runs of the wheel's 330 MB: FlashAttention 3 for heads of 64 and 128 in 16 bits, and the
 other kernels but those of a few models. In their fat binaries the code of all else becomes zeros, which compress to
 nothing; CUDA does not read code before it is called. --ptx keeps the intermediate code of
 kernels that were compiled for older GPUs alone, which the driver then compiles: Marlin's, of quantised weights.
@@ -22,6 +22,7 @@ import json
 import lzma
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -33,6 +34,7 @@ import venv
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +47,7 @@ ENVIRONMENTS = {VLLM: ROOT / ".headrace" / "vllm", SERVICES: ROOT / ".venv"}
 FILES, PROGRAMS = "files", "programs"
 """The two directories of an archive."""
 TOKENIZER = "tokenizer"
-"""The folder beside the archives with the tokenizer of the benchmarks' models."""
+"""The folder others the archives with the tokenizer of the benchmarks' models."""
 VERSION = "0.32.0"
 SM_90 = 90
 LEFT_OUT = (
@@ -121,7 +123,9 @@ TESTS = (
 """The tests that run on a GPU, those that take longest first."""
 NOT_THERE = "not native and not echo and not simulated"
 """The engines of the contract that need no GPU."""
-AT_ONCE = 6
+AT_ONCE = 8
+END_S = 30.0
+"""Seconds that tests get to end their processes after an interrupt."""
 LOG_BYTES = 200_000
 _PLATFORMS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 34)))
 _MAGIC = struct.pack("<I", 0xBA55ED50)
@@ -240,9 +244,10 @@ def files_of(wheel: Path) -> Iterator[tuple[str, bytes, bool]]:
 def _write(archive: Archive, *, ptx: bool, preset: int) -> int:
     """Write an archive; return its bytes."""
     path = ARCHIVES / f"{archive.name}.tar.xz"
+    part = path.with_suffix(".part")
     filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": preset}]
     with (
-        lzma.open(path, "wb", format=lzma.FORMAT_XZ, filters=filters) as out,
+        lzma.open(part, "wb", format=lzma.FORMAT_XZ, filters=filters) as out,
         tarfile.open(fileobj=out, mode="w|") as tar,
     ):
         for wheel in archive.wheels:
@@ -253,6 +258,7 @@ def _write(archive: Archive, *, ptx: bool, preset: int) -> int:
                 entry = tarfile.TarInfo(f"{PROGRAMS if program else FILES}/{name}")
                 entry.size, entry.mode = len(kept), 0o755 if program else 0o644
                 tar.addfile(entry, io.BytesIO(kept))
+    part.rename(path)
     return path.stat().st_size
 
 
@@ -285,7 +291,7 @@ def unpack() -> None:
     """Make both environments of the archives, for the Python that runs this, whose packages they see too."""
     begun_s = time.monotonic()
     own = sysconfig.get_path("purelib")
-    beside: list[str] = [own]
+    others: list[str] = [own]
     for name, directory in ENVIRONMENTS.items():
         shutil.rmtree(directory, ignore_errors=True)
         venv.create(directory, symlinks=True)
@@ -293,8 +299,8 @@ def unpack() -> None:
         with ThreadPoolExecutor() as threads:
             parts = sorted(ARCHIVES.glob(f"{name}-*.tar.xz"))
             list(threads.map(lambda part, at=directory, to=packages: _unpack(part, to, at / "bin"), parts))  # type: ignore[misc]
-        (packages / "machine.pth").write_text("\n".join([*beside, WITHOUT_FLASHINFER, ""]))
-        beside.insert(0, str(packages))
+        (packages / "machine.pth").write_text("\n".join([*others, WITHOUT_FLASHINFER, ""]))
+        others.insert(0, str(packages))
         subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(packages)], stdout=-3, check=False)
     server = ENVIRONMENTS[VLLM] / "bin" / "vllm"
     server.write_text(f"#!{ENVIRONMENTS[VLLM]}/bin/python\nfrom vllm.entrypoints.cli.main import main\nmain()\n")
@@ -320,22 +326,30 @@ def _unpack(archive: Path, packages: Path, programs: Path) -> None:
 # --- testing
 
 
-def test(out: Path, words: Sequence[str]) -> int:
+def test(out: Path, limit_s: float, words: Sequence[str]) -> int:
     """Run TESTS, or what the words say to pytest, several files at once. Return pytest's exit status.
 
     `out` gets the report `tests.xml` and the ends of all logs. The tests' files lie in memory, since a GPU copies at
     full speed only to memory that it can pin."""
     folder = Path("/dev/shm/headrace-tests")
-    pytest = [str(ENVIRONMENTS[SERVICES] / "bin" / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+    python = str(ENVIRONMENTS[SERVICES] / "bin" / "python")
+    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short"]
     how = ["-n", str(AT_ONCE), "--dist", "loadfile", "--basetemp", str(folder), "--junitxml", str(out / "tests.xml")]
-    ran = subprocess.run([*pytest, *how, *(words or (*TESTS, "-k", NOT_THERE))], cwd=ROOT, check=False)
+    with subprocess.Popen([*pytest, *how, *(words or (*TESTS, "-k", NOT_THERE))], cwd=ROOT) as running:
+        try:
+            running.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGINT)  # it reports what has ended
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(END_S)
+            running.kill()
     with tarfile.open(out / "logs.tar.xz", "w:xz") as logs:
         for log in sorted(folder.rglob("*.log")):
             end = log.read_bytes()[-LOG_BYTES:]
             entry = tarfile.TarInfo(str(log.relative_to(folder)))
             entry.size = len(end)
             logs.addfile(entry, io.BytesIO(end))
-    return ran.returncode
+    return running.returncode
 
 
 def main() -> int:
@@ -345,6 +359,7 @@ def main() -> int:
     )
     parser.add_argument("what", choices=("pack", "unpack", "test"))
     parser.add_argument("--out", type=Path, default=Path(), help="where the report of the tests goes")
+    parser.add_argument("--limit-s", type=float, default=520.0, help="seconds after which tests are interrupted")
     parser.add_argument("--ptx", action="store_true", help="keep what quantised weights need")
     parser.add_argument("--preset", type=int, default=6, help="of xz: 1 is four times as fast, and a tenth larger")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), f"vllm-kit-{VERSION}"))
@@ -352,7 +367,7 @@ def main() -> int:
     if words and flags.what != "test":
         parser.error(f"unknown: {' '.join(words)}")
     if flags.what == "test":
-        return test(flags.out, words)
+        return test(flags.out, flags.limit_s, words)
     if flags.what == "pack":
         pack(flags.work, ptx=flags.ptx, preset=flags.preset)
     else:
