@@ -18,7 +18,7 @@ from tests.integration.test_roles import (
     test_explain_shows_both_halves_of_a_choice,
     test_whatever_is_lost_on_the_way_the_tokens_stay,
 )
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
 
 __all__ = (
     "busy",
@@ -33,6 +33,7 @@ START_S = 600.0
 """Seconds that four vLLMs may take to start on a busy machine."""
 ENGINE = ("--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1", "--stall-s", "120")
 ARGUMENTS = {"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "1024", "max_model_len": "8192"}
+ARGUMENTS |= ON_DEVICE_WORDS
 
 
 @pytest.fixture(scope="module")

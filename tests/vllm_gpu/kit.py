@@ -111,6 +111,7 @@ PACKAGES = {
     ),
 }
 TESTS = (
+    "tests/integration/test_vllm_roles.py",
     "tests/integration/test_vllm_faults.py",
     "tests/vllm_gpu",
     "tests/vllm/test_connector.py",
