@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -127,6 +127,8 @@ class TraceConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ServiceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings that every service has."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {}
+    """Setting that an earlier version had → what to do instead, for the error of a configuration that still has it."""
     namespace: str = "default"
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
@@ -205,7 +207,7 @@ def _check_keys(schema: type[Struct], settings: Mapping[str, Any], where: str, a
     known = {field.name: field.type for field in fields(schema)}
     for key, value in settings.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {above}{key}; {_instead(key, known)}")
+            raise ConfigError(f"{where}: unknown key {above}{key}; {_instead(schema, key, known)}")
         table = known[key]
         if isinstance(table, type) and issubclass(table, Struct):
             if not isinstance(value, Mapping):
@@ -221,8 +223,13 @@ MOST_SHOWN = 64
 """The maximum number of characters of a wrong word in an error."""
 
 
-def _instead(name: str, known: Iterable[str]) -> str:
-    """Return what an unknown name may be meant to be: the nearest names, or all if they are few."""
+def _instead(schema: type[Struct], name: str, known: Iterable[str]) -> str:
+    """Return what to do instead of a setting that was removed, or what an unknown name may be meant to be: the nearest
+    names, or all if they are few."""
+    setting = name.removeprefix(PREFIX).strip("-").replace("-", "_").lower()
+    removed: Mapping[str, str] = getattr(schema, "REMOVED", {})
+    if setting in removed:
+        return removed[setting]
     import difflib  # imported here, since only a mistake needs it
 
     names = sorted(known)
@@ -274,7 +281,7 @@ def _from_environment(schema: type[Struct], environ: Mapping[str, str]) -> Itera
             except UnicodeDecodeError:  # the text of this error would show the secret
                 raise ConfigError(f"{name}: {text}: not UTF-8") from None
         else:
-            raise ConfigError(f"unknown environment variable {name}; {_instead(name, known)}")
+            raise ConfigError(f"unknown environment variable {name}; {_instead(schema, name, known)}")
 
 
 def _parse_flags(
@@ -290,7 +297,7 @@ def _parse_flags(
         if name != "--config" and name not in known and entry is None:
             names = [flag if name == typed else "--" + ".".join(path) for flag, (path, _) in known.items()]
             names = [each for each in names if not each.endswith(SECRETS)]
-            raise ConfigError(f"{typed}: no such setting; {_instead(typed, ['--config', *names])}")
+            raise ConfigError(f"{typed}: no such setting; {_instead(schema, typed, ['--config', *names])}")
         if not equals:
             following = next(words, None)
             if following is None:

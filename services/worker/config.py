@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, field
@@ -220,6 +221,9 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker: one engine, one model."""
 
+    REMOVED: ClassVar[Mapping[str, str]] = {
+        "connectors": "kvbm.pool alone gives vLLM our connector; others are set by vllm.kv_transfer_config, without it"
+    }
     model: str
     """A Hugging Face directory or a GGUF file."""
     model_name: str = ""
@@ -269,10 +273,6 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
     """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
-    connectors: tuple[Literal["headrace", "nixl", "lmcache"], ...] = ()
-    """KV connectors of vLLM, in the order in which they are asked for blocks: headrace (kvbm, at kvbm.pool), nixl,
-    which moves no block, since requests have no kv_transfer_params, and lmcache. Empty means headrace if kvbm.pool is
-    set, else none."""
     engine_metrics: tuple[str, ...] = ENGINE_METRICS
     """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty if there is
     none."""
@@ -299,7 +299,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(fault)
         if self.engine == "attached" and self.kvbm.pool:
             raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
-        if fault := self._connectors_fault():
+        if fault := self._connector_fault():
             raise ValueError(fault)
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
@@ -337,21 +337,14 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             )
         return ""
 
-    def _connectors_fault(self) -> str:
-        """Return which settings of vLLM's connectors contradict each other. Empty if none do."""
-        if self.connectors and self.engine != "vllm":
-            return f"connectors is set, but engine is {self.engine}; they are vLLM's"
-        if len(set(self.connectors)) < len(self.connectors):
-            return f"connectors names one twice: {', '.join(self.connectors)}"
-        if "headrace" in self.connectors and not self.kvbm.pool:
-            return "connectors has headrace, but kvbm.pool is empty"
-        if self.connectors and self.kvbm.pool and "headrace" not in self.connectors:
-            return f"kvbm.pool is set, but connectors is {', '.join(self.connectors)}, without headrace"
-        if self.engine == "vllm" and self.kvbm.pool and self.kvbm.offload == "evicted":
+    def _connector_fault(self) -> str:
+        """Return which settings of vLLM's connector contradict each other. Empty if none do."""
+        if self.engine != "vllm" or not self.kvbm.pool:
+            return ""
+        if self.kvbm.offload == "evicted":
             return "kvbm.offload is evicted, which vLLM does not show; set filled or off"
-        given = "kv_transfer_config" in self.vllm or "kv-transfer-config" in self.vllm
-        if given and (self.connectors or self.kvbm.pool):
-            return "vllm.kv_transfer_config is set, and so are connectors or kvbm.pool; set one of them"
+        if "kv_transfer_config" in self.vllm or "kv-transfer-config" in self.vllm:
+            return "vllm.kv_transfer_config is set, and so is kvbm.pool; set one of them"
         return ""
 
     @property

@@ -1,4 +1,4 @@
-"""Which KV connectors vLLM is started with, from the worker's settings; what ours says in vLLM's statistics. Pure."""
+"""Which KV connector vLLM is started with, from the worker's settings; what ours says in vLLM's statistics. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Exchanged, KvbmLink
 
 CONNECTOR_MODULE = "services.worker.vllm.connector.connector"
-OTHERS = {"nixl": "NixlConnector", "lmcache": "LMCacheConnectorV1"}
-"""Our name of another connector → vLLM's."""
 LINK = "link"
 """The entry of our statistics that has the link to the kvbm."""
 STORED = "stored"
@@ -52,24 +50,10 @@ def hand_over_name(params: object) -> str:
 
 
 def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
-    """Return the fields of vLLM's KVTransferConfig. None means no connector."""
-    names = config.connectors or (("headrace",) if config.kvbm.pool else ())
-    children = [_one(name, config) for name in names]
-    if len(children) < 2:
-        return children[0] if children else None
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": children},
-    }
-
-
-def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
-    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    if name != "headrace":
-        return {"kv_connector": OTHERS[name], **common}
+    """Return the fields of vLLM's KVTransferConfig. None means no connector of ours."""
     kvbm = config.kvbm
+    if not kvbm.pool:
+        return None
     given = {
         "pool": kvbm.pool,
         "offload": kvbm.offload,
@@ -90,7 +74,8 @@ def _one(name: str, config: WorkerConfig) -> dict[str, Any]:
     return {
         "kv_connector": "HeadraceConnector",
         "kv_connector_module_path": CONNECTOR_MODULE,
-        **common,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": given,
     }
 

@@ -42,6 +42,11 @@ NOT_BUILT: list[tuple[type[Struct], Decode, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("struct", [ChatRequest, CompletionRequest])
+def test_no_client_sets_parameters_of_vllms_kv_transfer(struct: type[Struct]) -> None:
+    assert fields_not_built(struct)["kv_transfer_params"] == ({},)  # so anything else is refused, as the next test says
+
+
 @pytest.mark.parametrize(("struct", "decode", "body", "where"), NOT_BUILT)
 def test_a_field_that_is_not_built_is_accepted_only_with_values_that_ask_for_nothing(
     struct: type[Struct], decode: Decode, body: dict[str, Any], where: str

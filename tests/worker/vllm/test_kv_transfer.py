@@ -21,6 +21,8 @@ from services.worker.vllm.kv_transfer import (
     kv_transfer,
     sum_exchanged,
 )
+from shared.config import load
+from shared.errors import ConfigError
 
 POOL = {"pool": "/dev/shm/p"}
 
@@ -29,7 +31,7 @@ def worker(**fields: Any) -> WorkerConfig:
     return msgspec.convert({"model": "m", "engine": "vllm", **fields}, WorkerConfig)
 
 
-def test_without_a_pool_or_connectors_vllm_has_none() -> None:
+def test_without_a_pool_vllm_has_none() -> None:
     assert kv_transfer(worker()) is None
 
 
@@ -49,25 +51,19 @@ def test_a_pool_alone_means_our_connector_with_the_workers_settings() -> None:
     assert read_settings(kv_transfer(worker(kvbm=POOL))["kv_connector_extra_config"]).wait_s == 1.0  # type: ignore[index]
 
 
-def test_several_connectors_are_a_chain_in_their_order() -> None:
-    chain = kv_transfer(worker(connectors=["nixl", "headrace"], kvbm=POOL))
-    assert chain is not None
-    assert (chain["kv_connector"], chain["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
-    children = chain["kv_connector_extra_config"]["connectors"]
-    assert [child["kv_connector"] for child in children] == ["NixlConnector", "HeadraceConnector"]
-    alone = kv_transfer(worker(connectors=["lmcache"]))
-    assert alone is not None
-    assert alone["kv_connector"] == "LMCacheConnectorV1"
+def test_a_setting_that_was_removed_says_what_to_do_instead() -> None:
+    for flags in (["--connectors", "nixl"], ["--connectors=headrace"]):
+        with pytest.raises(
+            ConfigError, match=r"no such setting; kvbm\.pool alone .* by vllm\.kv_transfer_config, without"
+        ):
+            load(WorkerConfig, environ={}, flags=["--model", "m", *flags])
+    with pytest.raises(ConfigError, match=r"HEADRACE_CONNECTORS; kvbm\.pool alone"):
+        load(WorkerConfig, environ={"HEADRACE_CONNECTORS": "nixl"}, flags=["--model", "m"])
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"connectors": ["headrace"]}, "connectors has headrace, but kvbm.pool is empty"),
-        ({"connectors": ["nixl"], "kvbm": POOL}, "without headrace"),
-        ({"connectors": ["nixl", "nixl"]}, "names one twice"),
-        ({"connectors": ["nixl"], "engine": "native"}, "they are vLLM's"),
-        ({"connectors": ["lustre"]}, "Invalid enum value 'lustre'"),
         ({"kvbm": POOL | {"offload": "evicted"}}, "kvbm.offload is evicted"),
         ({"kvbm": POOL, "vllm": {"kv_transfer_config": "{}"}}, "set one of them"),
         ({"kvbm": POOL, "engine": "attached", "attached": {"url": "http://h:1"}}, "the attached engine exchanges no"),
