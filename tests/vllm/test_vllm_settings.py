@@ -17,18 +17,20 @@ from services.worker.vllm.settings import engine_args
 from services.worker.vllm.version import check
 import vllm
 
-def shown(vllm={}, ours={}, model="/", **fields):
+def shown(vllm={}, ours={}, model="/", on_cpu=True, **fields):
     try:
-        a = engine_args(WorkerConfig(model=model, engine="vllm", vllm=vllm, **fields), on_cpu=True, ours=ours)
+        a = engine_args(WorkerConfig(model=model, engine="vllm", vllm=vllm, **fields), on_cpu=on_cpu, ours=ours)
     except ConfigError as wrong:
         return str(wrong)
     return {name: getattr(a, name) for name in ("model", "max_num_seqs", "block_size", "enable_prefix_caching",
-        "scheduling_policy", "enforce_eager", "gpu_memory_utilization", "max_model_len", "lora_target_modules")
+        "scheduling_policy", "enforce_eager", "dtype", "gpu_memory_utilization", "max_model_len", "lora_target_modules")
         } | {"backend": a.structured_outputs_config.backend}
 
 print(json.dumps({
     "version": check(vllm.__version__),
     "plain": shown(),
+    "gpu": shown(on_cpu=False),
+    "quantised": shown(model=QUANTISED),
     "text": shown({"max_num_seqs": "7", "enforce-eager": "true", "gpu_memory_utilization": "0.5",
                    "max_model_len": "4k", "block_size": 64}, ours={"max_model_len": 99}),
     "types": shown({"enforce_eager": False, "lora_target_modules": ["a", "b"], "gpu_memory_utilization": 0.25}),
@@ -53,19 +55,28 @@ print(json.dumps({
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     file: Path = tmp_path_factory.mktemp("args") / "vllm.yaml"
     file.write_text("max-num-seqs: 5\nenforce-eager: true\nmax_model_len: 128\n")
-    result: dict[str, object] = json.loads(run_script(f"FILE = {str(file)!r}\n{SCRIPT}").splitlines()[-1])
+    quantised = file.parent / "quantised"
+    quantised.mkdir()
+    (quantised / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    names = f"FILE, QUANTISED = {str(file)!r}, {str(quantised)!r}"
+    result: dict[str, object] = json.loads(run_script(f"{names}\n{SCRIPT}").splitlines()[-1])
     return result
 
 
 def test_values_arrive_typed(found: dict[str, object]) -> None:
     assert found["version"] is None
     plain = {"model": "/", "max_num_seqs": 64, "block_size": 32, "enable_prefix_caching": True}
-    plain |= {"scheduling_policy": "priority", "backend": "guidance"}
+    plain |= {"scheduling_policy": "priority", "backend": "guidance", "dtype": "float32", "enforce_eager": True}
+    gpu = {"block_size": 16, "dtype": "auto", "enforce_eager": False}
+    quantised = {"dtype": "auto", "enforce_eager": True}
     text = {"max_num_seqs": 7, "enforce_eager": True, "gpu_memory_utilization": 0.5, "block_size": 64}
     text |= {"max_model_len": 99}
     types = {"enforce_eager": False, "lora_target_modules": ["a", "b"], "gpu_memory_utilization": 0.25}
     file = {"max_num_seqs": 3, "enforce_eager": True, "max_model_len": 128}
-    for case, wanted in (("plain", plain), ("text", text), ("types", types), ("file", file)):
+    for case, wanted in (
+        *(("plain", plain), ("gpu", gpu), ("quantised", quantised)),
+        *(("text", text), ("types", types), ("file", file)),
+    ):
         shown = found[case]
         assert isinstance(shown, dict), shown
         assert {name: shown[name] for name in wanted} == wanted

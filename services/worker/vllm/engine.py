@@ -22,7 +22,7 @@ from typing import Any, assert_never
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, VLLMClientError
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -205,9 +205,7 @@ class VllmEngine:
 
     async def _add(self, rank: EngineRank, key: str, submit: Submit, *, hands_over: bool) -> None:
         continued = len(submit.tokens) // 4 - submit.prompt_tokens
-        prompt = TokensPrompt(prompt_token_ids=token_array(submit.tokens).tolist())
-        if submit.salt:
-            prompt["cache_salt"] = submit.salt
+        prompt = tokens_input(token_array(submit.tokens).tolist(), cache_salt=submit.salt or None)
         sampling = submit.sampling
         try:
             params: Any

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 WARM_LIMIT_S = 600.0
 """Seconds that the first prefill and decode may take: kernels may be compiled for them."""
+NO_COMPILER = "TORCH_COMPILE_DISABLE"
+"""The environment variable with which torch compiles nothing in vLLM's processes: else the first request for log
+probabilities waits until a kernel of vLLM's is compiled, which also needs a C++ compiler on a CPU."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -189,6 +192,8 @@ def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
     args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
     if args.runner == "pooling" and settings.role != "aggregated":
         raise ConfigError(f"role is {settings.role}, but vllm.runner is pooling: embeddings are not handed over")
+    if current_platform.is_cpu() and args.enforce_eager:
+        os.environ.setdefault(NO_COMPILER, "1")
     if args.runner == "pooling" and args.pooler_config is None:
         args.pooler_config = _pooler(settings)
     return args

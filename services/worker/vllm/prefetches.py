@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -49,9 +49,7 @@ class Prefetches:
 
     async def begin(self, key: str, expected: Submit, lora: LoRARequest | None) -> None:
         """Have vLLM keep a request for an accepted prompt. Raise what vLLM raises."""
-        prompt = TokensPrompt(prompt_token_ids=token_array(expected.tokens).tolist())
-        if expected.salt:
-            prompt["cache_salt"] = expected.salt
+        prompt = tokens_input(token_array(expected.tokens).tolist(), cache_salt=expected.salt or None)
         params = SamplingParams(
             max_tokens=1,
             output_kind=RequestOutputKind.DELTA,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm.inputs import TokensPrompt
+from vllm.inputs import tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,8 +41,9 @@ class Prober:
         """How many operations are under way; idle ranks are not probed meanwhile."""
 
     async def probe(self, limit_s: float, ranks: Iterable[EngineRank]) -> None:
-        """Have these ranks compute a prefill and a decode each. Raise TimeoutError, and what vLLM raises."""
-        await asyncio.gather(*(self._probe(limit_s, rank) for rank in ranks))
+        """Have these ranks compute a prefill and a decode each, with log probabilities, since vLLM compiles a kernel
+        for the first ones. Raise TimeoutError, and what vLLM raises."""
+        await asyncio.gather(*(self._probe(limit_s, rank, logprobs=1) for rank in ranks))
 
     async def probe_idle(self, rank: EngineRank) -> None:
         """Probe a rank that is idle, unless it is being probed, and report the outcome. Raise Unavailable if it
@@ -66,10 +67,10 @@ class Prober:
         if failed:
             raise Unavailable(failed)
 
-    async def _probe(self, limit_s: float, rank: EngineRank) -> None:
+    async def _probe(self, limit_s: float, rank: EngineRank, *, logprobs: int | None = None) -> None:
         self._count += 1
         name = f"probe-{self._count}"
-        prompt = TokensPrompt(prompt_token_ids=list(self._config.prompt), cache_salt=SALT)
+        prompt = tokens_input(list(self._config.prompt), cache_salt=SALT)
         params: Any
         if self._pooling:
             params = PoolingParams(task="embed")
@@ -78,6 +79,7 @@ class Prober:
                 max_tokens=self._config.max_tokens,
                 ignore_eos=True,
                 detokenize=False,
+                logprobs=logprobs,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
         try:

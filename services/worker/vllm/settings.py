@@ -11,14 +11,18 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from services.worker.config import WorkerConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelError
+from shared.model_files.config_json import read_config_json
 from shared.vllm_args import read_file
 
 CPU_BLOCK = 32
 """Tokens of a block on a CPU where `block_size` is the worker's default: vLLM wants multiples of 32 there."""
+COMPILING = {"enforce_eager", "compilation_config", "optimization_level"}
+"""Arguments that say whether and how vLLM compiles a model. Without them it does not on a CPU."""
 OURS = {
     "kv_events_config": "the worker sets it",
     "model": "set the worker's model",
@@ -77,15 +81,28 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
     return ""
 
 
-def recommended(config: WorkerConfig, *, on_cpu: bool) -> dict[str, Any]:
+def recommended(config: WorkerConfig) -> dict[str, Any]:
     """Return the arguments that come from the worker's settings. *Pure.*"""
-    block = config.block_size
-    if on_cpu and block == WorkerConfig(model="").block_size:
-        block = CPU_BLOCK
     needed = {name: value for name, (value, _) in NEEDED.items()}
     if config.capacity_blocks:
         needed["num_gpu_blocks_override"] = config.capacity_blocks
-    return {"model": config.model, "max_num_seqs": config.max_running, "block_size": block, **needed}
+    return {"model": config.model, "max_num_seqs": config.max_running, "block_size": config.block_size, **needed}
+
+
+def recommended_on_cpu(config: WorkerConfig, given: Collection[str], *, quantised: bool) -> dict[str, Any]:
+    """Return the arguments that differ on a CPU. `given` are the names of those that the user sets; `quantised`: the
+    model's weights are, whose kernels refuse float32. *Pure.*
+
+    vLLM's own choice is bfloat16, in which a small model's greedy answer is another one than in float32. It also
+    compiles the model, which takes longer than all the rest of its start."""
+    chosen: dict[str, Any] = {}
+    if config.block_size == WorkerConfig(model="").block_size:
+        chosen["block_size"] = CPU_BLOCK
+    if not quantised and "quantization" not in given:
+        chosen["dtype"] = "float32"
+    if not COMPILING & set(given):
+        chosen["enforce_eager"] = True
+    return chosen
 
 
 def spare_slot(given: Mapping[str, Any]) -> dict[str, int]:
@@ -129,12 +146,23 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
         where = f"{source['structured_outputs_config']}.structured_outputs_config.backend"
         raise ConfigError(f"{where}: {structured.backend}: only guidance is supported: frontends write its grammars")
     given["structured_outputs_config"] = dataclasses.replace(structured, backend="guidance")
+    defaults, last = recommended(config), {}
+    if on_cpu:
+        defaults |= recommended_on_cpu(config, given, quantised=_quantised(Path(config.model)))
+        last = spare_slot(given)
     try:
-        return AsyncEngineArgs(
-            **{**recommended(config, on_cpu=on_cpu), **given, **(spare_slot(given) if on_cpu else {}), **ours}
-        )
+        return AsyncEngineArgs(**{**defaults, **given, **last, **ours})
     except (ValueError, OSError) as wrong:  # also a model that is no directory, offline
         raise ConfigError(f"vllm: vLLM refuses its arguments: {' '.join(str(wrong).split())}") from None
+
+
+def _quantised(model: Path) -> bool:
+    """Return whether a model's config.json says that its weights are quantised. False if there is no such file, about
+    which vLLM has words of its own."""
+    try:
+        return bool(read_config_json(model).settings.get("quantization_config"))
+    except ModelError:
+        return False
 
 
 def words(option: str, value: Any, *, takes_flag: bool, needs_word: bool) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import fields
 
-from services.worker.vllm.settings import NEEDED, OURS
+from services.worker.vllm.settings import COMPILING, NEEDED, OURS
 from shared.messages.kv_events import BlockRemoved, BlockStored
 
 Parameters = tuple[str, ...]
@@ -118,6 +118,10 @@ ENGINE: Table = {
         passes=(
             *OURS,
             *NEEDED,
+            *sorted(COMPILING),
+            "dtype",
+            "quantization",
+            "otlp_traces_endpoint",
             "max_num_seqs",
             "block_size",
             "num_gpu_blocks_override",
@@ -161,7 +165,7 @@ ENGINE: Table = {
     "vllm.exceptions:GenerationError": Used(),
     "vllm.exceptions:VLLMClientError": Used(),
     "vllm.exceptions:VLLMValidationError": Used(),
-    "vllm.inputs:TokensPrompt": Used(passes=("prompt_token_ids", "cache_salt")),
+    "vllm.inputs:tokens_input": Used(passes=("prompt_token_ids", "/", "cache_salt")),
     "vllm.outputs:RequestOutput": Used(
         reads=("outputs", "prompt_logprobs", "prompt_token_ids", "num_cached_tokens", "metrics", "finished")
     ),

@@ -8,13 +8,40 @@ from typing import Any
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.vllm.settings import contradiction, parsed, recommended, spare_slot, unknown, words
+from services.worker.vllm.settings import (
+    contradiction,
+    parsed,
+    recommended,
+    recommended_on_cpu,
+    spare_slot,
+    unknown,
+    words,
+)
+
+
+def on_cpu(*given: str, quantised: bool = False) -> dict[str, Any]:
+    return recommended_on_cpu(WorkerConfig(model="m"), given, quantised=quantised)
 
 
 def test_block_size_of_a_cpu() -> None:
-    assert recommended(WorkerConfig(model="m"), on_cpu=True)["block_size"] == 32
-    assert recommended(WorkerConfig(model="m"), on_cpu=False)["block_size"] == 16
-    assert recommended(WorkerConfig(model="m", block_size=64), on_cpu=True)["block_size"] == 64
+    assert recommended(WorkerConfig(model="m"))["block_size"] == 16
+    assert on_cpu()["block_size"] == 32
+    assert "block_size" not in recommended_on_cpu(WorkerConfig(model="m", block_size=64), (), quantised=False)
+
+
+def test_on_a_cpu_the_first_answer_is_right_and_soon() -> None:
+    assert on_cpu() == {"block_size": 32, "dtype": "float32", "enforce_eager": True}
+    assert not {"dtype", "enforce_eager"} & recommended(WorkerConfig(model="m")).keys()
+
+
+@pytest.mark.parametrize("asked", ["enforce_eager", "compilation_config", "optimization_level"])
+def test_who_says_how_to_compile_gets_that_on_a_cpu_too(asked: str) -> None:
+    assert "enforce_eager" not in on_cpu(asked)
+
+
+def test_kernels_of_quantised_weights_keep_their_own_type() -> None:
+    assert "dtype" not in on_cpu(quantised=True)
+    assert "dtype" not in on_cpu("quantization")
 
 
 def test_unknown_arguments_are_refused() -> None:
