@@ -8,11 +8,14 @@ from services.worker.config import WorkerConfig
 from services.worker.model.card import served_name
 from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from services.worker.service import serve
-from shared.errors import ModelError
+from services.worker.vllm.sizes import sizes_fault, written
+from shared.errors import ConfigError, ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
+from shared.model_files.config_json import read_config_json
 from shared.model_files.templates import read_templates
 from shared.model_files.tokenizer import complete_tokenizer
 from shared.runtime.lifecycle import run
+from shared.vllm_args import read_file
 
 CLOSING_S = 15.0
 """Seconds after the drain for the engine's end, the last frames and the registration."""
@@ -53,6 +56,10 @@ def check_files(config: WorkerConfig) -> None:
 def _check_directory(source: Path, config: WorkerConfig) -> None:
     if config.engine not in ("native", "vllm"):  # vLLM reads what only it knows of
         facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
+    if config.engine == "vllm":
+        arguments = written({"vllm_args": read_file(config.vllm_args), "vllm": config.vllm})
+        if fault := sizes_fault(read_config_json(source).settings, arguments):
+            raise ConfigError(fault)
     from tokenizers import Tokenizer
 
     file = source / "tokenizer.json"

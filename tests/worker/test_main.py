@@ -168,3 +168,14 @@ def test_a_worker_that_is_asked_to_check_ends_with_a_status_and_needs_no_nats(tm
     assert asked.stderr.startswith(f"headrace-worker: {model}/config.json: architecture GPT2LMHeadModel is not supp")
     assert asked.stderr.count("\n") == 1
     assert subprocess.run((*ask, "--check-settings"), check=False, capture_output=True).returncode == 0
+
+
+def test_sizes_of_vllm_that_do_not_divide_the_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", hidden=128, heads=2)
+    file = tmp_path / "vllm.yaml"
+    file.write_text("tensor-parallel-size: 4\n")
+    with pytest.raises(
+        ConfigError, match=r"^vllm_args\.tensor-parallel-size: 4 does not divide the model's 2 attention"
+    ):
+        check_files(WorkerConfig(model=str(model), engine="vllm", vllm_args=str(file)))
+    check_files(WorkerConfig(model=str(model), engine="vllm", vllm_args=str(file), vllm={"tensor_parallel_size": "2"}))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.config import WorkerConfig
+from services.worker.vllm.sizes import sizes_fault
 from shared.errors import ConfigError, ModelError
 from shared.model_files.config_json import read_config_json
 from shared.vllm_args import read_file
@@ -83,9 +84,11 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
 
 def recommended(config: WorkerConfig) -> dict[str, Any]:
     """Return the arguments that come from the worker's settings. *Pure.*"""
-    needed = {name: value for name, (value, _) in NEEDED.items()}
+    needed: dict[str, Any] = {name: value for name, (value, _) in NEEDED.items()}
     if config.capacity_blocks:
         needed["num_gpu_blocks_override"] = config.capacity_blocks
+    if config.trace.endpoint:
+        needed["otlp_traces_endpoint"] = config.trace.endpoint
     return {"model": config.model, "max_num_seqs": config.max_running, "block_size": config.block_size, **needed}
 
 
@@ -139,7 +142,9 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
                 raise ConfigError(f"{where}.{written}: given twice, also as {name}")
             given[name] = parsed(parser, actions[name], value, f"{where}.{name}")
             source[name] = where
-    if fault := contradiction(given, config, source):
+    model = _model_settings(Path(config.model))
+    sizes = {name: (f"{source[name]}.{name}", value) for name, value in given.items()}
+    if fault := contradiction(given, config, source) or sizes_fault(model, sizes):
         raise ConfigError(fault)
     structured = given.setdefault("structured_outputs_config", StructuredOutputsConfig())
     if structured.backend not in ("auto", "guidance"):
@@ -148,7 +153,7 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
     given["structured_outputs_config"] = dataclasses.replace(structured, backend="guidance")
     defaults, last = recommended(config), {}
     if on_cpu:
-        defaults |= recommended_on_cpu(config, given, quantised=_quantised(Path(config.model)))
+        defaults |= recommended_on_cpu(config, given, quantised=bool(model.get("quantization_config")))
         last = spare_slot(given)
     try:
         return AsyncEngineArgs(**{**defaults, **given, **last, **ours})
@@ -156,13 +161,13 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
         raise ConfigError(f"vllm: vLLM refuses its arguments: {' '.join(str(wrong).split())}") from None
 
 
-def _quantised(model: Path) -> bool:
-    """Return whether a model's config.json says that its weights are quantised. False if there is no such file, about
-    which vLLM has words of its own."""
+def _model_settings(model: Path) -> Mapping[str, Any]:
+    """Return the settings of a model's config.json. Empty if it cannot be read, about which vLLM has words of its
+    own."""
     try:
-        return bool(read_config_json(model).settings.get("quantization_config"))
+        return read_config_json(model).settings
     except ModelError:
-        return False
+        return {}
 
 
 def words(option: str, value: Any, *, takes_flag: bool, needs_word: bool) -> list[str]:
