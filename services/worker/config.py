@@ -369,8 +369,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The worker's instance id."""
     model_name: str
     worker: WorkerConfig
-    """The worker's settings, without those of NATS, discovery and metrics: their passwords would be in the argument. It
-    has those settings of `observe` that are about logs."""
+    """The worker's settings, without those of NATS, discovery and metrics, and without the token of traces: these
+    secrets would be in the argument. It has those settings of `observe` that are about logs."""
     parent_pid: int
     """Process id of the shell; the engine does not outlive it."""
 
@@ -379,5 +379,6 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Return the engine's part of a worker's settings."""
         plain = ServiceConfig()
         logs = replace(plain.observe, log_level=config.observe.log_level, log_format=config.observe.log_format)
-        own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=logs)
+        trace = replace(config.trace, token="")
+        own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=logs, trace=trace)
         return EngineConfig(instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid)

@@ -132,7 +132,9 @@ def test_a_worker_for_a_gpu_without_cupy_says_how_to_get_it(nats_url: str, tmp_p
 def test_the_engine_gets_no_address_or_password_of_other_services() -> None:
     flags = ["--model", "m", "--nats-url", "nats://worker:secret@host:4222", "--max-running", "7"]
     flags += ["--observe-log-format", "json", "--observe-host", "secret.example"]
-    config = EngineConfig.of(load(WorkerConfig, environ={}, flags=flags), "m", "w1", parent_pid=1)
+    environ = {"HEADRACE_TRACE_TOKEN": "secret", "HEADRACE_TRACE_ENDPOINT": "http://collector"}
+    config = EngineConfig.of(load(WorkerConfig, environ=environ, flags=flags), "m", "w1", parent_pid=1)
     assert config.worker.max_running == 7
+    assert config.worker.trace.endpoint == "http://collector"
     assert config.worker.observe.log_format == "json"
     assert b"secret" not in msgspec.json.encode(config)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 from msgspec.structs import replace
@@ -72,7 +73,7 @@ class EngineProcess:
                 replace(config, observe=observe), model_name, instance, parent_pid=os.getpid()
             )
             command = [python, "-m", module or PROGRAMS[config.engine], msgspec.json.encode(engine_config).decode()]
-            process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), engine_environment(config))
+            process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), engine_environment(config, instance))
         return EngineProcess(process, await ShellEnd.open(ours))
 
     @property
@@ -127,10 +128,10 @@ def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subproc
     return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL, process_group=0)
 
 
-def engine_environment(config: WorkerConfig) -> dict[str, str]:
+def engine_environment(config: WorkerConfig, instance: str = "") -> dict[str, str]:
     """Return the engine's environment: the shell's without its settings and secrets. Added are the number of arithmetic
     threads, and where CuPy keeps compiled kernels, unless that is set: its own choice, the home directory, cannot be
-    written to in a container."""
+    written to in a container. `instance` is the worker's id, for vLLM's spans."""
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
     counts = dict.fromkeys(_THREAD_VARIABLES, str(count)) if (count := _threads(config)) else {}
@@ -138,7 +139,8 @@ def engine_environment(config: WorkerConfig) -> dict[str, str]:
         return kernels | kept | counts
     kept.pop("PROMETHEUS_MULTIPROC_DIR", None)  # other workers, and engines that have ended, would be counted with it
     chosen = {"CUDA_VISIBLE_DEVICES": config.vllm_gpus} if config.vllm_gpus else {}
-    return _vllm_defaults(config) | kept | counts | chosen | {"PYTHONPATH": _CHECKOUT}
+    fixed = counts | chosen | _tracing(config, instance) | {"PYTHONPATH": _CHECKOUT}
+    return _vllm_defaults(config) | kept | fixed
 
 
 def _threads(config: WorkerConfig) -> int:
@@ -165,6 +167,23 @@ def _vllm_defaults(config: WorkerConfig) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers of a machine take the same processors
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, ceil(config.capacity_bytes / (1 << 30)))),
         "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _tracing(config: WorkerConfig, instance: str) -> dict[str, str]:
+    """Return OpenTelemetry's variables with which vLLM sends spans as the worker does, but for the endpoint, which is
+    an argument of vLLM. Requests that are not traced, and vLLM's own start, get none: no span is its parent."""
+    if not config.trace.endpoint:
+        return {}
+    attributes = {"service.namespace": config.namespace, "service.instance.id": instance}
+    token = {"OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization=Bearer%20{quote(config.trace.token, safe='')}"}
+    return {
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": str(config.trace.timeout_s),
+        "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        "OTEL_SERVICE_NAME": "headrace-vllm",
+        "OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{name}={quote(value)}" for name, value in attributes.items()),
+        **(token if config.trace.token else {}),
     }
 
 

@@ -221,6 +221,7 @@ class VllmEngine:
                 prompt,
                 params,
                 lora_request=self._loras.find(submit.lora),
+                trace_headers={"traceparent": submit.trace} if submit.trace else None,
                 priority=-submit.priority if self._by_priority else 0,
                 data_parallel_rank=rank.number,
             )

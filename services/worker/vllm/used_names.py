@@ -145,6 +145,7 @@ ENGINE: Table = {
                 "params",
                 "/",
                 "lora_request",
+                "trace_headers",
                 "priority",
                 "data_parallel_rank",
             ),

@@ -14,6 +14,7 @@ from services.worker.contracts.messages import EngineReport, Failed
 from services.worker.engine import process
 from services.worker.engine.channel import ShellEnd
 from services.worker.engine.process import EngineProcess, check_vllm_python, engine_environment
+from shared.config import TraceConfig
 from shared.errors import ModelError
 from tests.worker.shell import LIMIT_S
 from tests.worker.vllm.environment import PYTHON, needs_vllm, run_there
@@ -33,8 +34,15 @@ OWNERS = {
     "OPENBLAS_NUM_THREADS": "OpenBLAS",
     "MKL_NUM_THREADS": "MKL",
     "VECLIB_MAXIMUM_THREADS": "Accelerate",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "OpenTelemetry",
+    "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "OpenTelemetry",
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "OpenTelemetry",
+    "OTEL_TRACES_SAMPLER": "OpenTelemetry",
+    "OTEL_SERVICE_NAME": "OpenTelemetry",
+    "OTEL_RESOURCE_ATTRIBUTES": "OpenTelemetry",
 }
 """Variable that an engine gets → the program or library that reads it."""
+TRACE = TraceConfig(endpoint="http://127.0.0.1:4318/v1/traces", token="a,b==")
 CUDA = WorkerConfig(model="m", device="cuda", cache="/var/models")
 
 
@@ -68,6 +76,18 @@ def test_a_directory_for_metrics_of_several_processes_is_not_passed_to_vllm(monk
     assert "PROMETHEUS_MULTIPROC_DIR" not in engine_environment(WorkerConfig(model="m", engine="vllm"))
 
 
+def test_vllm_sends_its_spans_where_the_worker_does_and_none_of_requests_that_are_not_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = engine_environment(WorkerConfig(model="m", engine="vllm", namespace="n", trace=TRACE), "w1")
+    assert told["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    assert told["OTEL_EXPORTER_OTLP_TRACES_HEADERS"] == "authorization=Bearer%20a%2Cb%3D%3D"
+    assert told["OTEL_TRACES_SAMPLER"] == "parentbased_always_off"
+    assert told["OTEL_RESOURCE_ATTRIBUTES"] == "service.namespace=n,service.instance.id=w1"
+    assert not any(name.startswith("OTEL_") for name in set_for(VLLM, monkeypatch))
+    assert not any(name.startswith("OTEL_") for name in set_for(WorkerConfig(model="m", trace=TRACE), monkeypatch))
+
+
 def set_for(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The variables that an engine gets in addition to those of its shell."""
     monkeypatch.setattr(process, "environment", dict)
@@ -75,7 +95,7 @@ def set_for(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
 
 
 def test_each_variable_that_an_engine_gets_has_a_program_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus = WorkerConfig(model="m", engine="vllm", vllm_gpus="0", threads=2)
+    with_gpus = WorkerConfig(model="m", engine="vllm", vllm_gpus="0", threads=2, trace=TRACE)
     assert (set_for(CUDA, monkeypatch) | set_for(VLLM, monkeypatch) | set_for(with_gpus, monkeypatch)).keys() == (
         OWNERS.keys()
     )

@@ -17,6 +17,7 @@ from services.worker.vllm.settings import (
     unknown,
     words,
 )
+from shared.config import TraceConfig
 
 
 def on_cpu(*given: str, quantised: bool = False) -> dict[str, Any]:
@@ -32,6 +33,12 @@ def test_block_size_of_a_cpu() -> None:
 def test_on_a_cpu_the_first_answer_is_right_and_soon() -> None:
     assert on_cpu() == {"block_size": 32, "dtype": "float32", "enforce_eager": True}
     assert not {"dtype", "enforce_eager"} & recommended(WorkerConfig(model="m")).keys()
+
+
+def test_a_worker_that_traces_has_vllm_trace() -> None:
+    endpoint = "http://127.0.0.1:4318/v1/traces"
+    assert recommended(WorkerConfig(model="m", trace=TraceConfig(endpoint)))["otlp_traces_endpoint"] == endpoint
+    assert "otlp_traces_endpoint" not in recommended(WorkerConfig(model="m"))
 
 
 @pytest.mark.parametrize("asked", ["enforce_eager", "compilation_config", "optimization_level"])
