@@ -215,7 +215,7 @@ def _install_vllm(flags: usage.InstallVllmFlags) -> None:
     from deploy.local import install_vllm
 
     device = flags.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
-    new = install_vllm.install(device, lambda step: print(step, file=sys.stderr, flush=True))
+    new = install_vllm.install(device, lambda step: print(step, file=sys.stderr, flush=True), version=flags.version)
     print(f"vLLM is {'installed' if new else 'there already'}: {install_vllm.ENVIRONMENT}")
     print("./headrace up --engine vllm")
 

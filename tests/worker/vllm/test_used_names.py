@@ -11,6 +11,7 @@ import pytest
 
 from services.worker.config import WorkerConfig
 from services.worker.engine.process import engine_environment
+from services.worker.vllm.connector.pool import PoolBlock, VllmPool
 from services.worker.vllm.sampling import ROWS
 from services.worker.vllm.used_names import CONNECTOR, ENGINE, ENVIRONMENT, Table
 
@@ -64,3 +65,14 @@ def test_the_variables_of_vllm_that_a_worker_sets_are_in_the_table() -> None:
     assert {name for name in environment if name.startswith("VLLM_")} >= set(ENVIRONMENT)
     source = (ROOT / "services" / "worker" / "engine" / "process.py").read_text(encoding="utf-8")
     assert set(re.findall(r'"(VLLM_\w+)"', source)) == set(ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "name"),
+    [(VllmPool, "vllm.v1.core.block_pool:BlockPool"), (PoolBlock, "vllm.v1.core.kv_cache_utils:KVCacheBlock")],
+)
+def test_all_that_our_protocols_of_vllms_pool_have_is_in_the_table(protocol: type, name: str) -> None:
+    members = {each for each in vars(protocol) if not each.startswith("_")} | set(protocol.__annotations__)
+    used = CONNECTOR[name]
+    assert len(members) > 3
+    assert members == {*used.reads, *used.calls}
