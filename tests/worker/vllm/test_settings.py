@@ -102,7 +102,7 @@ class HiddenNo(argparse.BooleanOptionalAction):
 def test_a_switch_takes_both_values_although_its_no_form_is_not_listed(
     action: type[argparse.BooleanOptionalAction], given: object, value: bool
 ) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     switch = parser.add_argument("--enable-x", action=action, default=not value)
     if action is HiddenNo:
         switch.option_strings = ["--enable-x", "--disable-x"]
