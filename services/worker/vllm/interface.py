@@ -190,9 +190,9 @@ class _Class:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 names.update(_targets(node))
         for method in self._methods():
-            for node in ast.walk(method):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    names.add(node.attr)
+            for each in ast.walk(method):
+                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                    names.add(each.attr)
         return names
 
     def constructor(self) -> _Parameters:
