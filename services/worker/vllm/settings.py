@@ -92,9 +92,9 @@ def recommended(config: WorkerConfig) -> dict[str, Any]:
     return {"model": config.model, "max_num_seqs": config.max_running, "block_size": config.block_size, **needed}
 
 
-def recommended_on_cpu(config: WorkerConfig, given: Collection[str], *, quantised: bool) -> dict[str, Any]:
-    """Return the arguments that differ on a CPU. `given` are the names of those that the user sets; `quantised`: the
-    model's weights are, whose kernels refuse float32. *Pure.*
+def recommended_on_cpu(config: WorkerConfig, given: Mapping[str, Any], *, quantised: bool) -> dict[str, Any]:
+    """Return the arguments that differ on a CPU. `given` are those that the user sets; `quantised`: the model's weights
+    are, whose kernels refuse float32. *Pure.*
 
     vLLM's own choice is bfloat16, in which a small model's greedy answer is another one than in float32. It also
     compiles the model, which takes longer than all the rest of its start."""
@@ -103,9 +103,21 @@ def recommended_on_cpu(config: WorkerConfig, given: Collection[str], *, quantise
         chosen["block_size"] = CPU_BLOCK
     if not quantised and "quantization" not in given:
         chosen["dtype"] = "float32"
-    if not COMPILING & set(given):
+    if COMPILING.isdisjoint(given) and not _has_stages(given):
         chosen["enforce_eager"] = True
     return chosen
+
+
+def stages_fault(given: Mapping[str, Any], source: Mapping[str, str]) -> str:
+    """Return why stages of a pipeline do not work on a CPU with these arguments. Empty if they do. *Pure.*"""
+    if given.get("enforce_eager") and _has_stages(given):
+        return f"{source['enforce_eager']}.enforce_eager: with pipeline_parallel_size vLLM must compile on a CPU"
+    return ""
+
+
+def _has_stages(given: Mapping[str, Any]) -> bool:
+    """Return whether the model lies in stages: only the run that compiles it makes the buffers between them."""
+    return (given.get("pipeline_parallel_size") or 1) > 1
 
 
 def spare_slot(given: Mapping[str, Any]) -> dict[str, int]:
@@ -153,6 +165,8 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
     given["structured_outputs_config"] = dataclasses.replace(structured, backend="guidance")
     defaults, last = recommended(config), {}
     if on_cpu:
+        if fault := stages_fault(given, source):
+            raise ConfigError(fault)
         defaults |= recommended_on_cpu(config, given, quantised=bool(model.get("quantization_config")))
         last = spare_slot(given)
     try:

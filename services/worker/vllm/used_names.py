@@ -121,6 +121,7 @@ ENGINE: Table = {
             *sorted(COMPILING),
             "dtype",
             "quantization",
+            "pipeline_parallel_size",
             "otlp_traces_endpoint",
             "max_num_seqs",
             "block_size",

@@ -14,20 +14,21 @@ from services.worker.vllm.settings import (
     recommended,
     recommended_on_cpu,
     spare_slot,
+    stages_fault,
     unknown,
     words,
 )
 from shared.config import TraceConfig
 
 
-def on_cpu(*given: str, quantised: bool = False) -> dict[str, Any]:
-    return recommended_on_cpu(WorkerConfig(model="m"), given, quantised=quantised)
+def on_cpu(given: dict[str, Any] | None = None, *, quantised: bool = False) -> dict[str, Any]:
+    return recommended_on_cpu(WorkerConfig(model="m"), given or {}, quantised=quantised)
 
 
 def test_block_size_of_a_cpu() -> None:
     assert recommended(WorkerConfig(model="m"))["block_size"] == 16
     assert on_cpu()["block_size"] == 32
-    assert "block_size" not in recommended_on_cpu(WorkerConfig(model="m", block_size=64), (), quantised=False)
+    assert "block_size" not in recommended_on_cpu(WorkerConfig(model="m", block_size=64), {}, quantised=False)
 
 
 def test_on_a_cpu_the_first_answer_is_right_and_soon() -> None:
@@ -43,12 +44,22 @@ def test_a_worker_that_traces_has_vllm_trace() -> None:
 
 @pytest.mark.parametrize("asked", ["enforce_eager", "compilation_config", "optimization_level"])
 def test_who_says_how_to_compile_gets_that_on_a_cpu_too(asked: str) -> None:
-    assert "enforce_eager" not in on_cpu(asked)
+    assert "enforce_eager" not in on_cpu({asked: 1})
+
+
+def test_on_a_cpu_stages_of_a_pipeline_are_compiled() -> None:
+    assert "enforce_eager" not in on_cpu({"pipeline_parallel_size": 2})
+    assert on_cpu({"pipeline_parallel_size": 1, "tensor_parallel_size": 2})["enforce_eager"]
+    given = {"enforce_eager": True, "pipeline_parallel_size": 2}
+    source = {"enforce_eager": "vllm"}
+    assert stages_fault(given, source) == ("vllm.enforce_eager: with pipeline_parallel_size vLLM must compile on a CPU")
+    assert stages_fault(given | {"pipeline_parallel_size": 1}, source) == ""
+    assert stages_fault({"pipeline_parallel_size": 2}, {}) == ""
 
 
 def test_kernels_of_quantised_weights_keep_their_own_type() -> None:
     assert "dtype" not in on_cpu(quantised=True)
-    assert "dtype" not in on_cpu("quantization")
+    assert "dtype" not in on_cpu({"quantization": "awq"})
 
 
 def test_unknown_arguments_are_refused() -> None:
