@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Self
 
 from services.worker.config import EngineName, WorkerConfig
 from services.worker.contracts.messages import (
@@ -62,8 +63,8 @@ class DrivenEngine:
         self._changed = asyncio.Event()
         self._following = asyncio.ensure_future(self._follow())
 
-    @staticmethod
-    async def start(config: WorkerConfig) -> DrivenEngine:
+    @classmethod
+    async def start(cls, config: WorkerConfig) -> Self:
         """Start an engine and wait until it is ready. Raise AssertionError with the reason where it fails."""
         process = await EngineProcess.start(config, "tiny", "worker")
         try:
@@ -73,7 +74,7 @@ class DrivenEngine:
         except BaseException:
             await process.end(0.0)
             raise
-        return DrivenEngine(config.engine, process, report)
+        return cls(config.engine, process, report)
 
     async def close(self) -> None:
         self._following.cancel()
