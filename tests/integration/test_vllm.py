@@ -19,7 +19,7 @@ from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE, ON_DEVICE_WORDS, PYTHON, needs_vllm, run_there
+from tests.worker.vllm.environment import ON_DEVICE, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm, run_there
 
 pytestmark = needs_vllm
 LIMIT_S = 300.0
@@ -76,7 +76,7 @@ def services(tmp_path_factory: pytest.TempPathFactory, model: Path, nats_url: st
     with fleet(folder, nats_url, *where) as one:
         one.start("router", "router", "--source-digest-s", "1")
         for name in WORKERS:
-            flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+            flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), *WORKER)
             one.start("worker", name, *flags, *arguments)
         one.start("frontend", "frontend", "--limits-attempts", "20", "--limits-frozen-s", "60")
         eventually(one.services["worker 1"].ready, limit_s=LIMIT_S, what="worker 1 serves")
@@ -184,7 +184,7 @@ def test_the_routers_index_is_what_the_engines_hold(services: Fleet) -> None:
 def test_a_worker_for_embeddings_serves_next_to_others(services: Fleet, model: Path) -> None:
     pooled = ARGUMENTS | {"runner": "pooling"}
     arguments = [word for name, value in pooled.items() for word in (f"--vllm.{name}", value)]
-    flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+    flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), *WORKER)
     services.start("worker", "embedder", *flags, "--model-name", "vectors", *arguments)
     eventually(services.services["embedder"].ready, limit_s=LIMIT_S, what="the embedder serves")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
+from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
 
 pytestmark = needs_vllm
 LIMIT_S = 300.0
@@ -40,7 +40,7 @@ def services(tmp_path: Path, nats_url: str) -> Iterator[Fleet]:
 def start_worker(services: Fleet, name: str, model: Path, pool: Path) -> None:
     """Start a worker; return when it serves and exchanges blocks."""
     arguments = [word for argument, value in ARGUMENTS.items() for word in (f"--vllm.{argument}", value)]
-    flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+    flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), *WORKER)
     worker = services.start("worker", name, *flags, "--kvbm-pool", str(pool), *arguments)
     eventually(worker.ready, limit_s=LIMIT_S, what=f"{name} serves")
     eventually(lambda: worker.metric("headrace_kvbm_attached") == 1, limit_s=LIMIT_S, what=f"{name} is attached")

@@ -20,7 +20,7 @@ from tests.integration.test_operate import OperatedFleet, cached, reasons
 from tests.integration.test_vllm import cores
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
+from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1800)]
 LIMIT_S = 300.0
@@ -40,7 +40,7 @@ class Faulty(OperatedFleet):
     def start(self, name: str) -> None:
         arguments = [word for key, value in ARGUMENTS.items() for word in (f"--vllm.{key}", value)]
         health = ("--health-idle-s", str(IDLE_S), "--health-limit-s", str(PROBE_LIMIT_S), "--stall-s", str(STALL_S))
-        flags = ("--model", self.model, "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+        flags = ("--model", self.model, "--engine", "vllm", "--vllm-python", str(PYTHON), *WORKER)
         self.services.start("worker", name, *flags, *health, "--drain-s", "0.5", *arguments)
 
     def serve(self) -> None:

@@ -21,7 +21,7 @@ from tests.integration.stack import ROOT, eventually
 from tests.integration.test_vllm import cores
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, needs_vllm
+from tests.worker.vllm.environment import LORA_DTYPE, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
 LIMIT_S = 300.0
@@ -29,7 +29,7 @@ NAMESPACE = "vllm-lora"
 WORKERS = ("worker 1", "worker 2")
 PROMPT = [5 + index * 7 % 250 for index in range(100)]
 ARGUMENTS = {
-    **{"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "max_model_len": "1024"},
+    **{"enforce_eager": "true", "dtype": LORA_DTYPE, "num_gpu_blocks_override": "64", "max_model_len": "1024"},
     **{"enable_lora": "true", "max_loras": "2", "max_lora_rank": "8"},
     **ON_DEVICE_WORDS,
 }
@@ -53,7 +53,7 @@ def services(folder: Path, model: Path, nats_url: str) -> Iterator[Fleet]:
     with fleet(folder, nats_url, *where) as one:
         one.start("router", "router")
         for name in WORKERS:
-            flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), "--threads", "1")
+            flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), *WORKER)
             one.start("worker", name, *flags, *arguments)
         one.start("frontend", "frontend", "--limits-attempts", "20", "--limits-frozen-s", "60")
         for name in WORKERS:

@@ -60,6 +60,11 @@ LEFT_OUT = (
     "vllm/third_party/deep_gemm/*",
     "vllm/third_party/fmha_sm100/*",
 )
+_SERVER = """from vllm.entrypoints.cli.main import main
+
+if __name__ == "__main__":  # its processes import it again
+    main()
+"""
 PACKAGES = {
     VLLM: (
         "annotated-doc==0.0.7",
@@ -75,10 +80,12 @@ PACKAGES = {
         "httpcore2==2.16.2",
         "httpx2==2.16.2",
         "ijson==3.6.0",
+        "interegular==0.3.3",
         "jiter==0.19.0",
         "jmespath==1.1.0",
         "lark==1.2.2",
         "llguidance==1.7.6",
+        "lm-format-enforcer==0.11.3",
         "loguru==0.7.3",
         "model-hosting-container-standards==0.1.16",
         "msgspec==0.22.0",
@@ -304,7 +311,7 @@ def unpack() -> None:
         others.insert(0, str(packages))
         subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(packages)], stdout=-3, check=False)
     server = ENVIRONMENTS[VLLM] / "bin" / "vllm"
-    server.write_text(f"#!{ENVIRONMENTS[VLLM]}/bin/python\nfrom vllm.entrypoints.cli.main import main\nmain()\n")
+    server.write_text(f"#!{ENVIRONMENTS[VLLM]}/bin/python\n{_SERVER}")
     server.chmod(0o755)
     (ENVIRONMENTS[VLLM] / "headrace.json").write_text(json.dumps({"device": "cuda", "version": VERSION}) + "\n")
     print(f"unpacked in {time.monotonic() - begun_s:.0f} s")

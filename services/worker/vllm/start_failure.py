@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,7 +55,13 @@ class Cause(Struct, frozen=True):
     @staticmethod
     def of(wrong: BaseException) -> Cause:
         """Return an exception as a cause; its text is cut, since vLLM's validation may print a whole request."""
-        return Cause(type(wrong).__name__, readable(str(wrong)))
+        return Cause(type(wrong).__name__, readable(str(wrong)) or _place(wrong))
+
+
+def _place(wrong: BaseException) -> str:
+    """Return the line that raised an exception without a text, such as a bare assertion."""
+    frames = traceback.extract_tb(wrong.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def readable(text: str) -> str:

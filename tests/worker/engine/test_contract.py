@@ -24,7 +24,7 @@ from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.vllm_server import VllmServer
 from tests.worker.engine.driven_engine import LIMIT_S, DrivenEngine
-from tests.worker.vllm.environment import ON_DEVICE, PYTHON, needs_vllm
+from tests.worker.vllm.environment import LORA_DTYPE, ON_DEVICE, PYTHON, needs_vllm
 
 BLOCK = 32
 CONTEXT = 1024
@@ -49,7 +49,7 @@ def prompt_of(number: int, length: int = 3 * BLOCK + 5) -> list[int]:
 
 
 def config_of(engine: str, model: Path, attached: dict[str, object]) -> WorkerConfig:
-    arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32"}
+    arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": LORA_DTYPE}
     arguments |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16, **ON_DEVICE}
     return msgspec.convert(
         {

@@ -22,6 +22,8 @@ VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+WORKER = ("--threads", "1", "--block-size", "32")
+"""Settings of workers: the block size that a CPU takes, on a GPU, too."""
 needs_vllm = pytest.mark.vllm
 ON_GPU = PYTHON.exists() and device_of(PYTHON.parents[1]) == "cuda"
 """Whether the vLLM that is installed computes on a GPU."""
@@ -29,6 +31,8 @@ ON_DEVICE: dict[str, Any] = (
     {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": True} if ON_GPU else {}
 )
 """Arguments that every engine of a test gets. Engines share a GPU, so that none may look how much memory is free."""
+LORA_DTYPE = "bfloat16" if ON_GPU else "float32"
+"""vLLM's kernels of LoRAs on a GPU take no float32."""
 ON_DEVICE_WORDS = {name: str(value).lower() for name, value in ON_DEVICE.items()}
 """The same as texts, for command lines."""
 
@@ -40,7 +44,7 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
 
 
 def run_there(code: str) -> Any:
-    """Run code with vLLM's Python; return what it prints as JSON in its last line."""
+    """Run code with vLLM's Python; return the list or object that it prints as JSON in its last such line."""
     ran = subprocess.run(
         [str(PYTHON), "-c", code],
         env=os.environ | VARIABLES,
@@ -50,4 +54,5 @@ def run_there(code: str) -> Any:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout.strip().rpartition("\n")[2])
+    lines = ran.stdout.splitlines()  # a process that ends may print more after it
+    return json.loads(next(line for line in reversed(lines) if line.startswith(("[", "{"))))

@@ -116,3 +116,15 @@ def test_the_first_logged_exception_is_noted(tmp_path: Path) -> None:
 def test_without_the_variable_nothing_is_noted() -> None:
     kept = {name: value for name, value in os.environ.items() if name != VARIABLE}
     subprocess.run([sys.executable, "-c", PROGRAM], env=kept, check=True)
+
+
+def test_an_exception_without_a_text_is_named_by_the_line_that_raised_it() -> None:
+    dtypes, dtype = ["float16"], "float32"
+    try:
+        assert dtype in dtypes
+    except AssertionError as wrong:
+        wrong.args = ()
+        cause = Cause.of(wrong)
+    assert cause.text.startswith("test_start_failure.py:")
+    assert cause.text.endswith(": assert dtype in dtypes")
+    assert Cause.of(KeyError()).text == ""
