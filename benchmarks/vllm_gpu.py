@@ -138,7 +138,7 @@ def stack(
             store=BlockStoreOptions(pool, flags.pool_bytes) if store else None,
         )
         worker = {"HEADRACE_MAX_RUNNING": str(arguments(flags)["max_num_seqs"]), "HEADRACE_HEALTH_IDLE_S": "0"}
-        worker |= {"HEADRACE_ENGINE_METRICS": '["vllm:headrace_*"]'}
+        worker |= {"HEADRACE_ENGINE_METRICS": '["vllm:headrace_*"]'} if store else {}
         worker |= {"HEADRACE_CAPACITY_BLOCKS": str(blocks)} if blocks else {}
         settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}, "worker": worker}
         with launched(options, directory, settings, start_limit_s=START_LIMIT_S) as running:

@@ -182,7 +182,7 @@ def test_the_routers_index_is_what_the_engines_hold(services: Fleet) -> None:
 
 
 def test_a_worker_for_embeddings_serves_next_to_others(services: Fleet, model: Path) -> None:
-    pooled = ARGUMENTS | {"runner": "pooling"}
+    pooled = ARGUMENTS | {"runner": "pooling", "max_num_batched_tokens": "1024"}
     arguments = [word for name, value in pooled.items() for word in (f"--vllm.{name}", value)]
     flags = ("--model", str(model), "--engine", "vllm", "--vllm-python", str(PYTHON), *WORKER)
     services.start("worker", "embedder", *flags, "--model-name", "vectors", *arguments)
