@@ -254,7 +254,8 @@ class TimedEngine(DrivenEngine):
         if not end.done():
             raise SystemExit(f"the engine: {self.failed or self._following.exception()}")
         del self.ends[number]
-        return self.times.pop(number)
+        came: list[float] = self.times.pop(number)
+        return came
 
     def _record_step(self, step: Stepped) -> None:
         now_s = time.perf_counter()
@@ -356,7 +357,9 @@ def ask(port: int, prompt: Sequence[int], most: int = 16) -> tuple[float, float,
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     url = f"http://127.0.0.1:{port}/v1/completions"
     asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    begun_s, times, usage = time.perf_counter(), [], {}
+    times: list[float] = []
+    usage: dict[str, Any] = {}
+    begun_s = time.perf_counter()
     with urllib.request.urlopen(asked, timeout=120) as answer:
         for line in answer:
             if line.startswith(b"data: {"):
@@ -386,7 +389,10 @@ def connector(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, An
             told = [ask(running.port, prompt) for prompt in prompts]
             hit = [ask(running.port, prompts[-1]) for _ in range(3)]
             time.sleep(6.0)  # vLLM's own metrics are up to 5 seconds old
-            row = {"what": "computed" if turn == 0 else "loaded", "ttft_ms": [round(each[0], 1) for each in told]}
+            row: dict[str, Any] = {
+                "what": "computed" if turn == 0 else "loaded",
+                "ttft_ms": [round(each[0], 1) for each in told],
+            }
             row |= {"ttft_p50_ms": round(median(each[0] for each in told), 2), "cached": [each[2] for each in told]}
             row |= {"step_p50_ms": round(median(each[1] for each in told), 2)}
             row |= {"on_the_device_ms": round(median(each[0] for each in hit), 2)}
@@ -400,8 +406,8 @@ def connector(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, An
     if not small:
         pinned = pinned_rates()
         rows.append({"what": "pinned copies", **pinned})
-        for way, row, name in (("save", rows[0], "saved_bytes"), ("load", rows[1], "loaded_bytes")):
-            share = row[name] / row[f"{way}_seconds"] / pinned[way]
+        for way, turn, name in (("save", 0, "saved_bytes"), ("load", 1, "loaded_bytes")):
+            share = rows[turn][name] / rows[turn][f"{way}_seconds"] / pinned[way]
             goals.append(Goal(f"{way}: of the pinned rate", round(share, 3), "times", 0.9, share >= 0.9))
     goals += [
         Goal("first token of a hit in the kvbm", median(loaded), "ms", 45.0, median(loaded) <= 45.0),

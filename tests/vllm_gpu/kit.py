@@ -306,8 +306,8 @@ def unpack() -> None:
         packages = directory / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         with ThreadPoolExecutor() as threads:
             parts = sorted(ARCHIVES.glob(f"{name}-*.tar.xz"))
-            list(threads.map(lambda part, at=directory, to=packages: _unpack(part, to, at / "bin"), parts))  # type: ignore[misc]
-        (packages / "machine.pth").write_text("\n".join([*others, WITHOUT_FLASHINFER, ""]))
+            list(threads.map(lambda part, at=directory, to=packages: _unpack(part, to, at / "bin"), parts))
+        (packages / "machine.pth").write_text("\n".join([*others, str(ROOT), WITHOUT_FLASHINFER, ""]))
         others.insert(0, str(packages))
         subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(packages)], stdout=-3, check=False)
     server = ENVIRONMENTS[VLLM] / "bin" / "vllm"
@@ -341,7 +341,8 @@ def test(out: Path, limit_s: float, words: Sequence[str]) -> int:
     full speed only to memory that it can pin."""
     folder = Path("/dev/shm/headrace-tests")
     python = str(ENVIRONMENTS[SERVICES] / "bin" / "python")
-    pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the machine's benchmark plugin warns of xdist
+    pytest = [python, "-m", "pytest", *plugins, "-q", "--tb=short"]
     how = ["-n", str(AT_ONCE), "--dist", "loadfile", "--basetemp", str(folder), "--junitxml", str(out / "tests.xml")]
     with subprocess.Popen([*pytest, *how, *(words or (*TESTS, "-k", NOT_THERE))], cwd=ROOT) as running:
         try:
