@@ -17,6 +17,7 @@ from math import ceil
 
 from services.worker.config import Offload
 from services.worker.scheduler.block_notes import BlockNotes
+from services.worker.scheduler.owed_blocks import OwedBlocks
 from shared.blocks import BlockPool, Content
 from shared.hashing import ContentKey
 
@@ -45,8 +46,8 @@ class Offloading:
         may have been evicted since; parents first. Only with `filled`."""
         self._exhausted = (-1, -1)
         """The pool's (evictions, free blocks) when nothing was left to offer."""
-        self._owed: Counter[ContentKey] = Counter()
-        """Key → how often the block waits to be offered, was offered, or is copied; only with `filled`."""
+        self._owed = OwedBlocks()
+        """Only with `filled`."""
         self._pinned: dict[int, ContentKey] = {}
         """Slot → the block that copies read there."""
         self._pins: Counter[int] = Counter()
@@ -76,7 +77,7 @@ class Offloading:
         """A block was computed; it waits to be offered."""
         if len(self._queue) == self._queue.maxlen:
             self.dropped_blocks += 1
-            self._settle(self._queue[0].key)
+            self._owed.settle(self._queue[0].key)
             self._notes.add(self._queue[0].key, "not offered to the kvbm: too many blocks waited to be offered")
         self._queue.append(content)
         self._owed[content.key] += 1
@@ -88,19 +89,12 @@ class Offloading:
     def declined(self, keys: Sequence[ContentKey]) -> None:
         """The kvbm has these offered blocks already, or does not take them."""
         for key in keys:
-            self._settle(key)
+            self._owed.settle(key)
 
     def asked_again(self, keys: Sequence[ContentKey]) -> None:
         """The kvbm is asked once more for these blocks, whose copies have ended."""
         if self.queues:
             self._owed.update(keys)
-
-    def _settle(self, key: ContentKey) -> None:
-        """The block is once less on its way."""
-        if key in self._owed:
-            self._owed[key] -= 1
-            if not self._owed[key]:
-                del self._owed[key]
 
     def mark_remote(self, keys: Sequence[ContentKey]) -> None:
         """Blocks were loaded from the kvbm, so that they need not be offered."""
@@ -145,7 +139,7 @@ class Offloading:
             if slot is not None and self._pool.state(slot) == "cached" and self._pool.available <= reserve:
                 slot = None
             if slot is None:
-                self._settle(key)
+                self._owed.settle(key)
                 self._notes.add(key, "not copied to the kvbm: it was evicted meanwhile, or no room is to spare")
             else:
                 self._pool.hold_for_copy(slot)
@@ -159,7 +153,7 @@ class Offloading:
         for slot in slots:
             assert self._pins[slot] > 0, f"no copy holds slot {slot}"
             self._pins[slot] -= 1
-            self._settle(self._pinned[slot])
+            self._owed.settle(self._pinned[slot])
             if not self._pins[slot]:
                 del self._pins[slot], self._pinned[slot]
         self._pool.release_copies(slots)
@@ -171,7 +165,7 @@ class Offloading:
             if content.key in self._pool:
                 offers.append(content)
             else:
-                self._settle(content.key)
+                self._owed.settle(content.key)
         return offers
 
     def _next_evicted(self, most: int) -> list[Content]:

@@ -34,8 +34,6 @@ class _VllmAttempt(Struct):
     begin_by_s: float | None
     produced: int
     """Tokens of the request's whole output so far."""
-    prefill_only: bool
-    """True if another worker goes on after its first token."""
     begun: bool = False
     cached_tokens: int = 0
 
@@ -59,15 +57,14 @@ class AttemptTable:
         """Tokens of all prompts whose first token has not come."""
         return self._unbegun_tokens
 
-    def add(self, submit: Submit, now_s: float, *, prefill_only: bool = False) -> str:
-        """Add an attempt, which with `prefill_only` is handed over after its first token. Return its key."""
+    def add(self, submit: Submit, now_s: float) -> str:
+        """Add an attempt. Return its key."""
         key = str(submit.number)
         self._attempts[key] = _VllmAttempt(
             submit,
             deadline_s=now_s + submit.time_left_s,
             begin_by_s=None if submit.wait_left_s is None else now_s + submit.wait_left_s,
             produced=len(submit.tokens) // 4 - submit.prompt_tokens,
-            prefill_only=prefill_only,
         )
         self._keys[submit.request, submit.attempt] = key
         self._unbegun_tokens += len(submit.tokens) // 4
@@ -107,7 +104,7 @@ class AttemptTable:
             self._begin(attempt)
             if waited_s is not None and tokens:
                 self._outcome.begun.append(Begun(attempt.submit.number, *waited_s))
-        if finish is None or (finish == "length" and attempt.prefill_only):
+        if finish is None or (finish == "length" and attempt.submit.prefill_only):
             self._record_part(attempt, tokens, logprobs=logprobs, boundary=first)
             if finish is not None:
                 patience_s = STORING_MOST_S if waited_s is None else min(waited_s[1], STORING_MOST_S)
@@ -222,4 +219,4 @@ class AttemptTable:
         unbegun: Iterable[_VllmAttempt] = (one for one in self._attempts.values() if not one.begun)
         assert self._unbegun_tokens == sum(len(one.submit.tokens) // 4 for one in unbegun)
         assert set(self._keys.values()) == set(self._attempts)
-        assert all(self._attempts[key].prefill_only and self._attempts[key].begun for key in self._storing)
+        assert all(self._attempts[key].submit.prefill_only and self._attempts[key].begun for key in self._storing)

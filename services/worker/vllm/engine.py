@@ -20,9 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
+from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, VLLMClientError
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensInput, tokens_input
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -180,7 +181,7 @@ class VllmEngine:
 
     async def _begin_prefetch(self, key: str, expected: Submit) -> None:
         try:
-            await self._prefetches.begin(key, expected, self._loras.find(expected.lora))
+            await self._prefetches.begin(key, expected, _prompt_of(expected), self._loras.find(expected.lora))
         except EngineDeadError:
             raise
         except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the attempt itself will say so
@@ -190,8 +191,9 @@ class VllmEngine:
     def _submit(self, submit: Submit) -> None:
         self._abort(self._prefetches.pop((submit.request, submit.attempt)))
         rank = self._ranks.all[submit.rank]
-        hands_over = prefill_only(submit, self._context_length)
-        key = rank.add(submit, time.monotonic(), prefill_only=hands_over)
+        if submit.prefill_only and not goes_on(submit, self._context_length):
+            submit = replace(submit, prefill_only=False)
+        key = rank.add(submit, time.monotonic())
         fail = partial(self._fail, rank, key)
         if self._sleep_level:
             fail("the engine is asleep")
@@ -201,17 +203,17 @@ class VllmEngine:
             fail("this model makes embeddings only" if self._pooling else "this model makes no embeddings")
         else:
             rank.stats.begin(time.monotonic())
-            self._start(self._add(rank, key, submit, hands_over=hands_over))
+            self._start(self._add(rank, key, submit))
 
-    async def _add(self, rank: EngineRank, key: str, submit: Submit, *, hands_over: bool) -> None:
+    async def _add(self, rank: EngineRank, key: str, submit: Submit) -> None:
         continued = len(submit.tokens) // 4 - submit.prompt_tokens
-        prompt = tokens_input(token_array(submit.tokens).tolist(), cache_salt=submit.salt or None)
+        prompt = _prompt_of(submit)
         sampling = submit.sampling
         try:
             params: Any
             if self._pooling:
                 params = to_pooling_params(sampling)
-            elif hands_over:
+            elif submit.prefill_only:
                 params = to_sampling_params(first_token(sampling, continued), continued=continued, ends=self._ends)
                 params.extra_args = {"kv_transfer_params": hand_over_params(key)}
             else:
@@ -412,9 +414,9 @@ class VllmEngine:
                 cached_tokens=output.num_cached_tokens or 0,
                 logprobs=None if logprobs < 0 else logprob_entries(one.token_ids, one.logprobs, logprobs),
                 waited_s=_waited_s(output.metrics),
-                now_s=time.monotonic(),
+                now_s=time.monotonic() if one.finish_reason else 0.0,
             )
-            if rank.number not in self._links or not self._links[rank.number].kvbm:
+            if one.finish_reason and (rank.number not in self._links or not self._links[rank.number].kvbm):
                 rank.attempts.hand_over([key])  # nothing is stored
         elif output.finished:
             rank.attempts.record_output(key, (), finish="stop", embedding=pack_embedding(output.outputs.data.tolist()))
@@ -499,11 +501,14 @@ def eos_token_ids(config: VllmConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*ids, *read_tokenizer_ends(Path(model.tokenizer), model.get_vocab_size()))))
 
 
-def prefill_only(submit: Submit, context_length: int) -> bool:
-    """Return whether another worker goes on after the attempt's first token. None does if that token is the last one
-    that there is room for."""
-    left = submit.sampling.max_tokens - (len(submit.tokens) // 4 - submit.prompt_tokens)
-    return submit.prefill_only and left > 1 and len(submit.tokens) // 4 + 1 < context_length
+def goes_on(submit: Submit, context_length: int) -> bool:
+    """Return whether an attempt has room for more than its first token."""
+    length = len(submit.tokens) // 4
+    return length - submit.prompt_tokens + 1 < submit.sampling.max_tokens and length + 1 < context_length
+
+
+def _prompt_of(submit: Submit) -> TokensInput:
+    return tokens_input(token_array(submit.tokens).tolist(), cache_salt=submit.salt or None)
 
 
 def _waited_s(metrics: Any) -> tuple[float, float] | None:

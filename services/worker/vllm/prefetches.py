@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensInput
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -17,7 +17,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from services.worker.contracts.device_blocks import PREFETCHES
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.kv_transfer import expected_params
-from shared.hashing import token_array
 
 PREFETCH_S = 15.0
 """Seconds after which a prompt is no longer expected."""
@@ -47,9 +46,8 @@ class Prefetches:
         self._keys[name] = key, expected.rank, now_s + min(expected.time_left_s, PREFETCH_S)
         return key
 
-    async def begin(self, key: str, expected: Submit, lora: LoRARequest | None) -> None:
+    async def begin(self, key: str, expected: Submit, prompt: TokensInput, lora: LoRARequest | None) -> None:
         """Have vLLM keep a request for an accepted prompt. Raise what vLLM raises."""
-        prompt = tokens_input(token_array(expected.tokens).tolist(), cache_salt=expected.salt or None)
         params = SamplingParams(
             max_tokens=1,
             output_kind=RequestOutputKind.DELTA,

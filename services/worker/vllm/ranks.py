@@ -40,11 +40,11 @@ class EngineRank:
         self._new_events: list[KvEvent] = [AllBlocksCleared()]
         self._reported_steps = 0
 
-    def add(self, submit: Submit, now_s: float, *, prefill_only: bool = False) -> str:
-        """Add an attempt, as `AttemptTable.add` does. Return its key."""
+    def add(self, submit: Submit, now_s: float) -> str:
+        """Add an attempt. Return its key."""
         if not len(self.attempts):
             self.active_s = now_s
-        return self.attempts.add(submit, now_s, prefill_only=prefill_only)
+        return self.attempts.add(submit, now_s)
 
     def apply_events(self, events: Iterable[KvEvent]) -> None:
         """Take up a batch of vLLM's KV events."""

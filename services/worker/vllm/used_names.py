@@ -167,6 +167,7 @@ ENGINE: Table = {
     "vllm.exceptions:GenerationError": Used(),
     "vllm.exceptions:VLLMClientError": Used(),
     "vllm.exceptions:VLLMValidationError": Used(),
+    "vllm.inputs:TokensInput": Used(),
     "vllm.inputs:tokens_input": Used(passes=("prompt_token_ids", "/", "cache_salt")),
     "vllm.outputs:RequestOutput": Used(
         reads=("outputs", "prompt_logprobs", "prompt_token_ids", "num_cached_tokens", "metrics", "finished")

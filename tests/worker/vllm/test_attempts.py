@@ -98,7 +98,7 @@ def test_only_those_that_vllm_has_not_begun_end_for_waiting() -> None:
 
 def handing_over(table: AttemptTable, *, took_s: float = 0.4) -> str:
     """Add an attempt that another worker goes on with, and record its token at second 5."""
-    key = table.add(submit(1), 0.0, prefill_only=True)
+    key = table.add(submit(1, prefill_only=True), 0.0)
     table.record_output(key, [7], finish="length", waited_s=(4.6, took_s), now_s=5.0)
     (first,) = parts(table)
     assert (unpack_tokens(first.tokens), first.finish) == ([7], None), "the token does not wait"
@@ -142,7 +142,7 @@ def test_a_cancelled_attempt_waits_no_longer_for_its_blocks() -> None:
 
 def test_an_attempt_whose_first_token_ends_it_is_not_handed_over() -> None:
     table = AttemptTable()
-    key = table.add(submit(1), 0.0, prefill_only=True)
+    key = table.add(submit(1, prefill_only=True), 0.0)
     table.record_output(key, [2], finish="stop", now_s=5.0)
     assert [part.finish for part in parts(table)] == ["stop"]
     assert table.storing == []

@@ -15,13 +15,14 @@ are offered whose step vLLM has processed: their bytes are there.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import count, islice
 
 from msgspec import Struct
 
 from services.worker.contracts.device_blocks import FetchRequest
+from services.worker.scheduler.owed_blocks import OwedBlocks
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.expected import ExpectedPrompts, HashedRequest
 from services.worker.vllm.connector.orders import EndLoad
@@ -122,8 +123,7 @@ class VllmBlocks:
         self._offered: OrderedDict[int, tuple[object, Content]] = OrderedDict()
         """Device block → its hash in vLLM's cache and its content, of those that were offered to any kvbm; the newest
         last."""
-        self._owed: Counter[ContentKey] = Counter()
-        """Key → how often the block waits to be offered, was offered, or is copied."""
+        self._owed = OwedBlocks()
         self._pinned: dict[int, list[ContentKey]] = {}
         """Device block → the blocks that copies read there."""
         self._hand_overs: dict[str, set[ContentKey]] = {}
@@ -247,7 +247,7 @@ class VllmBlocks:
             self._sources.popitem(last=False)
         if len(self._offers) == MOST_OFFERS:
             self._known.pop(self._offers[0].key, None)
-            self._settle(self._offers[0].key)
+            self._owed.settle(self._offers[0].key)
             self.dropped += 1
         self._offers.append(content)
         self._owed[content.key] += 1
@@ -332,7 +332,7 @@ class VllmBlocks:
             if block is None or block.block_hash is not name or self._too_few_free(block):
                 self._sources.pop(key, None)
                 self._known.pop(key, None)  # it is offered again when it is computed again
-                self._settle(key)
+                self._owed.settle(key)
                 slots.append(None)
                 continue
             self._pool.touch([block])
@@ -342,14 +342,14 @@ class VllmBlocks:
 
     def declined(self, keys: Sequence[ContentKey]) -> None:
         for key in keys:
-            self._settle(key)
+            self._owed.settle(key)
 
     def asked_again(self, keys: Sequence[ContentKey]) -> None:
         self._owed.update(keys)
 
     def unpin(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._settle(self._pinned[slot].pop(0))
+            self._owed.settle(self._pinned[slot].pop(0))
             if not self._pinned[slot]:
                 del self._pinned[slot]
         self._pool.free_blocks([self._pool.blocks[slot] for slot in reversed(slots)])
@@ -452,13 +452,6 @@ class VllmBlocks:
     def _send_end(self, lookup: _Lookup) -> None:
         lookup.end_sent = True
         self._ends.append(EndLoad(lookup.request, lookup.slots, lookup.slots[lookup.begun :]))
-
-    def _settle(self, key: ContentKey) -> None:
-        """The block is once less on its way to the kvbm."""
-        if self._owed[key] > 1:
-            self._owed[key] -= 1
-        else:
-            del self._owed[key]
 
     def _know(self, key: ContentKey) -> None:
         self._known[key] = None

@@ -46,7 +46,6 @@ class _Expected(Struct, eq=False):
     """Whether each of them got good bytes. None while it is loading."""
     cached: int = 0
     """How many of them, from the first on, are in vLLM's cache, and no longer held."""
-    sent: bool = False
     abandoned: bool = False
 
 
@@ -62,6 +61,7 @@ class ExpectedPrompts:
         """Fetch → its prompt, until the fetch has ended."""
         self._by_request: dict[str, _Expected | TokenChain] = {}
         """Request of vLLM's → its tokens, until its blocks are asked for; then the fetch, which may have ended."""
+        self._new: list[FetchRequest] = []
         self._forgotten: list[int] = []
         self.loaded = 0
         """Blocks loaded since the start."""
@@ -83,6 +83,7 @@ class ExpectedPrompts:
         if isinstance(chain, TokenChain) and (keys := chain.keys(tokens // self._block_size)[first:]):
             number = next(numbers)
             self._by_request[request.request_id] = self._by_number[number] = _Expected(number, request, first, keys)
+            self._new.append(FetchRequest(number, keys, awaits=True))
 
     def forget(self, request: str) -> None:
         """The request has ended."""
@@ -93,12 +94,9 @@ class ExpectedPrompts:
 
     def changes(self) -> tuple[list[FetchRequest], list[int]]:
         """Return the fetches to begin since the last call, and the numbers of those that were forgotten."""
+        new, self._new = self._new, []
         forgotten, self._forgotten = self._forgotten, []
-        new = [each for each in self._by_number.values() if not each.sent]
-        for each in new:
-            each.sent = True
-        requests = [FetchRequest(each.number, each.keys, awaits=True) for each in new]
-        return requests, [number for number in forgotten if number in self._by_number]
+        return new, [number for number in forgotten if number in self._by_number]
 
     def begin_load(self, number: int, first: int, count: int) -> list[int]:
         """Return device blocks for as many of these blocks as there is room for."""
