@@ -3,6 +3,7 @@ gap. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from msgspec import Struct
@@ -47,11 +48,25 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
         rest = len(self.logprobs) % 4 or len(self.top_tokens) % (4 * self.count or 1)
         return self.first >= 1 and self.count >= 1 and not rest and len(self.top_tokens) == len(self.top_logprobs)
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self.logprobs) + len(self.top_tokens) + len(self.top_logprobs)
+
     def after(self, known: int) -> PromptLogprobs:
         """Return it without its first `known` tokens."""
-        top = len(self.top_tokens) // self.count * known
+        return self._part(known, self.count)
+
+    def pieces(self, most_bytes: int) -> Iterator[PromptLogprobs]:
+        """Yield all of it in order, in pieces that have at most `most_bytes` each, or one token."""
+        most = max(1, most_bytes * self.count // self.size_bytes)
+        for known in range(0, self.count, most):
+            yield self._part(known, known + most)
+
+    def _part(self, known: int, end: int) -> PromptLogprobs:
+        top = len(self.top_tokens) // self.count
+        tops = slice(top * known, top * end)
         return PromptLogprobs(
-            self.first + known, self.logprobs[4 * known :], self.top_tokens[top:], self.top_logprobs[top:]
+            self.first + known, self.logprobs[4 * known : 4 * end], self.top_tokens[tops], self.top_logprobs[tops]
         )
 
 

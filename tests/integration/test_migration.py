@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types import CompletionUsage
+from openai.types.completion_choice import Logprobs
 
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
@@ -26,6 +27,8 @@ TOKENS = 2000
 """Seconds of them, on any machine: a worker shows what it runs every 250 ms."""
 READ_BEFORE = 100
 """Chunks until it happens; those that come after it are far more than is on its way."""
+LONG = 5000
+"""Tokens of a prompt of several steps."""
 PROMPT = "The mill at the river turns"
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "presence_penalty": 0.6}
@@ -137,6 +140,48 @@ def test_a_killed_worker_changes_no_token_and_no_count(
     assert migrations(services) > before
     start_worker(services, killed[0].name, model)
     services.wait_ready(*WORKERS)
+
+
+def test_log_probabilities_of_a_prompt_come_once_though_its_worker_is_killed(
+    services: Fleet, client: openai.OpenAI, model: Path
+) -> None:
+    killed: list[Service] = []
+
+    def kill() -> None:
+        killed.append(busy(services))
+        killed[0].kill()
+
+    before = migrations(services)
+    whole = scores(client)
+    services.wait_idle(*WORKERS)
+    joined = scores(client, kill)
+    assert migrations(services) > before
+    assert len(whole.tokens or ()) == LONG + TOKENS
+    assert (joined.tokens, joined.text_offset) == (whole.tokens, whole.text_offset)
+    assert (joined.token_logprobs or [])[1:] == pytest.approx((whole.token_logprobs or [])[1:], abs=1e-3)
+    start_worker(services, killed[0].name, model)
+    services.wait_ready(*WORKERS)
+
+
+def scores(client: openai.OpenAI, then: Callable[[], None] = lambda: None) -> Logprobs:
+    """The log-probabilities of a long prompt and its answer; `then` happens when the first of them have come."""
+    found = Logprobs(tokens=[], token_logprobs=[], text_offset=[])
+    for chunk in client.completions.create(
+        model="tiny",
+        prompt=[3 + (index * index + index // 7) % 317 for index in range(LONG)],
+        max_tokens=TOKENS,
+        echo=True,
+        logprobs=1,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ):
+        for given in (choice.logprobs for choice in chunk.choices if choice.logprobs is not None):
+            if not found.tokens:
+                then()
+            for name in ("tokens", "token_logprobs", "text_offset"):
+                getattr(found, name).extend(getattr(given, name))
+    return found
 
 
 def test_a_worker_that_is_thawed_after_its_requests_went_elsewhere_mixes_into_nothing(

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
+from tests.worker.native.reference import last_hidden_states, logits_of
 
 LIMIT_S = 180.0
 START, END = 1, 2
@@ -99,15 +102,20 @@ class Asking:
         if not self.stream:
             return _whole(self.post(path, **body))
         chunks: list[Any] = []
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        with self._opened(path, body) as answer:
+        for chunk in self.chunks(path, **body, stream_options={"include_usage": True}):
+            chunks.append(chunk)
+            if len(chunks) == READ_BEFORE:
+                then()
+        return _joined(chunks)
+
+    def chunks(self, path: str, **body: Any) -> Iterator[Any]:
+        """The chunks of a stream, as they come."""
+        with self._opened(path, body | {"stream": True}) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
-                    chunks.append(json.loads(line[6:]))
-                    assert "error" not in chunks[-1], chunks[-1]
-                    if len(chunks) == READ_BEFORE:
-                        then()
-        return _joined(chunks)
+                    chunk = json.loads(line[6:])
+                    assert "error" not in chunk, chunk
+                    yield chunk
 
     def refused(self, **fields: Any) -> tuple[int, str]:
         with pytest.raises(urllib.error.HTTPError) as refusal:
@@ -290,3 +298,40 @@ def test_the_least_tokens_are_counted_over_a_worker_that_is_killed(services: Fle
     assert frontend.metric("headrace_model_migration_total") > before
     assert choice.tokens.index(END) == MANY
     assert choice == undisturbed
+
+
+def _logprobs(chunks: Iterable[Any]) -> dict[str, list[Any]]:
+    """The log-probabilities of one choice, joined from its chunks or from the one whole answer."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"] is not None]
+    return {
+        name: [value for choice in choices for value in choice["logprobs"][name]]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_prompt_are_those_of_the_model_each_time(
+    services: Fleet, tmp_path: Path, stream: bool
+) -> None:
+    model = write_tiny_model(tmp_path / "tiny", context_length=4096)
+    prompt = [3 + (index * index + index // 7) % 317 for index in range(500)]
+    logits = logits_of(model, last_hidden_states(model, prompt))
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    expected = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    asking = Asking(services.services["frontend"].url, "completions", stream=stream)
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "temperature": 0, "ignore_eos": True}
+
+    def ask(max_tokens: int) -> dict[str, list[Any]]:
+        given = body | {"max_tokens": max_tokens}
+        whole = asking.chunks("/v1/completions", **given) if stream else [asking.post("/v1/completions", **given)]
+        return _logprobs(whole)
+
+    scored = ask(3)
+    assert len(scored["token_logprobs"]) == len(prompt) + 3
+    assert scored["token_logprobs"][0] is scored["top_logprobs"][0] is None
+    own = [expected[at, token] for at, token in enumerate(prompt[1:])]
+    assert scored["token_logprobs"][1 : len(prompt)] == pytest.approx(own, rel=2e-5, abs=1e-4)
+    best = [max(top.values()) for top in scored["top_logprobs"][1 : len(prompt)]]
+    assert best == pytest.approx(expected[:-1].max(axis=1).tolist(), rel=2e-5, abs=1e-4)
+    assert ask(3)["token_logprobs"][1:] == pytest.approx(scored["token_logprobs"][1:], abs=1e-3), "now it is cached"
+    assert ask(0)["token_logprobs"][1:] == pytest.approx(scored["token_logprobs"][1 : len(prompt)], abs=1e-3)

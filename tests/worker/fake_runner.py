@@ -8,6 +8,7 @@ that is carried on from chunk to chunk: a position that was left out or computed
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.hashing import pack_tokens
 from shared.messages.cards import KvLayout
-from shared.messages.frames import TokenLogprob
+from shared.messages.frames import PromptLogprobs, TokenLogprob
 
 EOS = 0
 VOCABULARY = 5
@@ -44,6 +45,18 @@ def embedding(prompt: Sequence[int]) -> bytes:
     return zlib.crc32(pack_tokens(prompt)).to_bytes(4, "little")
 
 
+def prompt_logprobs(prompt: Sequence[int], first: int, count: int, likeliest: int) -> PromptLogprobs:
+    """What an engine must give for `count` prompt tokens from `first` on, whatever else happens."""
+    of_tokens = [-float(zlib.crc32(pack_tokens(prompt[: index + 1])) % 997) for index in range(first, first + count)]
+    top = [(VOCABULARY - 1 - at, value) for value in of_tokens for at in range(likeliest)]
+    return PromptLogprobs(
+        first,
+        array("f", of_tokens).tobytes(),
+        pack_tokens([token for token, _ in top]),
+        array("f", [value for _, value in top]).tobytes(),
+    )
+
+
 class FakeRunner:
     def __init__(self, *, block_size: int, capacity_blocks: int, context_length: int) -> None:
         self.facts = Ready(
@@ -54,6 +67,7 @@ class FakeRunner:
             capacity_blocks=capacity_blocks,
             kv_layout=KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=block_size),
             embedding_size=1,
+            prompt_logprobs=True,
         )
         self.memory = np.zeros((capacity_blocks, 2, block_size), np.uint32)
         """A fingerprint in place of a key, its inverse in place of a value: blocks are as long as the layout says."""
@@ -97,6 +111,11 @@ class FakeRunner:
             return Drawn(0, embedding=work.kept.to_bytes(4, "little")) if work.ends else None
         if work.sampling.pooling:
             return Drawn(0, embedding=embedding(work.history)) if work.ends else None
+        prompt, scoring = None, work.scoring
+        if scoring:
+            likeliest = work.sampling.prompt_logprobs
+            prompt = prompt_logprobs(work.history, scoring.start + 1, len(scoring), likeliest)
         if not work.draws:
-            return None
-        return Drawn(next_token(work.history), TokenLogprob(-1.0) if work.sampling.logprobs >= 0 else None)
+            return None if prompt is None else Drawn(0, prompt_logprobs=prompt)
+        logprob = TokenLogprob(-1.0) if work.sampling.logprobs >= 0 else None
+        return Drawn(next_token(work.history), logprob, prompt_logprobs=prompt)

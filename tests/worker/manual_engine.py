@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import add
 
 import msgspec
 
@@ -15,10 +17,13 @@ from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.kv_events import to_kv_events, to_snapshot
-from shared.messages.frames import NOT_FINITE, Part
+from shared.messages.frames import NOT_FINITE, Part, PromptLogprobs
 from shared.messages.generate import Sampling
 from shared.messages.kv_events import BlockRemoved, BlockStored
 from tests.worker.fake_runner import EOS, FakeRunner
+
+PIECE_BYTES = 48
+"""The most bytes of log-probabilities of a prompt in a part."""
 
 
 class Engine:
@@ -125,8 +130,8 @@ class Engine:
                     self.cached.difference_update(hashes)
                 case _:
                     raise AssertionError(event)
-        for parts in outcome.parts.values():
-            for part in parts:
+        for each in outcome.split(PIECE_BYTES):
+            for part in itertools.chain(*each.parts.values()):
                 earlier = self.parts[part.request, part.attempt]
                 assert not earlier or earlier[-1].finish is None, "a part after the finish"
                 earlier.append(part)
@@ -160,6 +165,22 @@ class Engine:
             tokens += unpack_tokens(part.tokens)
         return tokens
 
+    def prompt(self, request: str, attempt: int = 1) -> PromptLogprobs | None:
+        """Return the log-probabilities of an attempt's prompt so far, joined."""
+        joined: PromptLogprobs | None = None
+        for part in self.parts[request, attempt]:
+            one = part.prompt_logprobs
+            if one is None:
+                continue
+            assert one.is_sound
+            assert (one.first, part.tokens, part.finish) == (1 if joined is None else 1 + joined.count, b"", None)
+            joined = (
+                one
+                if joined is None
+                else PromptLogprobs(1, *map(add, msgspec.structs.astuple(joined)[1:], msgspec.structs.astuple(one)[1:]))
+            )
+        return joined
+
     def last(self, request: str, attempt: int = 1) -> Part:
         return self.parts[request, attempt][-1]
 
@@ -171,7 +192,7 @@ def step_with(engine: Engine, failing: Callable[[Work], bool]) -> int:
     """Make a step in which the numbers of some works are not finite; return of how many."""
     works = engine.scheduler.schedule(engine.now_s)
     drawn = engine.runner.step(works)
-    failed = [work.ends and failing(work) for work in works]
+    failed = [bool(work.ends or work.scoring) and failing(work) for work in works]
     rows = [NOT_FINITE_ROW if is_failed else one for one, is_failed in zip(drawn, failed, strict=True)]
     engine.take(engine.scheduler.advance(rows, 0.01))
     engine.check()

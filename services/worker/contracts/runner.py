@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
 from services.worker.contracts.mover import Mover
-from shared.messages.frames import TokenLogprob
+from shared.messages.frames import PromptLogprobs, TokenLogprob
 from shared.messages.generate import Sampling
 
 
@@ -37,6 +37,8 @@ class Work(Struct):
     """State that the runner keeps from one step with this sequence to the next."""
     lora: str = ""
     """Id of the LoRA that computes it, which is loaded. Empty if there is none."""
+    scored: int = 1
+    """How many leading prompt tokens need no log-probability any longer. Nothing precedes the first, so it has none."""
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -54,6 +56,14 @@ class Work(Struct):
         return self.end == len(self.history) and not self.sampling.pooling
 
     @property
+    def scoring(self) -> range:
+        """The positions of this step whose logits give a log-probability that is due: that of the prompt's next token.
+        Empty if `sampling.prompt_logprobs` asks for none."""
+        if self.sampling.prompt_logprobs < 0:
+            return range(0)
+        return range(max(self.start, self.scored - 1), min(self.end, self.prompt_tokens - 1))
+
+    @property
     def draw_index(self) -> int:
         """Index in the output of the token to draw; it fixes the random number together with the seed."""
         return self.end - self.prompt_tokens
@@ -65,9 +75,10 @@ class Work(Struct):
 
 
 class Drawn(Struct, frozen=True, gc=False):
-    """One drawn token, or an embedding."""
+    """What a step gives for one work: a drawn token, an embedding, or only log-probabilities of the prompt."""
 
     token: int
+    """The token, if the work draws."""
     logprob: TokenLogprob | None = None
     """The token's log-probability, where `sampling.logprobs` ≥ 0."""
     error: str = ""
@@ -76,6 +87,8 @@ class Drawn(Struct, frozen=True, gc=False):
     """The embedding as Part carries it; there is no token then."""
     suspect: bool = False
     """The error is that numbers were not finite. Any block that they were computed from may be wrong."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """The log-probabilities of the prompt tokens after the positions `Work.scoring`. None if that is empty."""
 
 
 class Runner(Protocol):
@@ -85,9 +98,9 @@ class Runner(Protocol):
     def facts(self) -> Ready: ...
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """Compute a step. Return one entry per work, None for a work that does not end. Where the numbers of a work are
-        not finite, its entry is `suspect`, and the other entries are not affected. Raise ModelError if the device
-        fails."""
+        """Compute a step. Return one entry per work, None for a work that neither ends nor scores positions. Where the
+        numbers of a work are not finite, its entry is `suspect`, and the other entries are not affected. Raise
+        ModelError if the device fails."""
         ...
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:

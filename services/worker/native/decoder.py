@@ -54,14 +54,14 @@ class Decoder:
 
     def step(self, works: Sequence[Work]) -> Array:
         """Compute every work's tokens and store their KV; return logits (drawing works, vocab), in order of works."""
-        logits, _ = self.pool(works, ())
+        logits, _, _ = self.pool(works, ())
         return logits
 
     def pool(
         self, works: Sequence[Work], spans: Sequence[RowSpan], loras: Sequence[LoraRows] = ()
-    ) -> tuple[Array, Sums]:
-        """Compute a step, as `step` does, with these LoRAs, and also sum the hidden states of each of these spans of
-        rows."""
+    ) -> tuple[Array, Sums, Array]:
+        """Compute a step, as `step` does, with these LoRAs. Return its logits, the sum of the hidden states of each of
+        these spans of rows, and what `logits` takes: the states of all rows (rows, hidden) before the final norm."""
         config, weights = self._config, self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
         positions = step.positions
@@ -78,10 +78,14 @@ class Decoder:
         for number, span in enumerate(spans):
             states = self._norm(hidden[span.first : span.first + span.count], weights.norm)
             states.sum(axis=0, dtype=np.float64, out=sums[number])
-        logits = self._linear(self._norm(hidden[step.drawing_rows], weights.norm), weights.head)
-        if config.logit_scale != 1:
-            logits *= np.float32(config.logit_scale)
-        return _bent(logits, config.logit_cap), sums
+        return self.logits(hidden[step.drawing_rows]), sums, hidden
+
+    def logits(self, hidden: Array) -> Array:
+        """Return the logits (rows, vocab) of hidden states before the final norm."""
+        logits = self._linear(self._norm(hidden, self._weights.norm), self._weights.head)
+        if self._config.logit_scale != 1:
+            logits *= np.float32(self._config.logit_scale)
+        return _bent(logits, self._config.logit_cap)
 
     def _normed(self, hidden: Array, weight: Array | None) -> Array:
         return hidden if weight is None else self._norm(hidden, weight)

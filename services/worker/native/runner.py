@@ -18,11 +18,13 @@ from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.kv_cache import KvCache
-from services.worker.native.linear import Linear, calibrate_linear
+from services.worker.native.linear import Array, Linear, calibrate_linear
+from services.worker.native.logprobs import score
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
+from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.sampler import sample
 from services.worker.native.weights import Weights, check_digest, load_weights, weights_digest
 from services.worker.sharing.host_pages import HostMapper, SharedHostCopier
@@ -32,8 +34,11 @@ from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.errors import ModelError
 from shared.messages.cards import KvLayout
+from shared.messages.frames import PromptLogprobs
 
 _CALIBRATION_BYTES = 128 << 20
+_TURN_BYTES = 16 << 20
+"""The most bytes of logits, from which log-probabilities of a prompt are computed, at a time; at least one row."""
 CAPACITY_BYTES = 512 << 20
 """Bytes of KV where no setting says how many."""
 
@@ -87,6 +92,7 @@ class NativeRunner:
             grammars=grammars is not None,
             biases=True,
             min_tokens=True,
+            prompt_logprobs=True,
             allowed_tokens=True,
             embedding_size=config.hidden,
             weights=weights_digest(directory, config),
@@ -109,8 +115,18 @@ class NativeRunner:
         with np.errstate(
             over="ignore", invalid="ignore"
         ):  # numbers that are not finite are found later, in the logits or the sums
-            logits, sums = self._decoder.pool(works, pooling_spans(works), self._loras.of(works))
-        return step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
+            logits, sums, hidden = self._decoder.pool(works, pooling_spans(works), self._loras.of(works))
+            prompts = [self._score(rows, hidden) for rows in scored_rows(works)]
+        results = step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
+        return with_prompt_logprobs(works, results, prompts) if prompts else results
+
+    def _score(self, rows: ScoredRows, hidden: Array) -> PromptLogprobs | None:
+        """Return log-probabilities of a prompt from the hidden states of the step's rows, as `score_rows` does."""
+
+        def score_turn(first: int, tokens: Array, count: int) -> tuple[Array, Array, Array]:
+            return score(np, self._decoder.logits(hidden[first : first + len(tokens)]), tokens, count)
+
+        return score_rows(rows, max(1, _TURN_BYTES // (4 * self._config.vocab)), score_turn)
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         """Do an operation that the facts name, between steps; return why it was not done, empty if it was.

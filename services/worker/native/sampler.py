@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from services.worker.contracts.runner import Drawn, Work
 from services.worker.native.linear import Array
+from services.worker.native.logprobs import score
 from services.worker.native.masks import NO_MASKS, Masks
 from shared.hashing import pack_tokens, token_array
 from shared.messages.frames import NOT_FINITE, TokenLogprob
@@ -90,13 +91,27 @@ def _drawn(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -
     if random:
         drawing = [works[row] for row in random]
         tokens[random] = _draw(xp, _filtered(xp, penalised[random], [work.sampling for work in drawing]), drawing)
-    drawn = [int(token) for token in tokens]
+    logprobs = _logprobs(xp, logits, tokens, works)
     return [
         Drawn(token, error=masks.failed[work.sequence])
         if work.sequence in masks.failed
-        else Drawn(token, _logprob(xp, row, token, work.sampling.logprobs) if work.sampling.logprobs >= 0 else None)
-        for row, token, work in zip(logits, drawn, works, strict=True)
+        else Drawn(token, logprobs.get(row))
+        for row, (token, work) in enumerate(zip(tokens.tolist(), works, strict=True))
     ]
+
+
+def _logprobs(xp: ModuleType, logits: Array, tokens: Array, works: Sequence[Work]) -> dict[int, TokenLogprob]:
+    """Return the log-probabilities of the rows that ask for them, by row, of their drawn `tokens`."""
+    rows = [row for row, work in enumerate(works) if work.sampling.logprobs >= 0]
+    if not rows:
+        return {}
+    counts = [works[row].sampling.logprobs for row in rows]
+    scores = score(xp, logits[rows], tokens[rows], max(counts))
+    logprobs, top, top_logprobs = (one.tolist() for one in scores)
+    return {
+        row: TokenLogprob(logprobs[at], pack_tokens(top[at][:count]), tuple(top_logprobs[at][:count]))
+        for at, (row, count) in enumerate(zip(rows, counts, strict=True))
+    }
 
 
 def _biased(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
@@ -239,22 +254,3 @@ def _draw(xp: ModuleType, weights: Array, works: Sequence[Work]) -> Array:
     # The target stays below the total even after rounding, so the first mass above it is that of a token with weight.
     target = xp.minimum(uniform(xp, seeds, draws) * total, xp.nextafter(total, xp.zeros_like(total)))
     return xp.argmax(mass > target[:, None], axis=1)
-
-
-def _logprob(xp: ModuleType, logits: Array, token: int, count: int) -> TokenLogprob:
-    """Return one row's log-probabilities: the drawn token's, and those of the `count` likeliest, ties by lower id."""
-    greatest = logits.max()
-    with np.errstate(over="ignore"):
-        normaliser = greatest + xp.log(xp.exp(logits - greatest).sum(dtype=np.float64))
-    count = min(count, logits.shape[0])
-    if count == 0:
-        return TokenLogprob(float(logits[token] - normaliser))
-    least = xp.partition(logits, -count)[-count]
-    candidates = xp.nonzero(logits >= least)[0]
-    top = candidates[xp.argsort(-logits[candidates], kind="stable")][:count]
-    values = logits[top] - normaliser
-    return TokenLogprob(
-        float(logits[token] - normaliser),
-        pack_tokens(int(number) for number in top),
-        tuple(float(value) for value in values),
-    )

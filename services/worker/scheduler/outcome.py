@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+import msgspec
 
 from services.worker.contracts.messages import KV_EVENTS, PARTS, AttemptNote, Begun, EngineLoad, Exchanged, Stepped
 from shared.blocks import PoolEvent
@@ -27,6 +30,8 @@ class Outcome:
     """What else happened to attempts, in words."""
     events: list[PoolEvent] = field(default_factory=list)
     """Blocks that were stored and evicted, in order."""
+    prompt_parts: list[tuple[str, Part]] = field(default_factory=list)
+    """Frontends, and parts that have log-probabilities of prompts and nothing else. They come before `parts`."""
 
     def add_boundary(self, frontend: str, part: Part) -> None:
         """Add a part that is the first or the last of its attempt."""
@@ -46,8 +51,25 @@ class Outcome:
         self.notes.append(AttemptNote(number, text))
 
     def split(self, most_bytes: int) -> list[Outcome]:
-        """Return several outcomes that are together as this one. Each has at most `most_bytes` of embeddings, or one
-        embedding; everything else is in the first."""
+        """Return several outcomes that are together as this one, without `prompt_parts`: their log-probabilities are in
+        `parts`, in pieces. Each has at most `most_bytes` of log-probabilities of prompts and as much of embeddings, or
+        one embedding. Everything else is in one of them, after the prompts and before the embeddings that follow."""
+        if not self.prompt_parts:
+            return self._split_embeddings(most_bytes)
+        first, *others = dataclasses.replace(self, prompt_parts=[])._split_embeddings(most_bytes)
+        outcomes, left = list[Outcome](), 0
+        for frontend, part in self.prompt_parts:
+            assert part.prompt_logprobs is not None
+            for piece in part.prompt_logprobs.pieces(most_bytes):
+                if piece.size_bytes > left:
+                    outcomes.append(Outcome())
+                    left = most_bytes
+                left -= piece.size_bytes
+                outcomes[-1].parts[frontend].append(msgspec.structs.replace(part, prompt_logprobs=piece))
+        outcomes[-1].extend(first)
+        return [*outcomes, *others]
+
+    def _split_embeddings(self, most_bytes: int) -> list[Outcome]:
         if sum([len(part.embedding) for part in self.boundary_parts]) <= most_bytes:
             return [self]
         first = Outcome(
@@ -82,7 +104,7 @@ class Outcome:
         rank: int = 0,
     ) -> Stepped:
         """Return this outcome as the report of a rank. `events` are the blocks' events as routers get them; the other
-        arguments are the report's fields."""
+        arguments are the report's fields. Parts of prompts were split off before."""
         return Stepped(
             progress=progress,
             encoded_parts={frontend: PARTS.encode(parts) for frontend, parts in self.parts.items()},
@@ -110,3 +132,4 @@ class Outcome:
         self.begun.extend(later.begun)
         self.notes.extend(later.notes)
         self.events.extend(later.events)
+        self.prompt_parts.extend(later.prompt_parts)

@@ -16,7 +16,9 @@ Continuous batching with chunked prefill over a paged KV cache with prefix reuse
     running ── advance: numbers that are not finite ──▶ waiting, alone; the second time ──▶ ended
 
 A running sequence prefills while more than one of its tokens is uncomputed, and decodes while one is. A sequence that
-is asked for an embedding ends where others draw their first token; for a mean it reuses no cached blocks. Each step:
+is asked for an embedding ends where others draw their first token; for a mean it reuses no cached blocks. One that is
+asked for log-probabilities of its prompt reuses only blocks before the first that is due. Each chunk reports its own,
+so that none is computed again after a preemption. Each step:
 
 1. Expired attempts end: those whose deadline has passed, and those that should have been admitted by now.
 2. Every decoding sequence gets its one token. Where a block is missing, the lowest ranked running sequence is
@@ -59,7 +61,7 @@ from services.worker.scheduler.queue_clock import Cause, describe_wait
 from services.worker.scheduler.sequence import Sequence, rank_of
 from services.worker.scheduler.throughput import StepBudget
 from services.worker.scheduler.waiting_queue import WaitingQueue
-from shared.messages.frames import NOT_BEGUN, FinishReason, Part
+from shared.messages.frames import NOT_BEGUN, FinishReason, Part, PromptLogprobs
 
 _NEVER = float("inf")
 PREFETCH_MOST_S = 120.0
@@ -216,14 +218,19 @@ class Scheduler:
         self.budget.record_step(tokens, len(step), elapsed_s, ended_s)
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
-            assert (draw is not None) == (work.end == len(sequence.tokens))
-            if draw is not None and draw.suspect:
+            ends = work.end == len(sequence.tokens)
+            if draw is None:
+                assert not ends
+                assert not work.scoring
+            elif draw.suspect:
                 self._distrust(sequence, draw.error)
                 continue
+            elif draw.prompt_logprobs is not None:
+                self._report_prompt(sequence, draw.prompt_logprobs)
             work.start = work.end
             if work.start // size > sequence.stored:
                 self.kv_cache.cache_full_blocks(sequence)
-            if draw is not None:
+            if draw is not None and ends:
                 probe.failed_in_a_row = 0
                 if draw.error:
                     self._end(sequence, "error", draw.error)
@@ -446,6 +453,14 @@ class Scheduler:
             return
         self._probe.count_failed()
         self._end(sequence, "error", error)
+
+    def _report_prompt(self, sequence: Sequence, given: PromptLogprobs) -> None:
+        """Report the log-probabilities that a step has given of a prompt. They are never computed again here."""
+        work = sequence.work
+        assert (given.first, given.count) == (work.scored, len(work.scoring))
+        work.scored += given.count
+        part = Part(sequence.request, sequence.attempt, sequence.produced, b"", prompt_logprobs=given)
+        self._outcome.prompt_parts.append((sequence.frontend, part))
 
     def _append_token(self, sequence: Sequence, drawn: Drawn, now_s: float) -> None:
         tokens, token = sequence.tokens, drawn.token

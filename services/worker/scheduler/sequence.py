@@ -156,10 +156,14 @@ class Sequence:
     @property
     def reusable_keys(self) -> list[ContentKey]:
         """Keys of the blocks that may come from the cache. At least the last token is always computed; for a mean over
-        all positions every token is."""
-        if self.no_reuse or self.work.sampling.pooling == "mean":
+        all positions every token is, and so is each position that a log-probability of the prompt is due from."""
+        sampling, work = self.work.sampling, self.work
+        if self.no_reuse or sampling.pooling == "mean":
             return []
-        return self.keys[: (len(self.tokens) - 1) // self.block_size]
+        last = len(self.tokens) - 1
+        if sampling.prompt_logprobs >= 0 and work.scored < self.prompt_tokens:
+            last = work.scored - 1
+        return self.keys[: last // self.block_size]
 
     def count_cached(self, first: int) -> None:
         """Count blocks first … stored - 1 as found in the cache. Only the prompt's tokens of a continuation count."""

@@ -21,16 +21,16 @@ def prompt_pieces(
 
     `positions` has for each token what vLLM found there, as token id → its Logprob; None for the first. A piece has at
     most `most_bytes`, or one token."""
-    most = max(1, most_bytes // (4 + 8 * count))
-    for first in range(1, len(positions), most):
-        logprobs, top_logprobs = array("f"), array("f")
-        top_tokens: list[int] = []
-        for token, position in zip(tokens[first : first + most], positions[first : first + most], strict=True):
-            logprobs.append(finite(position[token].logprob))
-            top = likeliest(position, count)
-            top_tokens.extend(name for name, _ in top)
-            top_logprobs.extend(value for _, value in top)
-        yield PromptLogprobs(first, logprobs.tobytes(), pack_tokens(top_tokens), top_logprobs.tobytes())
+    logprobs, top_logprobs = array("f"), array("f")
+    top_tokens: list[int] = []
+    for token, position in zip(tokens[1:], positions[1:], strict=True):
+        logprobs.append(finite(position[token].logprob))
+        top = likeliest(position, count)
+        top_tokens.extend(name for name, _ in top)
+        top_logprobs.extend(value for _, value in top)
+    if logprobs:
+        whole = PromptLogprobs(1, logprobs.tobytes(), pack_tokens(top_tokens), top_logprobs.tobytes())
+        yield from whole.pieces(most_bytes)
 
 
 def likeliest(position: Mapping[int, Any], count: int) -> list[tuple[int, float]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import reduce
@@ -201,6 +202,30 @@ async def test_each_token_has_its_log_probability(engine: DrivenEngine) -> None:
     entries = [entry for part in engine.parts["logprobs"] for entry in part.logprobs or ()]
     assert len(entries) == 24
     assert all(entry.logprob <= 0.0 for entry in entries)
+
+
+async def test_each_token_of_a_prompt_has_its_log_probability_also_where_it_is_cached(engine: DrivenEngine) -> None:
+    if not engine.facts.prompt_logprobs:
+        pytest.skip("an engine without log-probabilities of prompts is asked for none")
+    prompt, sampling = prompt_of(33, 20 * BLOCK + 5), msgspec.structs.replace(GREEDY, prompt_logprobs=3, max_tokens=4)
+    await engine.answer("plain", prompt, GREEDY)
+    for request in ("scored", "scored again"):
+        assert await engine.answer(request, prompt, sampling) == engine.tokens("plain")[:4]
+        parts = engine.parts[request]
+        given = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
+        assert all(one.is_sound and one.size_bytes <= 256 << 10 for one in given)
+        assert all(part.prompt_logprobs is None or not part.tokens for part in parts)
+        assert next(at for at, part in enumerate(parts) if part.tokens) >= len(given), "all before the first token"
+        assert [one.first for one in given] == [1 + sum(one.count for one in given[:at]) for at in range(len(given))]
+        assert sum(one.count for one in given) == len(prompt) - 1
+        logprobs = array("f", b"".join(one.logprobs for one in given))
+        likeliest = array("f", b"".join(one.top_logprobs for one in given))
+        assert len(likeliest) == 3 * len(logprobs)
+        assert all(own <= best <= 0.0 for own, best in zip(logprobs, likeliest[::3], strict=True))
+    # The same position without a prompt's log-probabilities: the token that is drawn after 40 of the prompt.
+    await engine.answer("drawn", prompt[:40], msgspec.structs.replace(GREEDY, logprobs=3, max_tokens=1))
+    [drawn] = engine.parts["drawn"][-1].logprobs or ()
+    assert list(likeliest[3 * 39 : 3 * 40]) == pytest.approx(drawn.top_logprobs, abs=1e-3)
 
 
 async def test_an_answer_follows_its_schema(engine: DrivenEngine) -> None:

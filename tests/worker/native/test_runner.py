@@ -46,6 +46,7 @@ class RunnerAnswer(Struct):
     output: list[int]
     answer: str
     first_logits: list[float]
+    prompt_logprobs: list[float]
 
 
 ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[RunnerAnswer])
@@ -98,6 +99,20 @@ def test_smollm2_alone_computes_the_logits_of_transformers(smollm2: Path) -> Non
     np.testing.assert_allclose(logits[: len(answer.first_logits)], answer.first_logits, rtol=0, atol=1e-3)
 
 
+def test_smollm2_gives_prompts_the_log_probabilities_of_transformers(smollm2: Path) -> None:
+    runner = NativeRunner(smollm2, capacity_blocks=64)
+    sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=1)
+    works = [
+        work(answer.prompt, range(16 * number, 16 * number + 16), sampling=sampling, sequence=number)
+        for number, answer in enumerate(ANSWERS)
+    ]
+    for answer, drawn in zip(ANSWERS, runner.step(works), strict=True):
+        assert drawn is not None
+        assert drawn.prompt_logprobs is not None
+        found = np.frombuffer(drawn.prompt_logprobs.logprobs, "<f4")
+        np.testing.assert_allclose(found, answer.prompt_logprobs, rtol=0, atol=1e-4)
+
+
 def test_smollm2_reads_text_as_its_own_tokenizer_does(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     for answer in ANSWERS:
@@ -113,6 +128,7 @@ def test_the_facts_are_those_of_the_directory(tiny: NativeRunner) -> None:
     assert facts.grammars
     assert facts.biases
     assert facts.min_tokens
+    assert facts.prompt_logprobs
     assert facts.context_length == 32 * 16  # the model allows 2048; the cache does not
     assert (Path(facts.path) / "tokenizer.json").exists()
     assert facts.weights == weights_digest(Path(facts.path), read_config(Path(facts.path)))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import AttemptNote
 from services.worker.scheduler.outcome import Outcome
-from shared.messages.frames import Part
+from shared.messages.frames import Part, PromptLogprobs
 
 
 def part(attempt: int, first: int, tokens: int, embedding: bytes = b"") -> Part:
@@ -42,3 +42,25 @@ def test_embeddings_are_split_by_their_bytes_and_all_else_is_in_the_first() -> N
     assert [[one.attempt for one in each.boundary_parts] for each in split] == [[2, 3], [4]]
     assert [each.one_token_attempts for each in split] == [[11], []]
     assert outcome.split(18) == [outcome]
+
+
+def test_prompts_come_first_in_pieces_and_all_else_with_the_last_of_them() -> None:
+    outcome, later = Outcome(), Outcome()
+    outcome.add_between("f", part(1, 1, 1), 11)
+    outcome.add_boundary("g", part(2, 0, 1))
+    outcome.prompt_parts.append(("f", Part("r", 3, 0, b"", prompt_logprobs=PromptLogprobs(1, bytes(24)))))
+    later.prompt_parts.append(("g", Part("r", 4, 0, b"", prompt_logprobs=PromptLogprobs(5, bytes(4)))))
+    later.add_boundary("f", part(3, 0, 1))
+    outcome.extend(later)
+    first, second = outcome.split(16)
+    [one] = first.parts["f"]
+    assert one.prompt_logprobs == PromptLogprobs(1, bytes(16))
+    assert [(each.attempt, each.prompt_logprobs) for each in second.parts["f"]] == [
+        (3, PromptLogprobs(5, bytes(8))),
+        (1, None),
+        (3, None),
+    ]
+    assert [each.attempt for each in second.parts["g"]] == [4, 2]
+    assert (first.boundary_parts, first.one_token_attempts) == ([], [])
+    assert ([each.attempt for each in second.boundary_parts], second.one_token_attempts) == ([2, 3], [11])
+    assert not second.prompt_parts

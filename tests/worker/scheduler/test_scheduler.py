@@ -10,15 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.worker.contracts.runner import Drawn
 from shared.hashing import KEY_BYTES, content_keys, pack_tokens, root_key
 from shared.messages.cards import Pooling
-from shared.messages.frames import NOT_BEGUN
+from shared.messages.frames import NOT_BEGUN, NOT_FINITE
 from shared.messages.generate import Sampling
-from tests.worker.fake_runner import EOS, continuation, embedding
-from tests.worker.manual_engine import Engine, step_with
+from tests.worker.fake_runner import EOS, continuation, embedding, prompt_logprobs
+from tests.worker.manual_engine import PIECE_BYTES, Engine, step_with
 
 PROMPT = [1, 2, 3, 4, 1, 2]
 LONG = [1 + position % 4 for position in range(40)]
 OTHER = [3, 3, 1, 4]
 NO_EOS = Sampling(max_tokens=8, ignore_eos=True)
+SCORED = Sampling(max_tokens=2, ignore_eos=True, prompt_logprobs=2)
 MEAN, LAST = Sampling(max_tokens=1, pooling="mean"), Sampling(max_tokens=1, pooling="last")
 
 
@@ -452,6 +453,108 @@ def test_a_mean_that_was_preempted_in_its_midst_begins_again() -> None:
     assert engine.last("mean").embedding == embedding(LONG)
 
 
+def test_log_probabilities_of_a_prompt_come_chunk_by_chunk_before_its_first_token() -> None:
+    engine = Engine(capacity_blocks=24, step_tokens=8)
+    engine.submit("a", LONG, sampling=SCORED)
+    chunks = []
+    while not engine.output("a"):
+        [work] = engine.step()
+        chunks.append(work.end - work.start)
+        given = engine.prompt("a")
+        assert given is not None
+        assert given == prompt_logprobs(LONG, 1, min(sum(chunks), len(LONG) - 1), 2), "all that are known"
+    assert len(chunks) == 5
+    engine.run()
+    before = [part.prompt_logprobs is not None for part in engine.parts["a", 1]]
+    assert before == sorted(before, reverse=True)
+    assert all(one.prompt_logprobs.size_bytes <= PIECE_BYTES for one in engine.parts["a", 1] if one.prompt_logprobs)
+    assert engine.output("a") == continuation(LONG, 2, 64)
+
+
+def test_a_scored_prompt_takes_no_block_from_others_but_leaves_them_its_own() -> None:
+    engine = Engine()
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    computed = engine.runner.computed_tokens
+    engine.submit("scored", PROMPT, sampling=SCORED)
+    engine.run()
+    assert engine.last("scored").cached_tokens == 0
+    assert engine.runner.computed_tokens == computed + len(PROMPT) + 1
+    assert engine.prompt("scored") == prompt_logprobs(PROMPT, 1, len(PROMPT) - 1, 2)
+    engine = Engine()
+    engine.submit("scored", PROMPT, sampling=SCORED)
+    engine.run()
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    assert engine.last("a").cached_tokens == 4
+
+
+def test_two_scored_prompts_at_once_share_nothing_before_it_is_scored() -> None:
+    engine = Engine(capacity_blocks=24, step_tokens=4)
+    for name in ("a", "b"):
+        engine.submit(name, LONG[:20], sampling=SCORED)
+    engine.run()
+    for name in ("a", "b"):
+        assert engine.prompt(name) == prompt_logprobs(LONG[:20], 1, 19, 2)
+
+
+def test_a_prompt_that_was_preempted_in_its_midst_sends_no_log_probability_twice() -> None:
+    engine = Engine(capacity_blocks=23, step_tokens=4)
+    engine.submit("decoding", [1, 1], sampling=Sampling(max_tokens=12, ignore_eos=True), priority=1)
+    engine.step()
+    engine.submit("scored", LONG, sampling=SCORED)
+    scored: list[int] = []
+    while engine.scheduler.busy:
+        scored += [position for work in engine.step() for position in work.scoring]
+    assert engine.scheduler.load().preemptions > 0
+    assert scored == list(range(len(LONG) - 1)), "each position once"
+    assert engine.prompt("scored") == prompt_logprobs(LONG, 1, len(LONG) - 1, 2)
+    assert engine.output("scored") == continuation(LONG, 2, 64)
+
+
+def test_after_a_preemption_blocks_whose_positions_were_scored_are_reused() -> None:
+    engine = Engine(capacity_blocks=24, step_tokens=8)
+    engine.submit("scored", LONG, sampling=SCORED)
+    engine.step()
+    engine.step()
+    [sequence] = engine.scheduler._running
+    assert (sequence.computed, sequence.work.scored) == (16, 17)
+    engine.scheduler._requeue(sequence)
+    [work] = engine.step()
+    assert work.start == 16, "its own blocks are cached"
+    engine.run()
+    assert engine.prompt("scored") == prompt_logprobs(LONG, 1, len(LONG) - 1, 2)
+
+
+def test_a_scored_prompt_that_is_cancelled_in_its_midst_leaves_nothing() -> None:
+    engine = Engine(capacity_blocks=24, step_tokens=8)
+    engine.submit("scored", LONG, sampling=SCORED)
+    engine.step()
+    engine.scheduler.cancel("scored", 1)
+    engine.run()
+    assert engine.last("scored").finish == "cancelled"
+    assert engine.prompt("scored") == prompt_logprobs(LONG, 1, 8, 2)
+    assert engine.scheduler.load().held_blocks == engine.scheduler.living == 0
+
+
+def test_a_row_of_a_prompt_that_is_not_finite_is_computed_once_more_and_then_ends_it() -> None:
+    engine = Engine(capacity_blocks=24, step_tokens=8)
+    engine.submit("scored", LONG, sampling=SCORED)
+    engine.step()
+    assert step_with(engine, lambda _: True) == 1
+    given = engine.prompt("scored")
+    assert given is not None
+    assert given.count == 8, "nothing of the wrong chunk"
+    assert engine.scheduler.load().recomputed == 1
+    engine.step()
+    engine.step()
+    assert engine.prompt("scored") == prompt_logprobs(LONG, 1, 16, 2), "none twice"
+    assert step_with(engine, lambda _: True) == 1
+    engine.run()
+    assert engine.last("scored").finish == "error"
+    assert engine.last("scored").error.startswith(NOT_FINITE)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Whatever else is asked for, each prompt gets exactly its own continuation."""
 
@@ -470,6 +573,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         pooling=st.sampled_from(["", "", "mean", "last"]),
         begun=st.sampled_from([0, 0, 0, 1, 3]),
+        scores=st.sampled_from([-1, -1, 0, 2]),
     )
     def submit(
         self,
@@ -481,9 +585,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         pooling: Pooling,
         begun: int,
+        scores: int,
     ) -> None:
-        name, sampling = f"r{len(self.asked)}", Sampling(max_tokens=max_tokens, pooling=pooling)
         drawn = [] if pooling else continuation(prompt, max_tokens, 24)[:-1][:begun]
+        scores = -1 if pooling or drawn else scores
+        name = f"r{len(self.asked)}"
+        sampling = Sampling(max_tokens=max_tokens, pooling=pooling, prompt_logprobs=scores)
         self.asked[name] = (prompt, drawn, sampling)
         self.engine.submit(
             name,
@@ -542,6 +649,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert last.embedding == (embedding(prompt) if sampling.pooling and last.finish == "stop" else b"")
             assert sum(part.finish is not None for part in self.engine.parts[name, 1]) == 1
             assert output == expected[: len(output)]
+            given = self.engine.prompt(name)
+            if given is not None:
+                assert given == prompt_logprobs(prompt, 1, given.count, sampling.prompt_logprobs)
+            elif output:
+                assert sampling.prompt_logprobs < 0 or len(prompt) == 1
+            assert given is None or not output or given.count == len(prompt) - 1
             if last.finish in ("stop", "length"):
                 assert output == expected
             else:

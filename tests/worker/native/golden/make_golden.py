@@ -60,7 +60,7 @@ def random_model(directory: Path) -> Any:
 
 
 def real_model(directory: Path) -> list[dict[str, Any]]:
-    """Compute greedy answers, and the first logits of each."""
+    """Compute greedy answers, the first logits of each, and the log-probabilities of its prompt's tokens."""
     model, tokenizer = load(directory), transformers.AutoTokenizer.from_pretrained(directory)
     answers = []
     for question in QUESTIONS:
@@ -76,15 +76,16 @@ def real_model(directory: Path) -> list[dict[str, Any]]:
             min_new_tokens=NEW_TOKENS,
             eos_token_id=None,
         )[0, len(prompt) :]
+        logits = model(torch.tensor([prompt])).logits[0]
+        of_all = torch.log_softmax(logits[:-1], dim=-1)
         answers.append(
             {
                 "text": text,
                 "prompt": prompt,
                 "output": output.tolist(),
                 "answer": tokenizer.decode(output, skip_special_tokens=False),
-                "first_logits": [
-                    round(x, 5) for x in model(torch.tensor([prompt])).logits[0, -1, :CHECKED_LOGITS].tolist()
-                ],
+                "first_logits": [round(x, 5) for x in logits[-1, :CHECKED_LOGITS].tolist()],
+                "prompt_logprobs": [round(of_all[index, token].item(), 6) for index, token in enumerate(prompt[1:])],
             }
         )
     return answers
