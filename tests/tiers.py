@@ -65,6 +65,8 @@ FILES: Mapping[str, Tier] = {
     "tests/shared/runtime/test_usage.py": "all",
     "tests/shared/test_vllm_args.py": "all",
     "tests/simulation/test_world.py": "all",
+    "tests/worker/native/test_logprobs.py": "all",
+    "tests/worker/native/test_prompt_logprobs.py": "all",
     "tests/worker/native/test_runner.py": "all",
     "tests/worker/native/test_sampler.py": "all",
     "tests/worker/native/test_structured.py": "all",

@@ -137,7 +137,13 @@ def test_turns_of_few_rows_give_the_same(llama: ScoredModel, monkeypatch: pytest
     monkeypatch.setattr(native_runner, "_TURN_BYTES", 4 * llama.runner.facts.vocab_size * 7)
     computed: list[int] = []
     logits = llama.runner._decoder.logits
-    monkeypatch.setattr(llama.runner._decoder, "logits", lambda rows: computed.append(len(rows)) or logits(rows))
+
+    def counted(hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        computed.append(len(hidden))
+        found: NDArray[np.float32] = logits(hidden)
+        return found
+
+    monkeypatch.setattr(llama.runner._decoder, "logits", counted)
     llama.agrees(prompt_of(llama.runner.step([work(TOKENS, range(13), sampling=ASKED)])[0]))
     assert max(computed) == 7
 
