@@ -15,6 +15,7 @@ from services.kvbm.metrics import StoreMetrics
 from services.router.metrics import RouterMetrics
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
+from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
 from shared.bus.outbox import Outbox
 from shared.config import TraceConfig
@@ -85,6 +86,7 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
         WorkerMetrics(registry)
         KvbmMetrics(registry)
         EngineObservations(registry)
+        GpuTelemetry(registry)
 
 
 def _described(collector: Any) -> list[tuple[str, str, tuple[str, ...], str]]:

@@ -13,6 +13,7 @@ import services.kvbm.metrics
 import services.router.metrics
 import services.worker.kv_connector.metrics
 import services.worker.metrics
+import services.worker.reports.gpus
 import services.worker.reports.observations
 import shared.bus.outbox
 import shared.discovery.directory
@@ -26,7 +27,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 SECTIONS = {
     "Frontends": [services.frontend.metrics, services.frontend.auth.access],
     "Routers": [services.router.metrics],
-    "Workers": [services.worker.metrics, services.worker.kv_connector.metrics, services.worker.reports.observations],
+    "Workers": [
+        services.worker.metrics,
+        services.worker.kv_connector.metrics,
+        services.worker.reports.gpus,
+        services.worker.reports.observations,
+    ],
     "Block stores": [services.kvbm.metrics],
     "Every service, or several": [
         shared.bus.outbox,

@@ -12,6 +12,8 @@ from deploy.monitoring.grafana import Board, Panel, Query, Row, render
 DIRECTORY = Path(__file__).parent / "boards"
 GPU = "a GPU"
 """Panels that only a native engine on a GPU lights."""
+NVML = "a GPU whose driver answers"
+"""Panels that any worker on a GPU lights."""
 
 
 def _of(service: str, more: str = "") -> str:
@@ -29,6 +31,12 @@ ANY = '{namespace=~"$namespace"}'
 
 def _rate(metric: str, selector: str = FRONTEND, by: str = "model") -> str:
     return f"sum by ({by}) (rate({metric}{selector}[$__rate_interval]))"
+
+
+def _energy_a_token(tokens: str) -> str:
+    """Return the joules of all GPUs of a model over its tokens. A GPU of several workers counts once."""
+    energy = f"max by (model, uuid) (rate(headrace_gpu_energy_joules_total{WORKER}[$__rate_interval]))"
+    return f"sum by (model) ({energy}) / ({_rate(tokens, WORKER)} > 0)"
 
 
 def _mean(histogram: str) -> str:
@@ -220,6 +228,34 @@ WORKERS = Board("headrace-workers", "Headrace: workers and GPUs",
             [Query(f"headrace_gpu_memory_bytes{WORKER}", "{{state}} {{instance}}")], lit_by=GPU),
         Panel("Blocks by rank", "short", "Of each data-parallel rank.",
             [Query(f"headrace_rank_blocks{WORKER}", "{{state}} rank {{rank}} {{instance}}")]),
+    ]),
+    Row("GPUs", [
+        Panel("Utilization", "percentunit",
+            "Share of the time in which the GPU computed anything, for any process. Kernels may still use a part of "
+            "it.",
+            [Query(f"headrace_gpu_utilization_ratio{WORKER}", "{{gpu}} {{instance}}")], lit_by=NVML),
+        Panel("Memory by NVML", "bytes", "Memory of the GPU that any process uses, and all there is.",
+            [Query(f"headrace_gpu_memory_used_bytes{WORKER}", "used {{gpu}} {{instance}}"),
+             Query(f"headrace_gpu_memory_size_bytes{WORKER}", "all {{gpu}} {{instance}}")], lit_by=NVML),
+        Panel("Power", "watt", "Power that the GPU takes, and its limit.",
+            [Query(f"headrace_gpu_power_watts{WORKER}", "{{gpu}} {{instance}}"),
+             Query(f"headrace_gpu_power_limit_watts{WORKER}", "limit {{gpu}} {{instance}}")], lit_by=NVML),
+        Panel("Energy of a token", "joule",
+            "Joules of a model's GPUs over its tokens: drawn ones, and all that were computed, prompts included.",
+            [Query(_energy_a_token("headrace_output_tokens_total"), "drawn {{model}}"),
+             Query(_energy_a_token("headrace_computed_tokens_total"), "computed {{model}}")], lit_by=NVML),
+        Panel("Temperature", "celsius",
+            "Temperature of the GPU, and the degrees that are left until it slows down.",
+            [Query(f"headrace_gpu_temperature_celsius{WORKER}", "{{gpu}} {{instance}}"),
+             Query(f"headrace_gpu_slowdown_margin_celsius{WORKER}", "left {{gpu}} {{instance}}")], lit_by=NVML),
+        Panel("Clocks lowered", "percentunit", "Share of the last minute in which the clocks were lower, by reason.",
+            [Query(f"avg_over_time(headrace_gpu_throttled{WORKER}[1m])", "{{reason}} {{gpu}} {{instance}}")],
+            lit_by=NVML),
+        Panel("Errors of the GPU", "short",
+            "Errors of memory since the driver was loaded, and Xid errors. Uncorrected ones: replace the GPU.",
+            [Query(f"headrace_gpu_ecc_errors_total{WORKER}", "{{kind}} {{gpu}} {{instance}}"),
+             Query(f"headrace_gpu_xid_errors_total{WORKER}", "Xid {{xid}} {{gpu}} {{instance}}")],
+            lit_by="an Xid error"),
     ]),
     Row("Engines", [
         Panel("Engines started and lost", "short",

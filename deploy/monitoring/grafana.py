@@ -15,7 +15,7 @@ from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
 from msgspec import Struct
 
-Unit = Literal["short", "s", "percentunit", "bytes", "Bps", "reqps", "ops", "cps", "none"]
+Unit = Literal["short", "s", "percentunit", "bytes", "Bps", "reqps", "ops", "cps", "watt", "joule", "celsius", "none"]
 """Grafana's names: seconds, share of 1, bytes, bytes a second, requests, operations and counts a second."""
 WIDTH, HEIGHT = 8, 8
 """Size of a panel; Grafana's boards are 24 wide."""

@@ -32,6 +32,7 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.model.card import CardAnnouncement, card_of, served_name
 from services.worker.operations.operator import Operator
+from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
 from services.worker.reports.rank_reports import RankReports
 from services.worker.requests import attempt_notes
@@ -123,14 +124,12 @@ class Worker:
             observed=lambda report: self._observations.record(report),
         )
         self._observations = EngineObservations(runtime.registry)
+        self._gpus = GpuTelemetry(runtime.registry)
         self._notes: list[str] = []
         """What an operator should know of the settings."""
         self._kvbm_metrics = KvbmMetrics(runtime.registry, configured=bool(config.kvbm.pool))
         self._kvbm = LinkReports(
-            self._kvbm_metrics,
-            namespace=runtime.namespace,
-            link_changed=self._kvbm_link_changed,
-            tracer=runtime.tracer,
+            self._kvbm_metrics, namespace=runtime.namespace, link_changed=self._kvbm_link_changed, tracer=runtime.tracer
         )
         self._publisher = runtime.events.open_publisher()
         self._announcement = CardAnnouncement(runtime, self.event_source, config.role)
@@ -200,6 +199,7 @@ class Worker:
                     self._report_load(),
                     self._kvbm.run(),
                     self._operator.run(),
+                    self._gpus.run(),
                 )
             ]
             try:
@@ -244,6 +244,7 @@ class Worker:
             role=self._config.role,
         )
         self._metrics.engine_started(self.engine.start_s)
+        self._gpus.watch(facts.gpus)
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         tokens = facts.capacity_blocks * facts.block_size
         if tokens < SMALL_KV_TOKENS:

@@ -22,6 +22,7 @@ from shared.messages.cards import Pooling
 from tests.integration.fleet import fleet
 from tests.integration.kinds import CPU, GPU, GPU_16_BITS, Kind, params
 from tests.integration.machine import BLOCK_TOKENS, Machine, Wire, full_blocks, prompt, settled
+from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
 SHAPE: dict[str, Any] = {
@@ -109,6 +110,15 @@ async def test_in_float32_all_workers_answer_the_same_alone_batched_and_from_loa
     # Where the kvbm or its answers are held up by a busy machine, a worker computes instead.
     assert all(answer.host in (0, tokens) for answer, tokens in zip(answers, whole, strict=True))
     assert any(answer.host for answer in answers)
+
+
+def test_a_worker_shows_the_gpu_that_its_engine_computes_on_and_one_on_a_cpu_shows_none(exact: WorkerRig) -> None:
+    first, reference = exact.machine.process("first"), exact.machine.process("reference")
+    if exact.kind.device == "cuda":
+        shows = "the GPU that all share is shown, with what the engine has allocated of it"
+        used = first.metric("headrace_gpu_memory_bytes", state="used")
+        eventually(lambda: first.metric("headrace_gpu_memory_used_bytes") > used > 0, limit_s=60.0, what=shows)
+    assert reference.metric("headrace_gpu_memory_size_bytes") == 0
 
 
 async def test_a_cpu_worker_loads_blocks_of_gpu_workers_and_they_load_its_blocks(exact: WorkerRig, wire: Wire) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ _LISTENS = re.compile(r"listening on (http://[^\s\"]+)")
 class Service:
     """One process."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, more: Mapping[str, str] | None = None) -> None:
         self.name = name
         self.log = log
         self.url = ""
         """URL of its /health and /metrics, and of a frontend's API; set once it listens."""
         self._url_file = log.with_suffix(".url")
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
+        environment |= more or {}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
 
@@ -88,15 +89,18 @@ class Fleet:
         self._common = ("--nats-url", nats_url, *where)
         self._started = 0
 
-    def start(self, service: ServiceName, name: str, *flags: str, module: str = "") -> Service:
-        """Returns at once; `ready` says when it serves. `module`: of a service's program that is a test's own."""
+    def start(
+        self, service: ServiceName, name: str, *flags: str, module: str = "", more: Mapping[str, str] | None = None
+    ) -> Service:
+        """Returns at once; `ready` says when it serves. `module`: of a service's program that is a test's own. `more`
+        is added to its environment."""
         self._started += 1
         log = self._folder / f"{name}.{self._started}.log"
         # On a slow machine a worker may be predicted to be late; only a test of that limit wants a refusal.
         patient = ("--http-port", "0", "--limits-wait-s", "0")
         where = patient if service == "frontend" else ("--observe-url-file", str(log.with_suffix(".url")))
         command = [sys.executable, "-m", module or f"services.{service}", *self._common, *where, *flags]
-        self.services[name] = Service(name, command, log)
+        self.services[name] = Service(name, command, log, more)
         return self.services[name]
 
     def wait_idle(self, *names: str) -> None:

@@ -6,6 +6,8 @@ leave one another alone happen at once, since most of the time of this test is t
 
     first, second    workers of the model tiny, with the load, on a block store that has a disk
     third            the worker of the model other, on a block store that is too small
+
+The second names a GPU, whose driver is a test's own.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from typing import Any
 
 import pytest
 
-from deploy.monitoring.boards import BOARDS
+from deploy.monitoring.boards import BOARDS, NVML
+from services.worker.reports.nvml import THROTTLES
 from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import ROOT, eventually
 from tests.monitoring.prometheus import ALERTS, PROMETHEUS, SCRAPE_S, Prometheus, prometheus, quickened, shown
+from tests.nvml.driver import MISSING, NUMBERS, Driver
 from tests.process_tree import children
 from tests.servers import EtcdServer, etcd_server, free_port, nats_server
 from tests.tiny_model import write_tiny_model
@@ -57,6 +61,7 @@ UNLIT = {
     "Troubles of the policy",  # tests/router/ has policies that raise
     "Memory of the GPU",  # tests/gpu/ has the engine's report
     "Probes of idle engines",  # tests/integration/test_vllm_faults.py
+    *[panel.title for board in BOARDS for panel in board.panels if MISSING and panel.lit_by in (NVML, "an Xid error")],
 }
 """Panels that nothing here lights, and what does."""
 
@@ -133,7 +138,14 @@ class Watched:
     """The stack, its Prometheus and its load."""
 
     def __init__(
-        self, folder: Path, services: Fleet, etcd: EtcdServer, nats: int, seen: Prometheus, keys: Path
+        self,
+        folder: Path,
+        services: Fleet,
+        etcd: EtcdServer,
+        nats: int,
+        seen: Prometheus,
+        keys: Path,
+        driver: Driver | None,
     ) -> None:
         self.folder, self.services, self.etcd, self.nats, self.seen, self.keys = (
             folder,
@@ -143,6 +155,7 @@ class Watched:
             seen,
             keys,
         )
+        self.driver = driver
         self.load = Load(self.frontend.url)
         self.lit: set[str] = set()
         self._looked_s = 0.0
@@ -232,8 +245,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         services.start("kvbm", "kvbm", *kvbm, *disk, *often)
         small = ("--pool-directory", str(folder / "small"), "--pool-size-bytes", str(128 << 10))
         services.start("kvbm", "small", *small)
-        for name in WORKERS:
-            start_worker(services, name, model, "tiny", folder / "pool")
+        driver = None if MISSING else Driver(folder / "nvml")
+        start_worker(services, "first", model, "tiny", folder / "pool")
+        on_gpu: dict[str, Any] = {"module": "tests.nvml.gpu_worker", "more": driver.environment} if driver else {}
+        start_worker(services, "second", model, "tiny", folder / "pool", **on_gpu)
         start_worker(services, "third", model, "other", folder / "small", module="tests.integration.forgetful_worker")
         bounds = ("--limits-requests", "7", "--limits-rescue-s", "3")
         services.start("frontend", "frontend", "--access-keys-file", str(keys), *bounds)
@@ -252,7 +267,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         ]
         try:
             with prometheus(folder / "prometheus", jobs, quickened(ALERTS.read_text(), TIMES)) as seen:
-                one = Watched(folder, services, etcd, nats.port, seen, keys)
+                one = Watched(folder, services, etcd, nats.port, seen, keys, driver)
                 try:
                     yield one
                 finally:
@@ -262,10 +277,18 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             exporter.wait()
 
 
-def start_worker(services: Fleet, name: str, model: Path, model_name: str, pool: Path, module: str = "") -> None:
+def start_worker(
+    services: Fleet,
+    name: str,
+    model: Path,
+    model_name: str,
+    pool: Path,
+    module: str = "",
+    more: Mapping[str, str] | None = None,
+) -> None:
     own = ("--model", str(model), "--model-name", model_name, "--threads", "1", "--capacity-blocks", "400")
     bounds = ("--stall-s", "120", "--kvbm-wait-s", "20")
-    services.start("worker", name, *own, *bounds, "--kvbm-pool", str(pool), module=module)
+    services.start("worker", name, *own, *bounds, "--kvbm-pool", str(pool), module=module, more=more)
 
 
 def test_every_instance_is_found_and_no_alert_fires_in_an_hour_of_load(watched: Watched) -> None:
@@ -317,6 +340,22 @@ def test_faults_that_clients_of_the_model_tiny_do_not_notice(watched: Watched) -
         not_read(watched.nats)
     watched.keys.write_text(keys)
     watched.until_lit({"Blocks lost on disk"})
+
+
+def test_a_gpu_that_is_hot_slow_and_reports_errors(watched: Watched) -> None:
+    if watched.driver is None:
+        pytest.skip(MISSING)
+    watched.until_lit({panel.title for board in BOARDS for panel in board.panels if panel.lit_by == NVML})
+    alerts = {
+        "HeadraceGpuHot": {"model": "tiny", "gpu": "0", "uuid": "GPU-0"},
+        "HeadraceGpuThrottled": {"model": "tiny", "gpu": "0", "reason": "thermal"},
+        "HeadraceGpuErrors": {"model": "tiny", "gpu": "0", "xid": "94"},
+    }
+    with watched.fires(alerts):
+        watched.driver.set(0, temperature=85, margin=2, throttled=THROTTLES["thermal"])
+        watched.driver.report_xid(0, 94)
+    watched.until_lit({"Errors of the GPU"})
+    watched.driver.set(0, **NUMBERS)
 
 
 def test_engines_that_stop_and_a_disk_that_is_gone(watched: Watched) -> None:

@@ -26,6 +26,7 @@ OK, FAILED = (
 )
 FIRST, TOKENS = "headrace_time_to_first_token_seconds", "headrace_inter_token_latency_seconds"
 UP = 'up{job="headrace", service="router", instance="r"}'
+GPU = 'namespace="default", service="worker", instance="x", model="m", gpu="0", uuid="u"'
 WORKER, KVBM, ROUTER = (f'namespace="default", service="{name}", instance="x"' for name in ("worker", "kvbm", "router"))
 
 
@@ -74,6 +75,25 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         {f'headrace_stale_files{{{FRONTEND}, file="keys"}}': "0x5 1x20"},
         {f'headrace_stale_files{{{FRONTEND}, file="keys"}}': "0x25"},
         "10m",
+    ),
+    "HeadraceGpuHot": (
+        {f"headrace_gpu_slowdown_margin_celsius{{{GPU}}}": "30x5 5x20"},
+        {f"headrace_gpu_slowdown_margin_celsius{{{GPU}}}": "30x5 5x2 6x20"},
+        "15m",
+    ),
+    "HeadraceGpuThrottled": (
+        {f'headrace_gpu_throttled{{{GPU}, reason="thermal"}}': "0x5 1x30"},
+        {f'headrace_gpu_throttled{{{GPU}, reason="thermal"}}': " ".join("0110" * 7)},
+        "25m",
+    ),
+    "HeadraceGpuErrors": (
+        {f'headrace_gpu_xid_errors_total{{{GPU}, xid="79"}}': "_x20 1x5"},
+        {
+            f'headrace_gpu_xid_errors_total{{{GPU}, xid="79"}}': "1x25",
+            f'headrace_gpu_ecc_errors_total{{{GPU}, kind="uncorrected"}}': "2x25",
+            f'headrace_gpu_ecc_errors_total{{{GPU}, kind="corrected"}}': "0+1x25",
+        },
+        "22m",
     ),
     "HeadraceStoreMissing": (
         {f"headrace_kvbm_attached{{{WORKER}}}": "1x5 0x20"},

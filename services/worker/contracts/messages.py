@@ -164,6 +164,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Number of data-parallel ranks. Each has its own blocks and computes its own attempts."""
     shares_blocks: bool = False
     """Whether other engines of the machine can copy its blocks."""
+    gpus: tuple[str, ...] = ()
+    """The NVIDIA GPUs that it computes on, each by its PCI bus id or its UUID. Empty if there are none."""
 
 
 class EngineLoad(Struct, frozen=True):

@@ -270,7 +270,22 @@ def _facts(config: VllmConfig) -> Ready:
         pooling=_pooling_of(config),
         operations=tuple(operations),
         ranks=ranks,
+        gpus=_gpus(config),
     )
+
+
+def _gpus(config: VllmConfig) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs of all ranks, which vLLM takes one after another of those that are visible. Empty
+    without NVIDIA's GPUs, or if the driver does not say them: only metrics need them."""
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    count = parallel.world_size * parallel.data_parallel_size if current_platform.is_cuda() else 0
+    try:
+        return tuple(current_platform.get_device_uuid(number) for number in range(count))
+    except Exception:  # noqa: BLE001 - whatever NVML raises costs the metrics of the GPUs, not the engine
+        traceback.print_exc()
+        return ()
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -72,7 +72,9 @@ ENGINE: Table = {
     "vllm:__version__": Used(),
     "vllm.envs:environment_variables": Used(reads=ENVIRONMENT),
     "vllm.platforms:current_platform": Used(),
-    "vllm.platforms.interface:Platform": Used(calls={"is_cpu": (), "is_unspecified": ()}),
+    "vllm.platforms.interface:Platform": Used(
+        calls={"is_cpu": (), "is_unspecified": (), "is_cuda": (), "get_device_uuid": ("device_id", "/")}
+    ),
     "vllm.config:KVEventsConfig": Used(
         passes=("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "hwm")
     ),
@@ -111,7 +113,7 @@ ENGINE: Table = {
         },
     ),
     "vllm.config.cache:CacheConfig": Used(reads=("block_size", "num_gpu_blocks", "cache_dtype")),
-    "vllm.config.parallel:ParallelConfig": Used(reads=("data_parallel_size",)),
+    "vllm.config.parallel:ParallelConfig": Used(reads=("data_parallel_size", "world_size")),
     "vllm.config.scheduler:SchedulerConfig": Used(reads=("policy",)),
     "vllm.config.lora:LoRAConfig": Used(reads=("max_cpu_loras",)),
     "vllm.engine.arg_utils:AsyncEngineArgs": Used(

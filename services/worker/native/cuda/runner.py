@@ -111,6 +111,7 @@ class CudaRunner:
             # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
             weights=digest if element_type == "float32" else f"{digest}-{element_type}",
             operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
+            gpus=(cp.cuda.runtime.deviceGetPCIBusId(memory.device),),
         )
         self._config = config
         self._digest = digest
