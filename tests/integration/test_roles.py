@@ -128,6 +128,31 @@ def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: RolesRi
 
 
 @pytest.mark.usefixtures("busy")
+def test_a_prompt_whose_blocks_are_stored_has_all_of_its_log_probabilities(
+    rig: RolesRig, client: openai.OpenAI
+) -> None:
+    prompt = prompt_of(300, "scored")
+    ask(client, "tiny", prompt, GREEDY)
+    extra = {"ignore_eos": True, "deadline_s": 600}
+    for _ in range(3):
+        ours, theirs = (
+            client.completions.create(
+                model=model, prompt=prompt, echo=True, logprobs=1, max_tokens=4, temperature=0, extra_body=extra
+            )
+            .choices[0]
+            .logprobs
+            for model in ("tiny", "alone")
+        )
+        assert ours is not None
+        assert theirs is not None
+        assert ours.tokens == theirs.tokens
+        assert ours.token_logprobs is not None
+        assert theirs.token_logprobs is not None
+        assert ours.token_logprobs[0] is theirs.token_logprobs[0] is None
+        assert ours.token_logprobs[1:] == pytest.approx(theirs.token_logprobs[1:], abs=1e-3)
+
+
+@pytest.mark.usefixtures("busy")
 def test_explain_shows_both_halves_of_a_choice(rig: RolesRig, client: openai.OpenAI) -> None:
     number = 0
 
