@@ -321,8 +321,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model_each_time(
     asking = Asking(services.services["frontend"].url, "completions", stream=stream)
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "temperature": 0, "ignore_eos": True}
 
-    def ask(max_tokens: int) -> dict[str, list[Any]]:
-        given = body | {"max_tokens": max_tokens}
+    def ask(max_tokens: int, **fields: Any) -> dict[str, list[Any]]:
+        given = body | {"max_tokens": max_tokens} | fields
         whole = asking.chunks("/v1/completions", **given) if stream else [asking.post("/v1/completions", **given)]
         return _logprobs(whole)
 
@@ -335,3 +335,5 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model_each_time(
     assert best == pytest.approx(expected[:-1].max(axis=1).tolist(), rel=2e-5, abs=1e-4)
     assert ask(3)["token_logprobs"][1:] == pytest.approx(scored["token_logprobs"][1:], abs=1e-3), "now it is cached"
     assert ask(0)["token_logprobs"][1:] == pytest.approx(scored["token_logprobs"][1 : len(prompt)], abs=1e-3)
+    ended = ask(5, ignore_eos=False, logit_bias={END: 100})
+    assert ended["tokens"] == [*scored["tokens"][: len(prompt)], "<|im_end|>"], "programs drop the last one"

@@ -145,12 +145,14 @@ class Output:
         begins_at: int = 0,
         before: bytes = b"",
         special_stops: Mapping[int, str] | None = None,
+        rates_stop: bool = False,
     ) -> None:
         """Create it. A stop string counts if a token after the first `min_tokens` completes it. `include_stop`: the
         stop string, or the text of the stop token, stays in the output. `with_ids`: deltas have token ids.
         `begins_at`: the count of characters before the output, as entries count them. `before`: the end of the text
         that the output continues, as `TokenBytes.end_of` returns it; empty if the output begins a text.
-        `special_stops`: the stop strings that are special tokens, which stand in no text, by their ids."""
+        `special_stops`: the stop strings that are special tokens, which stand in no text, by their ids.
+        `rates_stop`: the token that ends the output has an entry, too, if its log-probability is given."""
         self._detokenizer = Detokenizer(tokens, before)
         self._scanner = StopScanner(stops, include=include_stop)
         self._min_tokens = min_tokens
@@ -158,6 +160,7 @@ class Output:
         self._with_ids = with_ids
         self._one_by_one = bool(stops)
         self._special_stops = special_stops or {}
+        self._rates_stop = rates_stop
         self._decoded = self._emitted = begins_at
         self._waiting: deque[LogprobEntry] = deque()
         self.counted = 0
@@ -191,9 +194,17 @@ class Output:
                 break
         return self._emit(text, tokens[: self.counted - before])
 
-    def finish(self, *, short: bool = False, stop_token: int | None = None) -> Delta:  # noqa: ARG002  for ParsedOutput
+    def finish(
+        self,
+        *,
+        short: bool = False,  # noqa: ARG002  for ParsedOutput
+        stop_token: int | None = None,
+        stop_logprob: TokenLogprob | None = None,
+    ) -> Delta:
         """Return the rest, if the output ends for another reason than a stop string. `short`: a limit cut it.
         `stop_token`: the token that ended it."""
+        if self._rates_stop and stop_token is not None and stop_logprob is not None:
+            self._waiting.append(self._entry(stop_token, stop_logprob))
         included = () if stop_token is None or not self._include_stop else (stop_token,)
         piece = self._detokenizer.push(included) + self._detokenizer.finish()
         text = self._scanner.push(piece, may_stop=not included and self.counted > self._min_tokens)

@@ -71,9 +71,11 @@ class ParsedOutput:
         if self._parser.result.reasoning_characters > before:
             self.thinking_tokens = self._output.counted
 
-    def finish(self, *, short: bool = False, stop_token: int | None = None) -> Delta:
+    def finish(
+        self, *, short: bool = False, stop_token: int | None = None, stop_logprob: TokenLogprob | None = None
+    ) -> Delta:
         """Return the rest, as `Output.finish` does."""
-        delta = self._output.finish(short=short, stop_token=stop_token)
+        delta = self._output.finish(short=short, stop_token=stop_token, stop_logprob=stop_logprob)
         self._parse(delta.text)
         return self._taken(delta, last=True, short=short and not delta.stopped)
 

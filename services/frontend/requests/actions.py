@@ -108,6 +108,8 @@ class Finish(Struct, frozen=True):
     """The embedding as `Part.embedding` has it; empty for text."""
     stop_token: int | None = None
     """The token that ended the output, which was not passed on; None if another reason ended it."""
+    stop_logprob: TokenLogprob | None = None
+    """Its log-probability, if they were asked for."""
 
 
 class Fail(Struct, frozen=True):

@@ -268,8 +268,10 @@ class Session:
         match part.finish:
             case "stop" | "length":
                 prefilled = self._prefill(part) if part.embedding else []
-                stop_token = new[-1] if new and part.finish == "stop" else None
-                return prefilled + self._end([Finish(part.finish, part.embedding, stop_token)], withdraw=False)
+                ends = bool(new) and part.finish == "stop"
+                logprob = part.logprobs[-1] if ends and part.logprobs is not None else None
+                last = Finish(part.finish, part.embedding, new[-1] if ends else None, logprob)
+                return prefilled + self._end([last], withdraw=False)
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
                 return self._end([Fail(late)], withdraw=False)

@@ -195,7 +195,8 @@ class Stream:
         elif self.request.prompt_only:
             self.finish = "length"
         else:
-            self._pass_on(self.output.finish(short=last.reason == "length", stop_token=last.stop_token))
+            short = last.reason == "length"
+            self._pass_on(self.output.finish(short=short, stop_token=last.stop_token, stop_logprob=last.stop_logprob))
             self.finish = "stop" if self._stopped else last.reason
             self.embedding = last.embedding
         if self.finish == "stop" and self.output.calls:

@@ -134,6 +134,7 @@ class _Outputs(Struct, frozen=True):
             begins_at=len(echoed),
             before=self._text_before(prompt, echoed),
             special_stops=self.special_stops,
+            rates_stop=not plan.is_chat,  # as vLLM; programs that rate texts drop the last of all entries
         )
         if parsing is None:
             return output

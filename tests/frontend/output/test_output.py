@@ -113,6 +113,17 @@ def test_what_ended_the_output_stays_where_it_is_asked_for() -> None:
     assert Output(shown, ["x"], include_stop=True).finish(stop_token=0) == Delta("<s>")
 
 
+def test_the_token_that_ended_the_output_has_an_entry_where_it_is_rated() -> None:
+    output = Output(TOKENS, [], rates_stop=True, begins_at=5)
+    output.push([1], [logprob(1)])
+    delta = output.finish(stop_token=0, stop_logprob=logprob(0))
+    assert (delta.text, [(one.token, one.text_offset) for one in delta.entries]) == ("", [(TOKENS.names[0], 6)])
+    assert Output(TOKENS, []).finish(stop_token=0, stop_logprob=logprob(0)) == Delta("")
+    stopped = Output(TOKENS, ["END"], rates_stop=True, include_stop=True)
+    stopped.push([1], [logprob(1)])
+    assert len(stopped.finish(stop_token=7, stop_logprob=logprob(7)).entries) == 1
+
+
 def test_every_token_is_named_once_also_where_its_text_waits() -> None:
     output = Output(TOKENS, ["END!"], with_ids=True)
     assert output.push([1, 7]) == Delta("a", token_ids=(1, 7))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from services.frontend.protocol.errors import failure_of
 from services.frontend.requests.actions import (
@@ -351,6 +352,16 @@ def test_a_prompt_that_is_handed_over_goes_on_at_the_worker_that_decodes_without
         PublishLoad(Finished(R, 2)),
         Finish("stop", stop_token=6),
     ]
+
+
+def test_the_token_that_ends_an_answer_keeps_its_log_probability() -> None:
+    session = Session(R, 3)
+    session.start()
+    step(session, selected(1))
+    given = TokenLogprob(-0.5), TokenLogprob(-0.25)
+    actions = step(session, PartReceived("w1", replace(part(0, [5, 6], "stop"), logprobs=given)))
+    assert EmitTokens([5], given[:1]) in actions
+    assert actions[-1] == Finish("stop", stop_token=6, stop_logprob=given[1])
 
 
 def test_an_answer_that_ends_with_its_first_token_gives_the_worker_that_decodes_back() -> None:

@@ -292,17 +292,20 @@ async def test_logprobs_of_a_chat_name_token_bytes_and_the_likeliest(directory: 
         assert w.workers[0].generates.all[0].sampling.logprobs == 2
 
 
-async def test_logprobs_of_a_completion_have_offsets_into_the_text(directory: Path) -> None:
+async def test_logprobs_of_a_completion_have_offsets_into_the_text_and_include_the_token_that_ends_it(
+    directory: Path,
+) -> None:
     async with world(directory) as w, clients(w) as (client, _):
         ids = w.say("a b")
         w.workers[0].logprobs = [TokenLogprob(-0.25, pack_tokens([token]), (-0.25,)) for token in [*ids, 2]]
         answer = await client.completions.create(model=MODEL, prompt="x", logprobs=1)
         logprobs = answer.choices[0].logprobs
         assert logprobs is not None
-        assert logprobs.tokens == ["a", " b"]
-        assert logprobs.text_offset == [0, 1]
-        assert logprobs.token_logprobs == [-0.25, -0.25]
-        assert logprobs.top_logprobs == [{"a": -0.25}, {" b": -0.25}]
+        assert answer.choices[0].text == "a b"
+        assert logprobs.tokens == ["a", " b", "<|im_end|>"]
+        assert logprobs.text_offset == [0, 1, 3]
+        assert logprobs.token_logprobs == [-0.25, -0.25, -0.25]
+        assert logprobs.top_logprobs == [{"a": -0.25}, {" b": -0.25}, {"<|im_end|>": -0.25}]
 
 
 async def test_every_sampling_field_reaches_the_worker(directory: Path) -> None:
@@ -409,10 +412,11 @@ async def test_log_probabilities_name_tokens_by_their_ids_if_that_is_asked_for(d
         text = await client.completions.create(model=MODEL, prompt="x", logprobs=1, extra_body=by_id)
         [choice] = text.choices
         assert choice.logprobs is not None
+        ids = [*ids, 2]
         assert choice.logprobs.tokens == [f"token_id:{one}" for one in ids]
         assert choice.logprobs.top_logprobs is not None
         assert [set(top) for top in choice.logprobs.top_logprobs] == [{"token_id:7", f"token_id:{one}"} for one in ids]
-        assert choice.logprobs.text_offset == [0]
+        assert choice.logprobs.text_offset == [0, 2]
         chat = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, extra_body=by_id)
         assert chat.choices[0].logprobs is not None
         entries = chat.choices[0].logprobs.content or []

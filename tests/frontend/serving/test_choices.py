@@ -299,7 +299,7 @@ async def test_log_probabilities_are_of_their_choice(directory: Path) -> None:
         answer = await client.completions.create(model=MODEL, prompt=["x", "y"], logprobs=0)
         for choice in answer.choices:
             assert choice.logprobs is not None
-            assert choice.logprobs.token_logprobs == [-0.5] * len(tokens)
+            assert choice.logprobs.token_logprobs == [-0.5] * (len(tokens) + 1), "one is of the token that ends it"
 
 
 def of_prompt(first: int, *values: float) -> PromptLogprobs:
