@@ -81,7 +81,7 @@ FILES: Mapping[str, Tier] = {
 CLIENTS = "tests/clients/"
 """Other projects' clients: a third of the files below belongs to `all` each day, and the rest to `long`."""
 THIRDS: tuple[tuple[str, ...], ...] = (
-    ("agents", "instructor", "ollama", "openapi"),
+    ("agents", "instructor", "lm_eval", "ollama", "openapi"),
     ("anthropic", "documents", "llm", "terminal_agents"),
     ("langchain", "litellm", "litellm_proxy", "npm", "outlines", "pydantic_ai", "responses"),
 )

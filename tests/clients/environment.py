@@ -8,11 +8,12 @@ our .venv. Node's is made from npm/package-lock.json, with the Node.js and npm t
                               They are written last, so that they are there exactly if the environment is whole
     .headrace/clients-npm/    Node's: node_modules, and programs/, a link to PROGRAMS; node_modules are found from there
     .headrace/clients-agents/ another of Node's, of agents/package-lock.json: coding agents
+    .headrace/clients-harness/ another of Python's, of harness/requirements.lock: lm-evaluation-harness
     .headrace/NAME.lock       held (flock) by the process that makes it; the kernel drops it with its holder
 
-requirements.lock is made of requirements.in: `uv pip compile --universal --generate-hashes -p 3.11 requirements.in -o
-requirements.lock`; package-lock.json of package.json: `npm install --package-lock-only --ignore-scripts` in npm/
-and in agents/.
+Each requirements.lock is made of the requirements.in next to it: `uv pip compile --universal --generate-hashes -p 3.11
+requirements.in -o requirements.lock`; package-lock.json of package.json: `npm install --package-lock-only
+--ignore-scripts` in npm/ and in agents/.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LOCK = HERE / "requirements.lock"
 NPM = HERE / "npm"
 PLACE = HERE.parents[1] / ".headrace" / "clients"
 NPM_PLACE = PLACE.with_name("clients-npm")
+HARNESS_LOCK = HERE / "harness" / "requirements.lock"
+HARNESS_PLACE = PLACE.with_name("clients-harness")
 AGENTS = HERE / "agents"
 AGENTS_PLACE = PLACE.with_name("clients-agents")
 PROGRAMS = HERE / "programs"
