@@ -152,18 +152,18 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How an engine that has nothing to do is checked. Only vLLM and attached servers are: they may freeze without a
-    sign."""
+    """How an engine that has nothing to do is checked: a device that is lost or hangs looks like an idle one. Native
+    engines, vLLM and attached servers are checked."""
 
     idle_s: Seconds = 60.0
-    """Seconds without a request after which the engine is asked for `max_tokens` tokens, or one embedding. 0 means
-    never."""
+    """Seconds without a request after which the engine is asked for tokens, or one embedding. 0 means never."""
     limit_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     """Seconds that it may take for that; afterwards it is ended, and another is started."""
     prompt: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=1024)] = (1, 1)
     """Token ids of the prompt that it is asked to continue, or to embed."""
     max_tokens: Annotated[int, Meta(ge=1, le=64)] = 2
-    """Tokens that it is asked for; an engine for embeddings makes one embedding."""
+    """Tokens that vLLM or an attached server is asked for. A native engine draws one, and one for embeddings makes one
+    embedding."""
 
     def fault(self, *, vocab_size: int, context_length: int) -> str:
         """Return why a model cannot be asked this. Empty if it can."""

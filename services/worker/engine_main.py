@@ -21,11 +21,12 @@ from typing import assert_never
 import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import Failed, Loading, Ready
+from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Ready
 from services.worker.contracts.runner import Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.warm_up import warm_up
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model.facts import facts_of
@@ -159,6 +160,10 @@ def _facts(config: WorkerConfig, report: Callable[[Loading], None]) -> Ready:
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
     """Run the engine's loop until Shutdown. Raise ConfigError, and what the runner raises."""
+    facts = runner.facts
+    wrong_probe = config.worker.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
+    if wrong_probe and config.worker.engine == "native":
+        raise ConfigError(wrong_probe)
     mover = share_reader = sharer = kvbm = None
     with ExitStack() as opened:
         if attachment is not None:
@@ -169,6 +174,9 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment:
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
+        if config.worker.engine == "native":
+            channel.send(Loading(FIRST_TOKENS, 0.9))
+            warm_up(runner, config.worker.device)
         engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))

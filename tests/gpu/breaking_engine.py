@@ -6,6 +6,7 @@ device, like an invalid address, and the process's context is lost. A CPU has no
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,8 @@ from services.worker.contracts.messages import EngineOperation, Loading, MemoryU
 from services.worker.contracts.mover import Mover
 from services.worker.contracts.runner import Drawn, Runner, Work
 
-FATAL = [7, 77, 7, 77]
+# The environment may set it.
+FATAL = [int(token) for token in os.environ.get("FATAL", "7 77 7 77").split()]
 
 
 class Breaking:

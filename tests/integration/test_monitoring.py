@@ -60,7 +60,6 @@ UNLIT = {
     NO_FSYNC,
     "Troubles of the policy",  # tests/router/ has policies that raise
     "Memory of the GPU",  # tests/gpu/ has the engine's report
-    "Probes of idle engines",  # tests/integration/test_vllm_faults.py
     *[panel.title for board in BOARDS for panel in board.panels if MISSING and panel.lit_by in (NVML, "an Xid error")],
 }
 """Panels that nothing here lights, and what does."""
@@ -249,7 +248,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         start_worker(services, "first", model, "tiny", folder / "pool")
         on_gpu: dict[str, Any] = {"module": "tests.nvml.gpu_worker", "more": driver.environment} if driver else {}
         start_worker(services, "second", model, "tiny", folder / "pool", **on_gpu)
-        start_worker(services, "third", model, "other", folder / "small", module="tests.integration.forgetful_worker")
+        forgetful: dict[str, Any] = {"module": "tests.integration.forgetful_worker"}
+        start_worker(services, "third", model, "other", folder / "small", "--health-idle-s", "2", **forgetful)
         bounds = ("--limits-requests", "7", "--limits-rescue-s", "3")
         services.start("frontend", "frontend", "--access-keys-file", str(keys), *bounds)
         services.wait_ready()
@@ -283,12 +283,13 @@ def start_worker(
     model: Path,
     model_name: str,
     pool: Path,
+    *flags: str,
     module: str = "",
     more: Mapping[str, str] | None = None,
 ) -> None:
     own = ("--model", str(model), "--model-name", model_name, "--threads", "1", "--capacity-blocks", "400")
-    bounds = ("--stall-s", "120", "--kvbm-wait-s", "20")
-    services.start("worker", name, *own, *bounds, "--kvbm-pool", str(pool), module=module, more=more)
+    bounds = ("--stall-s", "120", "--health-limit-s", "120", "--kvbm-wait-s", "20")
+    services.start("worker", name, *own, *bounds, *flags, "--kvbm-pool", str(pool), module=module, more=more)
 
 
 def test_every_instance_is_found_and_no_alert_fires_in_an_hour_of_load(watched: Watched) -> None:

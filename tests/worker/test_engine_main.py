@@ -18,17 +18,22 @@ import pytest
 from msgspec.structs import replace
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.config import Dtype, KVConnectorConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import Dtype, HealthConfig, KVConnectorConfig, SimulatedConfig, WorkerConfig
 from services.worker.contracts.messages import (
+    FIRST_TOKENS,
     EngineReport,
     Exchanged,
     Failed,
     KvbmAsks,
     KvbmLink,
     Loading,
+    Probed,
+    ProbeDevice,
     Ready,
+    Snapshot,
     Stepped,
     Submit,
+    TakeEngineSnapshot,
 )
 from services.worker.contracts.mover import Copy
 from services.worker.engine.channel import ChannelClosed
@@ -42,6 +47,7 @@ from shared.errors import ModelError
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
+from shared.messages.kv_events import AllBlocksCleared
 from shared.messages.kvbm import StoreLayout
 from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
@@ -267,6 +273,67 @@ async def test_the_native_engine_repeats_itself_from_its_cache(tmp_path: Path) -
     assert first[-1].cached_tokens == 0
     assert second[-1].cached_tokens == 96
     assert await engine.end(LIMIT_S) == 0
+
+
+def native(tmp_path: Path, **health: object) -> WorkerConfig:
+    model = write_tiny_model(tmp_path / "tiny")
+    settings = msgspec.convert(health, HealthConfig)
+    where = {"model": str(model), "cache": str(tmp_path / "cache")}
+    return msgspec.convert(
+        {**where, "engine": "native", "capacity_blocks": 64, "threads": 1, "health": settings}, WorkerConfig
+    )
+
+
+async def test_the_native_engine_computes_its_first_tokens_before_it_is_ready_and_they_leave_nothing(
+    tmp_path: Path,
+) -> None:
+    engine = await EngineProcess.start(native(tmp_path), "tiny", "w1")
+    async with asyncio.timeout(LIMIT_S):
+        reports: list[EngineReport] = [await engine.receive()]
+        while not isinstance(reports[-1], Ready):
+            reports.append(await engine.receive())
+        assert reports[-2] == Loading(FIRST_TOKENS, 0.9)
+        opening = await engine.receive()
+        assert isinstance(opening, Stepped)
+        assert (opening.steps, opening.tokens, opening.events) == (0, 0, [AllBlocksCleared()])
+        engine.send(ProbeDevice((5, 6)))
+        probed = await engine.receive()
+        assert isinstance(probed, Stepped)
+        assert (probed.steps, probed.tokens, probed.events, probed.parts) == (1, 0, [], {})
+        assert (probed.load.cached_blocks, probed.load.held_blocks, probed.load.step_s) == (0, 0, 0.0)
+        answered = await engine.receive()
+        assert isinstance(answered, Probed)
+        assert not answered.failed
+        assert answered.took_s > 0
+        engine.send(TakeEngineSnapshot(1))
+        taken = await engine.receive()
+        assert isinstance(taken, Snapshot)
+        assert taken.blocks == []
+    assert await engine.end(LIMIT_S) == 0
+
+
+async def test_an_engine_that_cannot_compute_its_first_tokens_does_not_start_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FATAL", "0 0 0 0")
+    engine = await EngineProcess.start(native(tmp_path), "tiny", "w1", module="tests.gpu.breaking_engine")
+    async with asyncio.timeout(LIMIT_S):
+        report: EngineReport = Loading("", 0.0)
+        while isinstance(report, Loading):
+            report = await engine.receive()
+    wrong = "the first tokens, 64 of a prompt and one after it, cannot be computed: the device has failed"
+    assert report == Failed(reason=f"ModelError: {wrong}")
+    assert await engine.end(LIMIT_S) == 1
+
+
+async def test_a_probe_that_the_model_cannot_compute_is_named_by_its_setting(tmp_path: Path) -> None:
+    engine = await EngineProcess.start(native(tmp_path, prompt=[400]), "tiny", "w1")
+    async with asyncio.timeout(LIMIT_S):
+        report: EngineReport = Loading("", 0.0)
+        while isinstance(report, Loading):
+            report = await engine.receive()
+    assert report == Failed(reason="health.prompt: the model's tokens are 0 to 319, not 400", model=True)
+    assert await engine.end(LIMIT_S) == 1
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])

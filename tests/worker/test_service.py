@@ -5,12 +5,13 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from services.worker.config import KVConnectorConfig, WorkerConfig
+from services.worker.config import HealthConfig, KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import (
     KV_EVENTS,
     EngineLoad,
@@ -20,6 +21,7 @@ from services.worker.contracts.messages import (
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.process import EngineProcess
 from shared import subjects
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
@@ -39,6 +41,7 @@ from shared.messages.kv_events import (
 from shared.messages.load import KvState, RankLoad
 from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.logged import logged
+from tests.tiny_model import write_tiny_model
 from tests.worker.scripted_engine import FACTS, ScriptedEngines
 from tests.worker.shell import (
     EOS,
@@ -398,6 +401,61 @@ async def test_an_engine_that_stands_still_while_attempts_wait_is_killed_and_sta
         await serving(shell)
         await shell.peer.generate(request("after", PROMPT))
         assert await shell.peer.ended("after") == "stop"
+
+
+@pytest.fixture
+def idle(config: WorkerConfig, tmp_path: Path) -> WorkerConfig:
+    """A native engine that is probed as soon as it has nothing to do."""
+    model, cache = str(write_tiny_model(tmp_path / "tiny")), str(tmp_path / "cache")
+    health = HealthConfig(idle_s=0.05, limit_s=LIMIT_S)
+    return msgspec.structs.replace(
+        config, model=model, model_name="model", cache=cache, engine="native", threads=1, health=health
+    )
+
+
+def probed(shell: Shell, outcome: str) -> float:
+    name = "headrace_engine_probes_total"
+    return shell.runtime.registry.get_sample_value(name, {"outcome": outcome}) or 0.0
+
+
+async def test_an_idle_native_engine_computes_tokens_that_count_for_no_client(idle: WorkerConfig) -> None:
+    async with running_worker(idle) as shell:
+        await serving(shell)
+        await shell.peer.until(lambda: probed(shell, "ok") >= 3)
+        assert probed(shell, "failed") == 0
+        assert "rank 0: ok" in shell.runtime.health.also()["probes"][0]
+        await shell.peer.generate(request("r", PROMPT, max_tokens=5))
+        assert await shell.peer.ended("r") in ("stop", "length")
+        drawn, before = len(shell.peer.tokens("r")), probed(shell, "ok")
+        await shell.peer.until(lambda: probed(shell, "ok") >= before + 3)
+        value, computed = shell.runtime.registry.get_sample_value, len(PROMPT) + drawn - 1
+        await shell.peer.until(lambda: value("headrace_output_tokens_total") == drawn)
+        assert value("headrace_computed_tokens_total") == computed
+        assert value("headrace_step_seconds_count") == drawn
+        events = [event for _, batch in shell.peer.batches for event in batch.events]
+        assert [type(event) for event in events if not isinstance(event, BlockStored)] == [AllBlocksCleared]
+        assert shell.peer.stored == computed // 16
+
+
+async def test_an_idle_native_engine_that_stands_still_is_killed_and_started_again(idle: WorkerConfig) -> None:
+    impatient = msgspec.structs.replace(idle, health=HealthConfig(idle_s=0.5, limit_s=1.0))
+    async with running_worker(impatient) as shell:
+        await serving(shell)
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await shell.peer.until(lambda: shell.worker.engine.pid not in (pid, None))
+        assert probed(shell, "failed") >= 1
+
+
+async def test_an_idle_engine_whose_device_fails_is_started_again(
+    idle: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FATAL", "1 1")
+    start = partial(EngineProcess.start, module="tests.gpu.breaking_engine")
+    async with running_worker(idle, start_engine=start) as shell:
+        await shell.peer.until(lambda: probed(shell, "failed") >= 2)
+        assert shell.worker.engine.epoch >= 2
 
 
 async def test_an_idle_engine_is_left_alone(config: WorkerConfig) -> None:

@@ -36,6 +36,7 @@ from services.worker.contracts.messages import (
     Operated,
     Prefetch,
     Probed,
+    ProbeDevice,
     Ready,
     Snapshot,
     Submit,
@@ -163,8 +164,8 @@ class ServerEngine:
                 self._channel.send(self._blocks.explain(name, ticket, time.monotonic()))
             case Operate(ticket, operation):
                 self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
-            case Prefetch():
-                pass  # the shell sends none, since no kvbm is configured for this engine
+            case Prefetch() | ProbeDevice():
+                pass  # the shell sends none: no kvbm is configured for this engine, and `_look` probes the server
             case _:
                 assert_never(command)
 

@@ -3,8 +3,8 @@
     shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
         Submit, CancelAttempt,                   ──▶     scheduler, block pool, runner
         TakeEngineSnapshot, ExplainBlock,
-        Operate, Shutdown
-                            ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, Failed
+        Operate, ProbeDevice, Shutdown
+                            ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, Probed, Failed
                             ◀──   KvbmLink, KvbmAsks     the machine's block store, with which the engine speaks itself
 
 The engine owns the block pool and numbers the KV event batches, so that one process says what is cached. The shell
@@ -104,11 +104,19 @@ class Operate(Struct, frozen=True, tag="operate"):
     """Level of sleep: 1 keeps the weights in host memory, 2 drops them; both drop the KV."""
 
 
+class ProbeDevice(Struct, frozen=True, tag="probe"):
+    """Compute this prompt and draw one token, though no request waits, and answer with a Probed. An engine that sleeps
+    answers at once. vLLM and attached engines are not asked: they probe by themselves."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at most a context less one."""
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """End the process. Attempts that run are not finished first: the shell drains before it sends this."""
 
 
-EngineOrder = Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate
+EngineOrder = Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | ProbeDevice
 EngineCommand = EngineOrder | Shutdown
 
 # --- engine → shell
@@ -117,6 +125,12 @@ PARTS: Codec[list[Part]] = Codec(list[Part], "parts")
 """Codec of a StepFrame's parts alone."""
 KV_EVENTS: Codec[list[KvEvent]] = Codec(list[KvEvent], "KV events")
 """Codec of an EventBatch's events alone."""
+
+
+FIRST_TOKENS = "computing the first tokens"
+"""What an engine that is nearly ready says that it is loading."""
+FIRST_TOKENS_LIMIT_S = 600.0
+"""Seconds that the first tokens of an engine may take: kernels may be compiled for them, and weights read from disk."""
 
 
 class Loading(Struct, frozen=True, tag="loading"):

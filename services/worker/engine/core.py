@@ -35,6 +35,8 @@ from services.worker.contracts.messages import (
     Operate,
     Operated,
     Prefetch,
+    Probed,
+    ProbeDevice,
     Ready,
     Snapshot,
     Stepped,
@@ -111,6 +113,10 @@ class EngineCore:
         self._operation: Operate | None = None
         """The operation that is neither refused nor done yet."""
         self._asleep = False
+        self._probe_asked_s = 0.0
+        """When a probe was asked for."""
+        self._probed: Probed | None = None
+        """Its answer, if it is not reported yet."""
 
     @staticmethod
     def of(
@@ -171,7 +177,8 @@ class EngineCore:
         self, command: EngineOrder | KvbmNews, now_s: float
     ) -> Sequence[Stepped | Snapshot | BlockExplained | Operated]:
         """Handle a command, or what the kvbm says; return the answers. A snapshot comes after everything that it
-        contains was reported. An operation that is not refused is `due_operation` later."""
+        contains was reported. An operation that is not refused is `due_operation` later, and a probe is answered by
+        `take_probed`."""
         match command:
             case Submit():
                 self._scheduler.submit(command, now_s)
@@ -195,6 +202,12 @@ class EngineCore:
                     self._scheduler.closed = "the engine is asleep"
                     if self._connector is not None:
                         self._connector.pause(now_s)
+            case ProbeDevice(prompt):
+                self._probe_asked_s = now_s
+                if self._asleep:
+                    self._probed = Probed(0.0)
+                else:
+                    self._scheduler.ask_probe(prompt)
             case KvbmUp() | KvbmDown() | KvbmReply():
                 if self._connector is not None:
                     self._connector.handle(command, now_s)
@@ -224,9 +237,11 @@ class EngineCore:
         return ""
 
     def due_operation(self) -> Operate | None:
-        """Return the operation that the runner is to do now; `operated` gets the result. Sleep is due when no copy
-        reads or writes the engine's blocks any longer."""
+        """Return the operation that the runner is to do now; `operated` gets the result. None is due before a probe has
+        ended that was asked for, and sleep not while a copy reads or writes the engine's blocks."""
         operation = self._operation
+        if self._scheduler.probe.asked:
+            return None
         if operation is not None and operation.operation == "sleep" and self._connector is not None:
             return operation if self._connector.let_go() else None
         return operation
@@ -310,8 +325,14 @@ class EngineCore:
         if self._connector is not None:
             self._connector.close()
 
+    def take_probed(self) -> Probed | None:
+        """Return the answer to a probe that was asked for, once. None if there is none now."""
+        probed, self._probed = self._probed, None
+        return probed
+
     def finish(self, drawn: Sequence[Drawn | None], elapsed_s: float) -> list[Stepped]:
         """End the step: it was computed, with one entry of `drawn` per work. Return what to report."""
+        asked = bool(self._scheduler.probe.asked)
         outcome = self._scheduler.advance(drawn, elapsed_s)
         self._digest = self._scheduler.kv_cache.digest
         if self._pending_steps:
@@ -323,6 +344,8 @@ class EngineCore:
         self._pending_tokens += self._scheduler.step_tokens
         self._pending_s += elapsed_s
         now_s = self._begun_s + elapsed_s
+        if asked and not self._scheduler.probe.asked:
+            self._probed = Probed(now_s - self._probe_asked_s)
         if (
             now_s - self._reported_s < REPORT_INTERVAL_S
             and not outcome.boundary_parts

@@ -138,6 +138,9 @@ class EngineLoop:
                 self._report_use()
         elif self._idle:
             self._report_asks()
+        probed = self._core.take_probed()
+        if probed is not None:
+            self._channel.send(probed)
         self._operate()
 
     def _exchange(self, computing: Callable[[], bool]) -> None:

@@ -8,6 +8,9 @@
 
 An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where an earlier
 engine has served the model, another is started: the cause, such as a GPU that is lost or taken, may pass.
+
+An engine that is stuck is killed: if it reports nothing while requests wait, if it was idle and does not compute a
+probe, and if it does not compute its first tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import assert_never
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import (
+    FIRST_TOKENS,
+    FIRST_TOKENS_LIMIT_S,
     BlockExplained,
     CancelAttempt,
     EngineOperation,
@@ -35,6 +40,7 @@ from services.worker.contracts.messages import (
     OwnMetrics,
     Prefetch,
     Probed,
+    ProbeDevice,
     Ready,
     Snapshot,
     Stepped,
@@ -53,6 +59,8 @@ STABLE_AFTER_S = 60.0
 """Seconds after which an engine that was lost begins the back-off again."""
 END_LIMIT_S = 2.0
 """Seconds that an engine has to end after Shutdown."""
+GRACE_S = 30.0
+"""Seconds after FIRST_TOKENS_LIMIT_S in which an engine can say itself why it could not compute them."""
 
 StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
 """Starts an engine from the settings, the model's name and the worker's instance id. The engine reports Loading and
@@ -101,6 +109,16 @@ class EngineSupervisor:
         self._answers: dict[int, asyncio.Future[Snapshot | BlockExplained | Operated]] = {}
         self._operating = 0
         """Number of operations that wait for their answer."""
+        self._asleep = False
+        """Whether an operation has sent the engine to sleep."""
+        self._active_s = 0.0
+        """When the engine last reported a step, or that it is ready, or was found to be at work."""
+        self._probe: asyncio.Future[None] | None = None
+        """Done when the engine has computed the probe that it was asked for. None if it was not."""
+        self._probe_begun_s = 0.0
+        """When it was asked for it."""
+        self._killed = ""
+        """Why the engine was killed. Empty if it was not."""
         self.facts: Ready | None = None
         self.epoch = 1
         self._begun_s = 0.0
@@ -190,6 +208,8 @@ class EngineSupervisor:
         finally:
             self._operating -= 1
         assert isinstance(operated, Operated)
+        if operation in ("sleep", "wake") and not operated.failed:
+            self._asleep = operation == "sleep"
         return operated.failed
 
     def kill(self) -> None:
@@ -206,13 +226,20 @@ class EngineSupervisor:
         except asyncio.CancelledError:
             await (await starting).end(0.0, self._take_last)
             raise
-        self._engine = engine
+        self._engine, self._asleep, self._killed = engine, False, ""
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
-        watch = asyncio.ensure_future(self._kill_if_stalled(engine))
+        watches = [
+            asyncio.ensure_future(watch) for watch in (self._kill_if_stalled(engine), self._probe_if_idle(engine))
+        ]
         try:
-            return await self._follow(engine)
+            failed = await self._follow(engine)
+            if self._probe is not None and not self._probe.done():
+                self._observed(Probed(asyncio.get_running_loop().time() - self._probe_begun_s, failed.reason))
+            return failed
         finally:
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
+            self._probe = None
             # An engine that is still loading does not hear a Shutdown.
             limit_s = 0.0 if self.facts is None else END_LIMIT_S
             self._engine, self.facts = None, None
@@ -227,21 +254,26 @@ class EngineSupervisor:
             self._kvbm(report)
 
     async def _follow(self, engine: Engine) -> Failed:
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 report = await engine.receive()
             except (ChannelClosed, ProtocolError) as wrong:
-                return Failed(reason=str(wrong))
+                return Failed(reason=self._killed or str(wrong))
             self._reports += 1
             match report:
                 case Loading():
                     self._loading(report)
+                    if report.what == FIRST_TOKENS:
+                        loop.call_later(FIRST_TOKENS_LIMIT_S + GRACE_S, self._kill_if_not_ready, engine)
                 case Ready():
                     self.facts = report
                     self._served = True
-                    self.start_s = asyncio.get_running_loop().time() - self._begun_s
+                    self._active_s = loop.time()
+                    self.start_s = self._active_s - self._begun_s
                     self._ready(report)
                 case Stepped():
+                    self._active_s = loop.time()
                     self._stepped(report)
                 case Snapshot(ticket) | BlockExplained(ticket) | Operated(ticket):
                     waiting = self._answers.get(ticket)
@@ -251,6 +283,8 @@ class EngineSupervisor:
                     self._kvbm(report)
                 case Probed() | MemoryUse() | OwnMetrics():
                     self._observed(report)
+                    if isinstance(report, Probed) and self._probe is not None and not self._probe.done():
+                        self._probe.set_result(None)
                 case Failed():
                     return report
                 case _:
@@ -266,7 +300,42 @@ class EngineSupervisor:
             waits = self.facts is not None and self._busy() and not self._operating
             if waits and waited_at == self._reports:
                 quiet_s = self._config.stall_s / 2
-                _log.error("the engine reported nothing for %g s while requests wait: it is killed", quiet_s)
-                engine.kill()
+                self._kill(engine, f"the engine reported nothing for {quiet_s:g} s while requests wait")
                 return
             waited_at = self._reports if waits else None
+
+    async def _probe_if_idle(self, engine: Engine) -> None:
+        """Have a native engine compute a probe whenever it was idle for `health.idle_s`, and kill it if it is late: a
+        device that is lost or hangs looks like one that has nothing to do. Engines without a device need none; vLLM and
+        attached engines do it by themselves."""
+        health, loop = self._config.health, asyncio.get_running_loop()
+        if not health.idle_s or self._config.engine != "native":
+            return
+        while True:
+            await asyncio.sleep(max(0.0, self._active_s + health.idle_s - loop.time()))
+            if loop.time() < self._active_s + health.idle_s:
+                continue
+            self._active_s = self._probe_begun_s = loop.time()
+            if self.facts is None or self._busy() or self._operating or self._asleep:
+                continue
+            self._probe = loop.create_future()
+            engine.send(ProbeDevice(health.prompt))
+            try:
+                async with asyncio.timeout(health.limit_s):
+                    await self._probe
+            except TimeoutError:
+                late = f"the idle engine did not compute a token in {health.limit_s:g} s"
+                self._observed(Probed(health.limit_s, late))
+                self._kill(engine, late)
+                return
+            self._probe = None
+
+    def _kill_if_not_ready(self, engine: Engine) -> None:
+        if self._engine is engine and self.facts is None:
+            self._kill(engine, f"the engine did not compute its first tokens in {FIRST_TOKENS_LIMIT_S:g} s")
+
+    def _kill(self, engine: Engine, reason: str) -> None:
+        """Kill an engine that is stuck; it is lost for this reason."""
+        _log.error("%s: it is killed", reason)
+        self._killed = reason
+        engine.kill()

@@ -159,17 +159,18 @@ class KVCacheManager:
         self.notes.add(EVERY_BLOCK, "forgotten with all others: the engine slept, or its cache was cleared")
         self.changes += 1
 
-    def allocate_block(self) -> int | None:
-        """Return a blank block that belongs to no sequence, or None if none is available."""
-        if not self._pool.available:
-            return None
-        [slot], evicted = self._pool.allocate(1)
+    def allocate_blocks(self, count: int) -> list[int]:
+        """Return blank blocks that belong to no sequence. Empty if not as many are available."""
+        if self._pool.available < count:
+            return []
+        slots, evicted = self._pool.allocate(count)
         self._evicted(evicted, "a probe of the device")
-        return slot
+        return slots
 
-    def free_block(self, slot: int) -> None:
-        """Release a block of `allocate_block`."""
-        self._pool.release(slot)
+    def free_blocks(self, slots: Iterable[int]) -> None:
+        """Release blocks of `allocate_blocks`."""
+        for slot in slots:
+            self._pool.release(slot)
 
     def _blocks_taken(self, sequence: Sequence) -> int:
         """How many of the available blocks the sequence's admission takes."""
@@ -355,7 +356,7 @@ class KVCacheManager:
 
     def validate(self, running: Seq[Sequence], others: Iterable[int]) -> None:
         """Raise AssertionError if the blocks contradict themselves. O(everything). `running` are the sequences that
-        hold blocks, `others` the slots of `allocate_block`."""
+        hold blocks, `others` the slots of `allocate_blocks`."""
         self._pool.validate()
         self.onboarding.validate()
         self.offloading.validate()

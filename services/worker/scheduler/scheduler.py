@@ -76,7 +76,8 @@ class Scheduler:
         self.loras: set[str] = set()
         """Ids of the loaded LoRAs. Attempts with another one are refused."""
         self.closed = ""
-        """Why all new attempts are refused, and the device is not probed. Empty if neither is so."""
+        """Why all new attempts are refused, and the device is not probed unless that is asked for. Empty if neither is
+        so."""
         self.kv_cache = KVCacheManager(limits)
         """The blocks of the device, which the KV connector uses, too."""
         self._onboarding = self.kv_cache.onboarding
@@ -102,13 +103,14 @@ class Scheduler:
         self._arrivals = 0
         self._preemptions = 0
         self._recomputed = 0
-        self._probe = DeviceProbe()
+        self.probe = DeviceProbe()
+        """What probes the device."""
         self._earliest_end_s = _NEVER
         """Not later than any `ends_by_s`."""
         self._step: list[Sequence] | None = None
         self._step_began_s = 0.0
         self.step_tokens = 0
-        """Tokens that the step under way computes, or the last one computed."""
+        """Tokens that the step under way computes for sequences, or the last one computed."""
         self._stalled_at: int | None = None
         """The KV cache manager's `changes` when a step could compute nothing. None if the last step did, or a command
         came since. While that number stays, all sequences wait for the kvbm, or for blocks that copies hold."""
@@ -174,6 +176,12 @@ class Scheduler:
             self._report_end(stored, "cancelled")
         self._stalled_at = None
 
+    def ask_probe(self, prompt: Seq[int]) -> None:
+        """Have the next step compute a probe of this prompt, as soon as there is room for it. `probe.asked` is empty
+        when it has ended."""
+        self.probe.asked = prompt
+        self._stalled_at = None
+
     def clear(self) -> None:
         """Forget all cached blocks. Running attempts wait again, and compute theirs once more."""
         assert self._step is None
@@ -197,13 +205,13 @@ class Scheduler:
         self._step, self._step_began_s = [], now_s
         self.kv_cache.notes.now_s = now_s
         self._schedule_decodes()
-        if self._probe.due and not self.closed:
+        if self._probe_due:
             self._schedule_probe()
         self._queue.set_cause(self._schedule_prefills(), now_s)
         works = [sequence.work for sequence in self._step]
-        if self._probe.work is not None:
-            works.append(self._probe.work)
         self.step_tokens = sum([work.end - work.start for work in works])
+        if self.probe.work is not None:
+            works.append(self.probe.work)
         self._stalled_at = None if works else self.kv_cache.changes
         return works
 
@@ -212,10 +220,9 @@ class Scheduler:
         call. Raise ModelError if the device is found to be broken."""
         step, self._step = self._step, None
         assert step is not None
-        assert len(drawn) == len(step) + (self._probe.work is not None)
-        size, probe, ended_s = self._limits.block_size, self._probe, self._step_began_s + elapsed_s
-        tokens = self.step_tokens - (probe.work is not None)
-        self.budget.record_step(tokens, len(step), elapsed_s, ended_s)
+        assert len(drawn) == len(step) + (self.probe.work is not None)
+        size, probe, ended_s = self._limits.block_size, self.probe, self._step_began_s + elapsed_s
+        self.budget.record_step(self.step_tokens, len(step), elapsed_s, ended_s)
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
             ends = work.end == len(sequence.tokens)
@@ -239,7 +246,7 @@ class Scheduler:
                 else:
                     self._append_token(sequence, draw, ended_s)
         if probe.work is not None:
-            self.kv_cache.free_block(probe.slots[0])
+            self.kv_cache.free_blocks(probe.slots)
             probe.end(drawn[-1])
         self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         return self.drain()
@@ -275,7 +282,7 @@ class Scheduler:
         """Whether a step is due: something can be computed, or is still to be reported."""
         return bool(
             self._running
-            or ((self._queue.sequences or (self._probe.due and not self.closed)) and not self._stalled)
+            or ((self._queue.sequences or self._probe_due) and not self._stalled)
             or self._outcome.parts
             or self.kv_cache.has_events
             or self.hand_overs.any_ends
@@ -299,7 +306,7 @@ class Scheduler:
             step_s=self.budget.throughput.step_s,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
-            not_finite=self._probe.failed,
+            not_finite=self.probe.failed,
             onboarding=self._onboarding.waiting,
             late_onboardings=self._onboarding.late,
             shared_blocks=self.kv_cache.shared_blocks,
@@ -309,6 +316,11 @@ class Scheduler:
         )
 
     # --- scheduling
+
+    @property
+    def _probe_due(self) -> bool:
+        """Whether the next step must compute a probe."""
+        return bool(self.probe.asked) or (self.probe.suspects and not self.closed)
 
     @property
     def _stalled(self) -> bool:
@@ -348,18 +360,18 @@ class Scheduler:
         return True
 
     def _schedule_probe(self) -> None:
-        """Begin a probe. It takes a block and a sequence's place for this step; without them it waits for a later
+        """Begin a probe. It takes blocks and a sequence's place for this step; without them it waits for a later
         step."""
-        if len(self._running) < self._limits.max_running and (slot := self.kv_cache.allocate_block()) is not None:
-            self._probe.begin(self._arrivals, slot)
+        blocks = -(-len(self.probe.prompt) // self._limits.block_size)
+        if len(self._running) < self._limits.max_running and (slots := self.kv_cache.allocate_blocks(blocks)):
+            self.probe.begin(self._arrivals, slots)
             self._arrivals += 1
 
     def _schedule_prefills(self) -> Cause | None:
         """Fill the step with prefills. Return what the head of the queue waits for, if it waits."""
         assert self._step is not None
-        probes = int(self._probe.work is not None)
-        places = self._limits.max_running - probes
-        left = max(self.budget.tokens - len(self._step) - probes, self._limits.least_step_tokens)
+        places = self._limits.max_running - int(self.probe.work is not None)
+        left = max(self.budget.tokens - len(self._step) - self.probe.tokens, self._limits.least_step_tokens)
         self._admit_before_prefills(places)
         for sequence in self._prefilling:
             if left <= 0:
@@ -451,7 +463,7 @@ class Scheduler:
             self._outcome.add_note(sequence.number, f"begins again without cached blocks: {error}")
             self._requeue(sequence)
             return
-        self._probe.count_failed()
+        self.probe.count_failed()
         self._end(sequence, "error", error)
 
     def _report_prompt(self, sequence: Sequence, given: PromptLogprobs) -> None:
@@ -552,7 +564,7 @@ class Scheduler:
 
     def validate(self) -> None:
         """Raise AssertionError if the scheduler contradicts itself. O(everything); call it between steps."""
-        self.kv_cache.validate(self._running, self._probe.slots)
+        self.kv_cache.validate(self._running, self.probe.slots)
         self._queue.validate()
         self.hand_overs.validate()
         assert sorted(self._running, key=rank_of) == self._running

@@ -39,6 +39,7 @@ from services.worker.contracts.messages import (
     Operated,
     OwnMetrics,
     Prefetch,
+    ProbeDevice,
     Snapshot,
     Submit,
     TakeEngineSnapshot,
@@ -169,6 +170,8 @@ class VllmEngine:
                 self._start(self._operate(command))
             case Prefetch(expected):
                 self._expect(expected)
+            case ProbeDevice():
+                pass  # `_tick` does it, for each rank
             case _:
                 assert_never(command)
 

@@ -25,7 +25,14 @@ import msgspec
 from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import EngineOperation, Failed, Loading, Ready
+from services.worker.contracts.messages import (
+    FIRST_TOKENS,
+    FIRST_TOKENS_LIMIT_S,
+    EngineOperation,
+    Failed,
+    Loading,
+    Ready,
+)
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.model.facts import read_pooling
 from services.worker.vllm.one_line import one_line
@@ -45,8 +52,6 @@ from shared.messages.cards import KvLayout, Pooling
 if TYPE_CHECKING:
     from vllm.config import PoolerConfig, VllmConfig
 
-WARM_LIMIT_S = 600.0
-"""Seconds that the first prefill and decode may take: kernels may be compiled for them."""
 NO_COMPILER = "TORCH_COMPILE_DISABLE"
 """The environment variable with which torch compiles nothing in vLLM's processes: else the first request for log
 probabilities waits until a kernel of vLLM's is compiled, which also needs a C++ compiler on a CPU."""
@@ -130,9 +135,9 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         own_metrics = KeptMetrics(registry, settings.engine_metrics)
         engine = VllmEngine(config, llm, channel, connection, readers, lambda: generate_latest(own_metrics).decode())
         logger.record_step = engine.record_step
-        channel.send(Loading("computing the first tokens", 0.9))
+        channel.send(Loading(FIRST_TOKENS, 0.9))
         try:
-            await engine.probe(WARM_LIMIT_S)
+            await engine.probe(FIRST_TOKENS_LIMIT_S)
         except Exception as wrong:  # noqa: BLE001 - an engine that cannot compute a token has not started
             traceback.print_exc()
             return failure(Cause.of(wrong), read_cause(noted))

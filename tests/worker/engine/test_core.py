@@ -12,6 +12,8 @@ from services.worker.contracts.messages import (
     EngineOperation,
     Operate,
     Operated,
+    Probed,
+    ProbeDevice,
     Ready,
     Snapshot,
     Stepped,
@@ -30,6 +32,7 @@ from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStore
 from tests.worker.fake_runner import EOS, FakeRunner, continuation
 
 CONTEXT = 32
+PROBE = [4, 3, 4]
 
 
 class Engine:
@@ -57,6 +60,7 @@ class Engine:
         self.now_s = 0.0
         self.cached: set[int] = set()
         self.told: list[Stepped] = []
+        self.probed: list[Probed] = []
         self.take(self.core.opening())
 
     def submit(
@@ -89,9 +93,11 @@ class Engine:
             return False
         self.now_s += self.step_s
         self.steps += 1
-        self.computed += sum(len(work.tokens) for work in works)
+        self.computed += sum(len(work.tokens) for work in works if list(work.history) != PROBE)
         for report in self.core.finish(self.runner.step(works), self.step_s):
             self.take(report)
+        if (probed := self.core.take_probed()) is not None:
+            self.probed.append(probed)
         self.core.validate()
         return True
 
@@ -435,3 +441,52 @@ def test_steps_with_parts_of_prompts_are_short_where_others_wait_for_them(
         core.finish([Drawn(1) if work.draws else None for work in works], steps_s[-1])
     assert sum(steps_s) == pytest.approx(4.0)
     assert 0.9 * longest_s < max(steps_s) <= longest_s
+
+
+def test_a_probe_is_answered_when_it_is_computed_and_counts_for_no_client() -> None:
+    engine = Engine()
+    engine.submit("r", [1, 2, 3])
+    engine.run()
+    cached, computed, output = set(engine.cached), engine.computed, len(engine.parts("r"))
+    engine.now_s += 60.0
+    assert not engine.core.handle(ProbeDevice(tuple(PROBE)), engine.now_s)
+    engine.now_s += 0.5
+    engine.run()
+    assert engine.probed == [Probed(1.5)], "from the question to the end of its step"
+    assert (engine.told[-1].tokens, engine.told[-1].events, engine.told[-1].parts) == (0, [], {})
+    assert (engine.cached, engine.computed, len(engine.parts("r"))) == (cached, computed, output)
+    assert engine.told[-1].load.held_blocks == 0
+    assert not engine.core.busy
+
+
+def test_a_probe_next_to_short_steps_is_answered_at_once_though_their_report_waits() -> None:
+    engine = Engine(step_s=REPORT_INTERVAL_S / 4)
+    engine.submit("r", [1, 2, 3], max_tokens=20)
+    engine.step()
+    reports = len(engine.told)
+    engine.core.handle(ProbeDevice(tuple(PROBE)), engine.now_s)
+    engine.step()
+    assert (len(engine.told), len(engine.probed)) == (reports, 1)
+    engine.run()
+    undisturbed = Engine(step_s=REPORT_INTERVAL_S / 4)
+    undisturbed.submit("r", [1, 2, 3], max_tokens=20)
+    undisturbed.run()
+    assert engine.tokens("r") == undisturbed.tokens("r")
+
+
+def test_an_engine_that_sleeps_answers_a_probe_and_one_that_falls_asleep_computes_it_first() -> None:
+    engine = Engine()
+    engine.core.handle(ProbeDevice(tuple(PROBE)), engine.now_s)
+    assert not engine.core.handle(Operate(ticket=7, operation="sleep"), engine.now_s)
+    assert engine.core.due_operation() is None
+    engine.run()
+    assert engine.probed == [Probed(1.0)]
+    due = engine.core.due_operation()
+    assert due is not None
+    for report in engine.core.operated("", engine.now_s):
+        if isinstance(report, Stepped):
+            engine.take(report)
+    assert not engine.core.handle(ProbeDevice(tuple(PROBE)), engine.now_s)
+    assert engine.core.take_probed() == Probed(0.0)
+    assert engine.core.take_probed() is None
+    assert not engine.core.busy

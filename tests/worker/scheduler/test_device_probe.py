@@ -1,4 +1,4 @@
-"""Numbers that are not finite: their sequence is computed again from its tokens, and a probe judges the device."""
+"""Probes: of an idle device, and of one whose numbers are not finite, whose sequences are computed again."""
 
 from __future__ import annotations
 
@@ -152,3 +152,64 @@ def test_a_probe_waits_for_a_free_block() -> None:
     assert engine.scheduler.busy
     assert [work.prompt_tokens for work in engine.step()] == [1]
     assert not engine.scheduler.busy
+
+
+def test_an_asked_probe_is_computed_once_and_leaves_no_block_no_event_and_no_part() -> None:
+    engine = Engine()
+    engine.scheduler.ask_probe([1, 2, 1])
+    assert engine.scheduler.busy
+    [probe] = engine.step()
+    assert (list(probe.tokens), probe.start, probe.end, len(probe.blocks), probe.draws) == ([1, 2, 1], 0, 3, 2, True)
+    assert engine.scheduler.step_tokens == 0, "it counts for no client"
+    assert not engine.scheduler.probe.asked
+    assert not engine.scheduler.busy
+    assert not engine.cached
+    assert not engine.parts
+    load = engine.scheduler.load()
+    assert (load.held_blocks, load.cached_blocks, load.prefill_tokens_per_s, load.step_s) == (0, 0, 0.0, 0.0)
+
+
+def test_an_asked_probe_takes_free_blocks_before_cached_ones() -> None:
+    engine = Engine(capacity_blocks=4)
+    engine.submit("a", PROMPT, max_tokens=1)
+    engine.run()
+    cached = set(engine.cached)
+    assert len(cached) == 3
+    for _ in range(3):
+        engine.scheduler.ask_probe([1, 2])
+        engine.step()
+    assert engine.cached == cached
+
+
+def test_requests_that_come_with_an_asked_probe_get_the_same_tokens_as_without() -> None:
+    engine, without = Engine(), Engine()
+    engine.scheduler.ask_probe([1, 2, 1])
+    for one in (engine, without):
+        one.submit("a", PROMPT, sampling=NO_EOS)
+        one.submit("b", [4, 4, 4], sampling=NO_EOS)
+        one.run()
+    assert not engine.scheduler.probe.asked
+    assert (engine.output("a"), engine.output("b")) == (without.output("a"), without.output("b"))
+
+
+def test_an_asked_probe_waits_until_there_is_a_place_and_a_block() -> None:
+    engine = Engine(max_running=1)
+    engine.submit("a", PROMPT, sampling=NO_EOS)
+    engine.step()
+    engine.scheduler.ask_probe([1, 2])
+    engine.step()
+    assert engine.scheduler.probe.asked
+    engine.run()
+    assert not engine.scheduler.probe.asked
+    assert engine.last("a").finish == "length"
+
+
+def test_numbers_of_an_asked_probe_that_are_not_finite_end_no_engine_whose_sequences_did_not_fail() -> None:
+    engine = Engine()
+    engine.copies = True
+    overflow(engine, 0, MOST_NOT_FINITE - 1)
+    engine.scheduler.ask_probe([1, 2])
+    assert step_with(engine, lambda _: True) == 1
+    assert not engine.scheduler.busy
+    overflow(engine, MOST_NOT_FINITE, MOST_NOT_FINITE + 1)
+    assert engine.scheduler.busy, "now so many have failed that a probe is due"

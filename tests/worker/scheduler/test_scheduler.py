@@ -623,6 +623,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.cached.clear()
         assert (scheduler.kv_cache.digest, scheduler.kv_cache.snapshot()) == (0, [])
 
+    @rule(tokens=st.integers(1, 6))
+    def ask_probe(self, tokens: int) -> None:
+        """Its first token is 0, as of all probes."""
+        self.engine.scheduler.ask_probe([0] * tokens)
+
     @rule(pick=st.integers(0, 2))
     def step_that_is_not_finite(self, pick: int) -> None:
         """Make one of its works not finite, but for a probe; each block may outlive another from then on."""
