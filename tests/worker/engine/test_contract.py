@@ -208,9 +208,9 @@ async def test_each_token_of_a_prompt_has_its_log_probability_also_where_it_is_c
     if not engine.facts.prompt_logprobs:
         pytest.skip("an engine without log-probabilities of prompts is asked for none")
     prompt, sampling = prompt_of(33, 20 * BLOCK + 5), msgspec.structs.replace(GREEDY, prompt_logprobs=3, max_tokens=4)
-    await engine.answer("plain", prompt, GREEDY)
+    await engine.answer("unscored", prompt, GREEDY)
     for request in ("scored", "scored again"):
-        assert await engine.answer(request, prompt, sampling) == engine.tokens("plain")[:4]
+        assert await engine.answer(request, prompt, sampling) == engine.tokens("unscored")[:4]
         parts = engine.parts[request]
         given = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
         assert all(one.is_sound and one.size_bytes <= 256 << 10 for one in given)
