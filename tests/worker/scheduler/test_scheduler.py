@@ -489,6 +489,19 @@ def test_a_scored_prompt_takes_no_block_from_others_but_leaves_them_its_own() ->
     assert engine.last("a").cached_tokens == 4
 
 
+def test_a_scored_prompt_waits_for_no_block_of_the_kvbm() -> None:
+    engine = Engine()
+    cache = engine.scheduler.kv_cache
+    cache.set_connected(True)
+    engine.submit("scored", PROMPT, sampling=SCORED)
+    [work] = engine.step()
+    assert (work.start, cache.fetch_changes()) == (0, ([], []))
+    engine.submit("plain", OTHER, sampling=NO_EOS)
+    engine.step()
+    [fetch], _ = cache.fetch_changes()
+    assert len(fetch.keys) == 1, "another prompt asks"
+
+
 def test_two_scored_prompts_at_once_share_nothing_before_it_is_scored() -> None:
     engine = Engine(capacity_blocks=24, step_tokens=4)
     for name in ("a", "b"):
