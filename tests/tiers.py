@@ -65,6 +65,7 @@ FILES: Mapping[str, Tier] = {
     "tests/shared/runtime/test_usage.py": "all",
     "tests/shared/test_vllm_args.py": "all",
     "tests/simulation/test_world.py": "all",
+    "tests/worker/native/cuda/test_splits.py": "all",
     "tests/worker/native/test_logprobs.py": "all",
     "tests/worker/native/test_prompt_logprobs.py": "all",
     "tests/worker/native/test_runner.py": "all",
