@@ -95,8 +95,8 @@ def _rows_with_tails(works: Sequence[Work]) -> int:
     rows = read_again = 0
     for work in works:
         count = work.end - work.start
-        if count > MOST_TOKENS or not work.draws or work.lora:
-            return 0
+        if count > MOST_TOKENS or not work.draws or work.lora or work.scoring:
+            return 0  # a graph has its rows in another order than `prompt_logprobs.scored_rows`
         rows += count
         read_again += (count - 1) * work.end
     return rows if read_again <= MOST_READ_AGAIN else 0
