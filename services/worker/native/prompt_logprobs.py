@@ -46,8 +46,7 @@ def scored_rows(works: Sequence[Work]) -> list[ScoredRows]:
     scored: list[ScoredRows] = []
     row = 0
     for work in works:
-        scoring = work.scoring
-        if scoring:
+        if work.sampling.prompt_logprobs >= 0 and (scoring := work.scoring):
             tokens = np.asarray(work.history[scoring.start + 1 : scoring.stop + 1], np.int32)
             first_row = row + scoring.start - work.start
             scored.append(ScoredRows(first_row, scoring.start + 1, tokens, work.sampling.prompt_logprobs))
