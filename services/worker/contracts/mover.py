@@ -38,7 +38,8 @@ class Copied(Struct, frozen=True):
     afterwards."""
     moved_bytes: int
     took_s: float
-    """Seconds from the begin of its first copy to the end of its last one. 0 if none was made."""
+    """Seconds in which its copies were made, without those in which copies of a batch before it were. 0 if none was
+    made."""
     failed: str = ""
     """The error that the mover met; no copy of the batch is good then."""
     paths: dict[str, int] = {}

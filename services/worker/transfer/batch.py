@@ -38,16 +38,14 @@ class CopyBatch(Struct):
     taken: int = 0
     """How many of the copies were handed out, from the front."""
     good: list[bool] = field(default_factory=list)
-    """One entry for each copy whose group has ended, in order. The next five fields cover the same copies."""
+    """One entry for each copy whose group has ended, in order. The next six fields cover the same copies."""
     paths: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     differing: int = 0
     damaged: list[int] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
-    begun_s: float = 0.0
-    """Clock time when the first group was handed out."""
-    ended_s: float = 0.0
-    """Clock time when the latest group ended."""
+    took_s: float = 0.0
+    """Seconds that its groups took, each without those in which the group before it was still under way."""
     cancelled: bool = False
     failed: str = ""
 
@@ -56,13 +54,11 @@ class CopyBatch(Struct):
         assert most > 0
         if self.cancelled or self.failed or now_s >= self.until_s:
             return (), True
-        if self.taken == 0:
-            self.begun_s = self.ended_s = now_s
         group = self.copies[self.taken : self.taken + most]
         self.taken += len(group)
         return group, self.taken == len(self.copies)
 
-    def add_result(self, landed: GroupResult, now_s: float) -> None:
+    def add_result(self, landed: GroupResult, took_s: float) -> None:
         """Record the result of the oldest group that is still under way. The group must not be an empty one."""
         self.damaged.extend(len(self.good) + place for place in landed.damaged)
         self.checksums.extend(landed.checksums)
@@ -72,7 +68,7 @@ class CopyBatch(Struct):
         for reason, blocks in landed.fallbacks.items():
             self.fallbacks[reason] += blocks
         self.differing += landed.differing
-        self.ended_s = now_s
+        self.took_s += took_s
 
     def outcome(self, block_bytes: int) -> Copied:
         """Return what became of the batch. Every group that was handed out must have ended."""
@@ -81,7 +77,7 @@ class CopyBatch(Struct):
             batch=self.number,
             good=[False] * len(self.copies) if self.failed else [*self.good, *[False] * missing],
             moved_bytes=len(self.good) * block_bytes,
-            took_s=self.ended_s - self.begun_s,
+            took_s=self.took_s,
             failed=self.failed,
             paths=dict(self.paths),
             fallbacks=dict(self.fallbacks),
@@ -93,7 +89,7 @@ class CopyBatch(Struct):
     def validate(self) -> None:
         """Raise AssertionError if the batch contradicts itself."""
         assert len(self.good) <= self.taken <= len(self.copies)
-        assert self.begun_s <= self.ended_s
+        assert self.took_s >= 0
         assert self.paths.total() in (0, len(self.good))  # 0: the copier does not report paths
         assert self.differing <= self.good.count(False)
         assert self.loads or not self.differing

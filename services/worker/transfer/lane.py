@@ -37,6 +37,8 @@ class _Group(Struct):
     batch: CopyBatch
     copies: Sequence[Copy]
     last: bool
+    begun_s: float
+    """Clock time when it was handed out."""
     pending: Pending | None = None
 
 
@@ -65,6 +67,8 @@ class Lane:
         self._loads: deque[CopyBatch] = deque()
         self._saves: deque[CopyBatch] = deque()
         self._flying: deque[_Group] = deque()
+        self._landed_s = 0.0
+        """Clock time when a group ended last. It belongs to the lane's thread."""
         self._unready = False
         self._preparing = False
         self._closed = False
@@ -134,8 +138,9 @@ class Lane:
             if self._closed or not line:
                 return None
         batch = line[0]  # only this thread removes batches
-        copies, last = batch.next_group(self._group_blocks, self._clock())
-        group = _Group(batch, copies, last)
+        now_s = self._clock()
+        copies, last = batch.next_group(self._group_blocks, now_s)
+        group = _Group(batch, copies, last, now_s)
         with self._work:
             if last:
                 line.popleft()
@@ -161,7 +166,10 @@ class Lane:
         try:
             if group.pending is not None:
                 group.pending.wait()
-                batch.add_result(self._landed(group, group.pending), self._clock())
+                landed, now_s = self._landed(group, group.pending), self._clock()
+                # While the group before it was under way, that one had the link.
+                batch.add_result(landed, now_s - max(group.begun_s, self._landed_s))
+                self._landed_s = now_s
         except Exception as wrong:  # noqa: BLE001 - as in `_begin`
             self._fail(batch, wrong)
         with self._work:

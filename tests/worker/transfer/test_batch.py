@@ -10,10 +10,10 @@ def test_groups_are_handed_out_in_order_and_the_last_is_marked() -> None:
     batch = CopyBatch(1, COPIES, loads=True)
     assert batch.next_group(2, 1.0) == (COPIES[:2], False)
     assert batch.next_group(2, 2.0) == (COPIES[2:4], False)
-    batch.add_result(GroupResult([True, True]), 3.0)
+    batch.add_result(GroupResult([True, True]), 2.0)
     assert batch.next_group(2, 3.5) == (COPIES[4:], True)
-    batch.add_result(GroupResult([True, False]), 4.0)
-    batch.add_result(GroupResult([True]), 5.0)
+    batch.add_result(GroupResult([True, False]), 1.0)
+    batch.add_result(GroupResult([True]), 1.0)
     batch.validate()
     assert batch.outcome(10) == Copied(1, [True, True, True, False, True], 50, 4.0)
 

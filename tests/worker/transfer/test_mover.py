@@ -139,6 +139,18 @@ def test_no_save_begins_at_or_after_its_end(rig: MoverRig) -> None:
     assert not any(rig.in_pool(2))
 
 
+def test_the_seconds_of_batches_that_follow_each_other_count_once(rig: MoverRig) -> None:
+    rig.clock.shut()
+    rig.mover.load(1, [Copy(0, 0)])
+    rig.clock.reached()  # holds the first batch until the others wait
+    rig.mover.load(2, [Copy(1, 1)])
+    rig.mover.load(3, [Copy(2, 2)])
+    rig.clock.step_s = 1.0
+    rig.clock.release()
+    # Three groups are handed out and three end; of these six seconds the first is that of the first hand-out.
+    assert sum(copied.took_s for copied in rig.ended(3)) == 5.0
+
+
 def test_a_batch_of_no_copies_ends(rig: MoverRig) -> None:
     rig.mover.load(1, [])
     assert rig.ended() == [Copied(1, [], 0, 0.0)]
