@@ -258,9 +258,18 @@ CONNECTOR: Table = {
     ),
     "vllm.config:KVTransferConfig": Used(reads=("kv_role", "kv_load_failure_policy", "kv_connector_extra_config")),
     "vllm.config.model:ModelConfig": Used(
-        reads=("dtype", "quantization", "max_model_len", "hf_text_config", "model", "revision", "served_model_name")
+        reads=(
+            "dtype",
+            "quantization",
+            "max_model_len",
+            "hf_text_config",
+            "model",
+            "revision",
+            "served_model_name",
+            "use_mla",
+        )
     ),
-    "vllm.config.cache:CacheConfig": Used(reads=("enable_prefix_caching", "cache_dtype")),
+    "vllm.config.cache:CacheConfig": Used(reads=("enable_prefix_caching", "cache_dtype", "block_size")),
     "vllm.config.parallel:ParallelConfig": Used(
         reads=(
             "prefill_context_parallel_size",
@@ -280,6 +289,7 @@ CONNECTOR: Table = {
         calls={"_get_connector_metadata": ()},
         overrides={
             **CONNECTOR_METHODS,
+            "get_required_kvcache_layout": ("vllm_config",),
             "build_kv_connector_stats": ("data",),
             "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
         },
@@ -306,6 +316,8 @@ CONNECTOR: Table = {
     "vllm.distributed.parallel_state:GroupCoordinator": Used(reads=("rank_in_group", "world_size")),
     "vllm.lora.request:LoRARequest": Used(reads=("lora_name", "lora_int_id", "lora_path", "load_inplace")),
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": Used(calls={"get_attn_backend": ()}),
+    "vllm.platforms:current_platform": Used(),
+    "vllm.platforms.interface:Platform": Used(calls={"is_cpu": ()}),
     "vllm.v1.attention.backend:AttentionBackend": Used(calls={"get_name": ()}),
     "vllm.v1.core.block_pool:BlockPool": Used(
         reads=("blocks",),
@@ -337,6 +349,7 @@ CONNECTOR: Table = {
         reads=("kv_cache_groups", "needs_kv_cache_zeroing", "num_blocks", "kv_cache_layout")
     ),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": Used(reads=("kv_cache_spec", "layer_names")),
+    "vllm.v1.kv_cache_layout:KVCacheLayout": Used(reads=("BLNHC",)),
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": Used(reads=("HOST", "DISK")),
     "vllm.v1.outputs:KVConnectorOutput": Used(reads=("kv_connector_worker_meta",)),
     "vllm.v1.request:Request": Used(

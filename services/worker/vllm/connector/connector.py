@@ -35,10 +35,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from services.worker.vllm.connector.chain import TokenChain
-from services.worker.vllm.connector.identity import identify, lora_name, refusal, renamed
+from services.worker.vllm.connector.identity import identify, keeps_blocks_whole, lora_name, refusal, renamed
 from services.worker.vllm.connector.interface import check_interface
 from services.worker.vllm.connector.own_log import log_with
 from services.worker.vllm.connector.pool import PoolBlock
@@ -236,6 +238,14 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the order of the KV in memory that vLLM takes if its attention backends can. None leaves it to
+        vLLM."""
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        whole = keeps_blocks_whole(vllm_config, settings, on_cpu=current_platform.is_cpu())
+        return KVCacheLayout.BLNHC.name if whole else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:

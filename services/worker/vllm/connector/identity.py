@@ -21,6 +21,9 @@ from shared.errors import ConfigError, ModelError
 
 KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV whose full blocks hold all tokens, each written once."""
+MOST_WHOLE_TOKENS = 64
+"""Most tokens of a block that vLLM is asked to keep in one piece. vLLM does not start if its attention backend splits
+such a block, and backends split larger ones."""
 MOST_LORAS = 1024
 """Most LoRAs whose digests are kept; further ones are computed without the kvbm."""
 
@@ -51,6 +54,14 @@ def refusal(config: Any, kv_cache: Any) -> str:
     if kind not in KINDS:  # others leave blocks out of a request's table, or write to them again
         return f"KV of the kind {kind} is not supported; {', '.join(KINDS)} are"
     return ""
+
+
+def keeps_blocks_whole(config: Any, settings: ConnectorSettings, *, on_cpu: bool) -> bool:
+    """Return whether vLLM is asked to keep the layers of a block next to each other, so that a block is one copy. Its
+    backend for CPUs knows another order alone; with MLA it was not tried."""
+    if on_cpu or config.model_config.use_mla:
+        return False
+    return settings.whole_blocks and config.cache_config.block_size <= MOST_WHOLE_TOKENS
 
 
 _NONCE = os.urandom(6).hex()

@@ -35,6 +35,9 @@ class ConnectorSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Whether blocks go to the kvbm with a checksum, which is compared when they come back. One rank only."""
     verify: bool = False
     """Whether each loaded block is compared with the pool's: for tests of a machine."""
+    whole_blocks: bool = True
+    """Whether vLLM is asked to keep the layers of a block next to each other on a GPU, so that a block is one copy. In
+    a chain, turn it off for connectors that ask for another order."""
     copy_path: CopyPath = "auto"
     """Path of copies on a GPU; auto: what calibration found."""
     model_name: str = ""

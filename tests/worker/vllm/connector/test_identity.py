@@ -1,4 +1,4 @@
-"""services/worker/vllm/connector/identity.py: what names a LoRA's blocks."""
+"""services/worker/vllm/connector/identity.py: what names a LoRA's blocks, and when blocks are one piece."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import Struct
 
 from services.worker.model.lora_files import FILES, digest_lora
 from services.worker.vllm.connector import identity
-from services.worker.vllm.connector.identity import PIECE_BYTES, lora_name, named_weights, weights_digest
+from services.worker.vllm.connector.identity import (
+    PIECE_BYTES,
+    keeps_blocks_whole,
+    lora_name,
+    named_weights,
+    weights_digest,
+)
 from services.worker.vllm.connector.settings import ConnectorSettings
 from shared.errors import ConfigError
 from tests.kvbm.store_rig import LIMIT_S
@@ -176,3 +183,23 @@ def test_a_model_without_files_of_weights_is_refused(tmp_path: Path) -> None:
         weights_digest(tmp_path, CONFIG, SAID)
     with pytest.raises(ConfigError, match="No such file"):
         weights_digest(tmp_path / "none", CONFIG, SAID)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "use_mla", "on_cpu", "whole_blocks", "kept"),
+    [
+        (16, False, False, True, True),
+        (64, False, False, True, True),
+        (128, False, False, True, False),  # a backend with smaller blocks would split it, and vLLM not start
+        (16, True, False, True, False),
+        (16, False, True, True, False),
+        (16, False, False, False, False),
+    ],
+)
+def test_blocks_are_one_piece_on_a_gpu_unless_its_backend_may_split_them_or_a_setting_says_no(
+    block_size: int, use_mla: bool, on_cpu: bool, whole_blocks: bool, kept: bool
+) -> None:
+    cache, model = SimpleNamespace(block_size=block_size), SimpleNamespace(use_mla=use_mla)
+    config = SimpleNamespace(cache_config=cache, model_config=model)
+    settings = ConnectorSettings(pool="/none", whole_blocks=whole_blocks)
+    assert keeps_blocks_whole(config, settings, on_cpu=on_cpu) is kept
