@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.blocks import Content
-from shared.hashing import ContentKey, content_key, pack_tokens, root_key
+from shared.hashing import ContentKey, content_keys, pack_tokens, root_key
 
 
 class TokenChain:
@@ -23,23 +23,29 @@ class TokenChain:
 
     def keys(self, blocks: int) -> list[ContentKey]:
         """Return the keys of the first `blocks` blocks, which must be full."""
-        if blocks:
-            self.key(blocks - 1)
+        self._extend(blocks)
         return self._keys[:blocks]
 
     def key(self, index: int) -> ContentKey:
         """Return the key of block `index`, which must be full."""
-        for each in range(len(self._keys), index + 1):
-            self._keys.append(content_key(self._keys[-1] if each else self._root, self._packed(each)))
+        self._extend(index + 1)
         return self._keys[index]
 
     def content(self, index: int) -> Content:
         """Return block `index`, which must be full."""
         key, parent = self.key(index), self._keys[index - 1] if index else None
-        return Content(key, parent, self._packed(index), self._lora, self._salt)
+        return Content(key, parent, self._packed(index, index + 1), self._lora, self._salt)
 
-    def _packed(self, index: int) -> bytes:
+    def _extend(self, blocks: int) -> None:
+        """Compute the keys of the first `blocks` blocks that are not known."""
+        known = len(self._keys)
+        if blocks > known:
+            parent = self._keys[-1] if known else self._root
+            self._keys += content_keys(parent, self._packed(known, blocks), self._block_size)
+
+    def _packed(self, first: int, end: int) -> bytes:
+        """Return the packed tokens of the blocks from `first` to before `end`."""
         size = self._block_size
-        tokens = self._tokens[index * size : (index + 1) * size]
-        assert len(tokens) == size, f"block {index} is not full"
+        tokens = self._tokens[first * size : end * size]
+        assert len(tokens) == (end - first) * size, f"block {first + len(tokens) // size} is not full"
         return pack_tokens(tokens)

@@ -150,7 +150,7 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             request = requests.get(name)
             if request is not None and request.num_computed_tokens - request.num_in_flight_tokens >= due.get(name, 0):
                 self._offer(request)
-        return StepOrders(self._half.orders())
+        return StepOrders(self._half.orders(computes=bool(scheduler_output.num_scheduled_tokens)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         reports = connector_output.kv_connector_worker_meta

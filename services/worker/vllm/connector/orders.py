@@ -65,7 +65,11 @@ class EndLoad(Struct, frozen=True, tag="end", array_like=True):
     """The blocks among them for which no copy was ordered."""
 
 
-Order = AttachPool | DetachPool | SaveBlocks | LoadBlocks | CancelOrder | EndLoad
+class AwaitLoads(Struct, frozen=True, tag="await", array_like=True):
+    """Nothing is computed: wait in this step, a moment, for a load that is about to end."""
+
+
+Order = AttachPool | DetachPool | SaveBlocks | LoadBlocks | CancelOrder | EndLoad | AwaitLoads
 STEP_ORDERS: Codec[list[Order]] = Codec(list[Order], "step orders")
 
 # --- reports

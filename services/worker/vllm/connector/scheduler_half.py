@@ -5,7 +5,9 @@ copy.
                                                                  │  ▲
                                        orders of the next step ◀─┘  └── reports of the ranks
 
-It runs in the scheduler's thread, and never waits. Nothing goes on while vLLM makes no step; so while `unsettled` holds
+It runs in the scheduler's thread, and waits for nothing while vLLM computes. If it does not, a request waits a moment
+for the kvbm's answer, and a step for loads that are about to end: else both would be seen a step later, and vLLM sleeps
+1 ms between two steps without computing. Nothing goes on while vLLM makes no step; so while `unsettled` holds
 it asks vLLM for steps, in which nothing is computed. An idle vLLM makes none: then a thread keeps the link, so that a
 kvbm that was started again does not wait for this engine. It touches nothing of vLLM's.
 """
@@ -13,6 +15,7 @@ kvbm that was started again does not wait for this engine. It touches nothing of
 from __future__ import annotations
 
 import logging
+import select
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -29,7 +32,14 @@ from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.vllm.connector.blocks import VllmBlocks
 from services.worker.vllm.connector.chain import TokenChain
 from services.worker.vllm.connector.expected import HashedRequest
-from services.worker.vllm.connector.orders import RANK_REPORT, STEP_ORDERS, AttachPool, RankFacts, part_bytes
+from services.worker.vllm.connector.orders import (
+    RANK_REPORT,
+    STEP_ORDERS,
+    AttachPool,
+    AwaitLoads,
+    RankFacts,
+    part_bytes,
+)
 from services.worker.vllm.connector.pool import PoolBlock, VllmPool
 from services.worker.vllm.connector.rank_mover import RankMover
 from services.worker.vllm.connector.settings import ConnectorSettings
@@ -40,6 +50,11 @@ from shared.pool.format import Arena, PoolUnfit
 
 ASK_AGAIN_S = 0.0005
 """Seconds between two looks at the socket for requests that ask again in one scheduling pass."""
+ANSWER_S = 0.002
+"""Most seconds of a step that computes nothing in which requests wait for the kvbm's answers: three times what it takes
+for 512 blocks. Other new requests wait as long."""
+IDLE_STEPS = 2
+"""Steps in a row that compute nothing after which no step is under way: as many as vLLM has under way at once."""
 KEEP_S = 0.5
 """Seconds without a step after which the link is looked after; and between two such looks."""
 
@@ -124,6 +139,10 @@ class SchedulerHalf:
         self._turn = threading.RLock()
         """Held by the scheduler's thread, and by the one that keeps the link."""
         self._stepped_s = clock()
+        self._idle_steps = 0
+        """Steps in a row that compute nothing."""
+        self._patience_s = 0.0
+        """Seconds left of this step's ANSWER_S."""
         self._closed = threading.Event()
         self._exchanged = Exchanged()
         self._told = (self._exchanged, self.link, 0)
@@ -154,11 +173,16 @@ class SchedulerHalf:
             for message in messages:
                 self._take_message(connector, message, now_s)
 
-    def orders(self) -> bytes:
-        """Return the orders of the step that is being scheduled, as `STEP_ORDERS`. Empty if there is none."""
+    def orders(self, *, computes: bool) -> bytes:
+        """Return the orders of the step that is being scheduled, as `STEP_ORDERS`. Empty if there is none. `computes`
+        says whether it computes anything."""
         with self._turn:
+            self._idle_steps = 0 if computes else self._idle_steps + 1
+            self._patience_s = ANSWER_S
             self.step()
             orders = [*self._mover.take_orders(), *self.blocks.take_ends()]
+            if self._idle and self._connector is not None and not self._connector.idle:
+                orders.append(AwaitLoads())
         return STEP_ORDERS.encode(orders) if orders else b""
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
@@ -175,14 +199,31 @@ class SchedulerHalf:
 
     def find(self, request: str, tokens: int, computed: int) -> int | None:
         """Return what `VllmBlocks.find` does. Answers that have come during vLLM's step are taken up first, however
-        long it took. A question goes out at once, and an answer may be there already."""
+        long it took. A question goes out at once; its answer is awaited if vLLM computes nothing."""
         with self._turn:
             if look := self._clock() - self._stepped_s >= ASK_AGAIN_S:
                 self.step()
             found = self.blocks.find(request, tokens, computed)
             if found is None and look:
                 self.step()
+                while found is None and self._idle and self._await_answer():
+                    found = self.blocks.find(request, tokens, computed)
         return found
+
+    def _await_answer(self) -> bool:
+        """Wait until the kvbm has said something, and take it up. Return False once this step has no time left for
+        that."""
+        begun_s = self._clock()
+        said = self._patience_s > 0 and bool(select.select([self._client], [], [], self._patience_s)[0])
+        if said:
+            self.step()
+        self._patience_s -= self._clock() - begun_s
+        return said
+
+    @property
+    def _idle(self) -> bool:
+        """Whether vLLM computes nothing."""
+        return self._idle_steps >= IDLE_STEPS
 
     def expect(self, request: str, chain: TokenChain) -> None:
         """Do what `ExpectedPrompts.expect` does."""

@@ -83,7 +83,7 @@ class StepMover:
         if batch.number in self._copied:
             copy, last = self._copied.pop(batch.number)
             good = not batch.loads or slots.generation(copy.pool_slot) == copy.generation
-            batch.add_result(GroupResult([good]), self._clock())
+            batch.add_result(GroupResult([good]), 0.0)
         else:
             copies, last = batch.next_group(1, self._clock())
             if copies:

@@ -123,6 +123,38 @@ async def test_a_kvbm_that_comes_later_gets_what_is_computed_from_then_on(
                 assert (await answer(other, "r3")).loaded_blocks == 4
 
 
+async def test_a_request_of_an_idle_engine_gets_the_kvbms_answer_in_the_step_that_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path), engine(tmp_path, "a") as one, engine(tmp_path, "b") as other:
+        await attached(one)
+        await attached(other)
+        await answer(one, "r1")
+        with monkeypatch.context() as patched:
+            patched.setattr(scheduler_half, "ANSWER_S", LIMIT_S)
+            for _ in range(scheduler_half.IDLE_STEPS):
+                other.step()
+            other.add(request := Request("r2", PROMPT, 3, ""))
+            await asyncio.to_thread(other.step)  # the kvbm answers from here meanwhile
+        assert (request.state, request.loaded_blocks) == ("remote", 4)
+        await steps(other, lambda: not other.has_work)
+
+
+async def test_no_request_waits_for_the_kvbms_answer_while_others_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path), engine(tmp_path, "a") as one:
+        await attached(one)
+        one.add(computes := Request("r1", PROMPT, 12, ""))
+        await steps(one, lambda: computes.state == "running")
+        one.add(request := Request("r2", PROMPT, 3, "salt"))
+        monkeypatch.setattr(select, "select", lambda *_: pytest.fail("a step that computes waits"))
+        one.step()
+        monkeypatch.undo()
+        assert request.state == "waiting"
+        await steps(one, lambda: not one.has_work)
+
+
 async def test_an_answer_that_came_during_a_long_step_is_not_late(tmp_path: Path) -> None:
     later_s = 0.0
     async with serving(tmp_path), engine(tmp_path, "a") as one:

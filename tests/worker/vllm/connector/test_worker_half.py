@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import select
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,15 @@ from xxhash import xxh3_64_intdigest
 
 from services.worker.contracts.mover import Copied, Copy
 from services.worker.kv_connector.pool_attachment import MappedPool, OwnerName
+from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import FinishedCopies, HostCopier
 from services.worker.transfer.mover import TransferMover
+from services.worker.vllm.connector import worker_half
 from services.worker.vllm.connector.orders import (
     RANK_REPORT,
     STEP_ORDERS,
     AttachPool,
+    AwaitLoads,
     CancelOrder,
     DetachPool,
     EndLoad,
@@ -30,7 +35,7 @@ from services.worker.vllm.connector.orders import (
     RankFacts,
     SaveBlocks,
 )
-from services.worker.vllm.connector.worker_half import WorkerHalf
+from services.worker.vllm.connector.worker_half import FEW_BATCHES, WorkerHalf
 from shared.pool.format import PAGE_BYTES, Arena
 from shared.pool.lock import OWNERS, POOL, HeldLock, hold_owner
 from shared.pool.map import PoolMap
@@ -54,7 +59,14 @@ class BreakingCopier(HostCopier):
 
     broken = False
 
+    def __init__(self, shape: BlockShape, memory: object) -> None:
+        super().__init__(shape, memory)
+        self.goes_on = threading.Event()
+        """Cleared to hold all copies."""
+        self.goes_on.set()
+
     def begin(self, copies: Sequence[Copy], *, loads: bool) -> FinishedCopies:
+        assert self.goes_on.wait(LIMIT_S)
         if self.broken:
             raise BrokenDevice("the device is lost")
         return super().begin(copies, loads=loads)
@@ -155,6 +167,46 @@ def test_a_good_load_ends_with_its_last_copy_and_has_no_invalid_blocks(rig: Rig)
     assert rig.ends() == ({"r"}, set())
     assert [rig.memory[block, 0] for block in (1, 2)] == [6, 7]
     rig.nothing_left()
+
+
+def test_a_step_that_computes_nothing_waits_for_a_load_that_is_about_to_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_half, "END_S", LIMIT_S)
+    copies = [Copy(slot, slot, rig.generation(slot)) for slot in (5, 6)]
+    rig.copier.goes_on.clear()
+    rig.order(rig.attach(), LoadBlocks(1, copies), EndLoad("r", [5, 6], []))
+    assert rig.ends() == (set(), set())
+    rig.order(AwaitLoads())
+    waited = select.select
+
+    def waits(*args: Any) -> Any:
+        rig.copier.goes_on.set()
+        return waited(*args)
+
+    monkeypatch.setattr(select, "select", waits)
+    assert rig.ends() == ({"r"}, set())
+    rig.nothing_left()
+
+
+def test_no_step_waits_for_a_load_that_is_not_about_to_end_or_for_none(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.copier.goes_on.clear()
+    slots = range(1, FEW_BATCHES + 2)
+    loads = [LoadBlocks(slot, [Copy(slot, slot, rig.generation(slot))]) for slot in slots]
+    with monkeypatch.context() as patched:
+        patched.setattr(select, "select", lambda *_: pytest.fail("the step waits"))
+        rig.order(rig.attach(), AwaitLoads())
+        assert rig.ends() == (set(), set())
+        rig.order(*loads, EndLoad("r", list(slots), []), AwaitLoads())
+        assert rig.ends() == (set(), set())
+        rig.order()
+        assert rig.ends() == (set(), set())
+    rig.copier.goes_on.set()
+    for slot in slots:
+        rig.copied(slot)
+    assert rig.ends() == ({"r"}, set())
 
 
 def test_blocks_for_which_no_copy_was_ordered_are_invalid(rig: Rig) -> None:

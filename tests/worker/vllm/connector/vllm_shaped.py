@@ -263,6 +263,7 @@ class Engine:
         self._drafts = drafts
         self._draw = draw
         self._depth = depth
+        self._threads = threads
         self._steps: deque[_Step] = deque()
         self._due: dict[str, int] = {}
         """Request → computed tokens from which on its blocks are offered again, as the connector does."""
@@ -325,7 +326,7 @@ class Engine:
         for work in step.work:
             if work.request.computed - work.request.in_flight >= self._due.get(work.request.name, 0):
                 self._offer(work.request)
-        self._launch(step, self.half.orders())
+        self._launch(step, self.half.orders(computes=bool(step.work) or not self._threads))
         for work in step.work:
             work.request.computed += work.tokens
             work.request.in_flight += work.tokens
