@@ -39,6 +39,7 @@ class Promise(Struct, frozen=True):
 
 
 PINNED, ALONE, RATE = "of the pinned rate", "of the step alone", "of the memory's rate"
+GREEDY = "of greedy's step"
 PROMISES = (
     Promise("copies", "64 and 512 blocks of 2 MiB, in a row, at worst", PINNED, least=0.95),
     Promise("copies", "64 and 512 blocks of 2 MiB, one batch copied, at worst", PINNED, least=0.95),
@@ -77,6 +78,17 @@ PROMISES = (
     Promise("decode", "prefill of 8,192 tokens", "of the matrix rate", least=0.50),
     Promise("decode", "16 prompts of 512 embedded", "of the step that draws a token each", most=1.10),
     Promise("decode", "the same, the slower pooling", "tokens/s"),
+    Promise("sampling", "64 rows, temperature", GREEDY),
+    Promise("sampling", "64 rows, top_p", GREEDY, most=1.08),
+    Promise("sampling", "64 rows, top_k", GREEDY, most=1.08),
+    Promise("sampling", "64 rows, min_p", GREEDY, most=1.08),
+    Promise("sampling", "64 rows, penalties", GREEDY, most=1.08),
+    Promise("sampling", "64 rows, bias", GREEDY, most=1.08),
+    Promise("sampling", "64 rows, all of these", GREEDY, most=1.08),
+    Promise("sampling", "64 rows, one row with top_p", GREEDY, most=1.05),
+    Promise("sampling", "64 rows, logprobs 0", GREEDY),
+    Promise("sampling", "64 rows, logprobs 5", GREEDY, most=1.25),
+    Promise("sampling", "64 rows, logprobs 20", GREEDY),
     Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
     Promise("first", "first token of 8,192 from memory, a step and all", "ms"),
     Promise("first", "first token of 8,192, computed", "ms"),

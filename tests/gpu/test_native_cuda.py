@@ -18,7 +18,6 @@ from services.worker.native.linear import Linear
 from services.worker.native.sampler import sample
 from services.worker.native.weights import load_weights
 from shared.messages.cards import KvLayout
-from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES
@@ -27,9 +26,7 @@ from tests.worker.native.works import GREEDY, work
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
-from services.worker.native.cuda.kernels import compile_kernels  # noqa: E402
 from services.worker.native.cuda.layout import sections  # noqa: E402
-from services.worker.native.cuda.sampler import CudaSampler  # noqa: E402
 from tests.gpu.models import cuda_runner  # noqa: E402
 
 Floats = NDArray[np.float32]
@@ -346,67 +343,6 @@ def test_the_same_step_twice_gives_the_same_bits(tmp_path: Path, element_type: A
     tokens, blocks = sequences(5, [150, 70])
     works = [work(tokens[0], blocks[0]), work(tokens[1], blocks[1])]
     assert (both.logits(works) == both.logits(works)).all()
-
-
-def drawing(directory: Path, settings: CudaConfig) -> CudaSampler:
-    """Make a sampler on the current stream, for at most 64 rows."""
-    kernels = compile_kernels(read_config(write_tiny_model(directory)), "bfloat16", BLOCK_SIZE)
-    return CudaSampler(kernels, cp.cuda.get_current_stream(), 64, settings)
-
-
-@pytest.mark.parametrize("waits", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("vocab", [5, 1000, 49152, 128256])
-def test_drawn_tokens_are_those_of_the_numpy_sampler(tmp_path: Path, vocab: int, waits: tuple[bool, bool]) -> None:
-    busy_wait, copy_stream = waits
-    draws = drawing(tmp_path, CudaConfig(busy_wait_events=busy_wait, output_copy_stream=copy_stream))
-    random = np.random.default_rng(vocab)
-    logits = random.normal(0, 4, (64, vocab)).astype(np.float32)
-    logits[3, :] = 1.0  # all equal: the lowest id
-    settings = [
-        Sampling(max_tokens=1, temperature=[0.0, 0.7, 1.0, 1.5][n % 4], seed=int(random.integers(0, 1 << 63)))
-        for n in range(59)
-    ] + [
-        Sampling(max_tokens=1, temperature=0.9, top_k=4, seed=5),
-        Sampling(max_tokens=1, temperature=0.9, top_p=0.6, seed=6),
-        Sampling(max_tokens=1, temperature=0.0, repetition_penalty=1.3),
-        Sampling(max_tokens=1, temperature=0.0, logit_bias=((0, 100.0), (4, -100.0), (2, 1.5))),
-        Sampling(max_tokens=1, temperature=1.0, logprobs=3, seed=8),
-    ]
-    history = [1, 2, 3, 1]
-    works = [work(history, [0], sampling=one, prompt_tokens=2) for one in settings]
-    expected, drawn = sample(np, logits, works), draws.draw(cp.asarray(logits), works)
-    assert [one.token for one in drawn] == [one.token for one in expected]
-    assert drawn[-1].logprob is not None
-    assert expected[-1].logprob is not None
-    assert abs(drawn[-1].logprob.logprob - expected[-1].logprob.logprob) < 1e-4
-
-
-def test_barred_tokens_are_not_drawn_before_the_least_tokens(tmp_path: Path) -> None:
-    draws = drawing(tmp_path, CudaConfig())
-    logits = np.random.default_rng(7).normal(0, 4, (6, 320)).astype(np.float32)
-    settings = [Sampling(max_tokens=9, temperature=one, seed=5, min_tokens=3) for one in (0.0, 0.7, 0.0, 0.7, 0.0, 0.7)]
-    works = [work([1, 2, 3, 1], [0], sampling=one, prompt_tokens=2) for one in settings]
-    for one in works[:4]:
-        one.barred = [int(logits[0].argmax()), int(logits[2].argmax())]
-    works[2].prompt_tokens = works[3].prompt_tokens = 1  # their outputs have three tokens
-    drawn = draws.draw(cp.asarray(logits), works)
-    assert [one.token for one in drawn] == [one.token for one in sample(np, logits, works)]
-    assert drawn[0].token != logits[0].argmax()
-    assert drawn[2].token == logits[2].argmax()
-
-
-def test_a_logit_that_is_not_finite_is_an_error_of_its_row_and_the_others_draw_as_ever(tmp_path: Path) -> None:
-    draws = drawing(tmp_path, CudaConfig())
-    plain, special = GREEDY, Sampling(max_tokens=1, temperature=0.9, top_k=4, seed=5)
-    for broken in (np.nan, np.inf, -np.inf):
-        logits = np.zeros((5, 320), np.float32)
-        logits[:, 7] = 9
-        logits[[1, 3], 317] = broken
-        for settings in ([plain] * 5, [special] * 5, [plain, plain, plain, special, special]):
-            works = [work([1], [0], sampling=one) for one in settings]
-            drawn = draws.draw(cp.asarray(logits), works)
-            assert [one.suspect for one in drawn] == [False, True, False, True, False]
-            assert drawn == sample(np, logits, works)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -131,7 +131,7 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
 
     Tokens are counted from the history at each step: tens of µs for some thousand tokens, and only with penalties.
     """
-    rows = [row for row, work in enumerate(works) if _has_penalty(work.sampling)]
+    rows = [row for row, work in enumerate(works) if has_penalty(work.sampling)]
     if not rows:
         return logits
     penalised = logits.copy()
@@ -168,7 +168,7 @@ def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) 
         return logits
     masked = logits.copy()
     if held:
-        allowed = xp.asarray(np.stack([_allowed(works[row], masks, vocab) for row in held]))
+        allowed = xp.asarray(np.stack([allowed_now(works[row], masks, vocab) for row in held]))
         masked[held] = xp.where(allowed, logits[held], xp.float32(-xp.inf))
     if barred:
         rows, tokens = xp.asarray(np.array(barred, np.int64).T)
@@ -176,7 +176,7 @@ def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) 
     return masked
 
 
-def _allowed(work: Work, masks: Masks, vocab: int) -> NDArray[np.bool_]:
+def allowed_now(work: Work, masks: Masks, vocab: int) -> NDArray[np.bool_]:
     """Return which tokens a row may draw, at least one: of those that its grammar allows, those that its request
     allows, and of these those that it may draw now."""
     allowed = masks.allowed.get(work.sequence)
@@ -193,7 +193,7 @@ def _allowed(work: Work, masks: Masks, vocab: int) -> NDArray[np.bool_]:
     return left if left.any() else allowed
 
 
-def _has_penalty(sampling: Sampling) -> bool:
+def has_penalty(sampling: Sampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
@@ -206,8 +206,7 @@ def is_plain(work: Work, vocab: int) -> bool:
     greedy = sampling.temperature < GREEDY_BELOW
     filtered = not greedy and (0 < sampling.top_k < vocab or sampling.top_p < 1.0 or sampling.min_p > 0.0)
     masked = sampling.allowed_tokens or sampling.grammar or work.barred_now
-    changed = sampling.logit_bias or _has_penalty(sampling) or masked
-    return not (filtered or changed or sampling.logprobs >= 0)
+    return not (filtered or sampling.logit_bias or has_penalty(sampling) or masked)
 
 
 def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Array:

@@ -34,6 +34,10 @@ class Buffers:
     every_row: Array
     split_room: Array
     logits: Array
+    changed_logits: Array
+    """Room of `choose_special`, which filters logits there."""
+    token_counts: Array
+    """How often tokens are in the histories of sequences that have penalties."""
     ints: Array
     cosines: Array
     sines: Array

@@ -71,6 +71,8 @@ def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shap
         "every_row": ((rows,), "int32"),
         "split_room": ((split_parts(limits.drawing) * config.heads * (config.head_dim + 2),), "float32"),
         "logits": ((limits.drawing, config.vocab), "float32"),
+        "changed_logits": ((limits.drawing, config.vocab), "float32"),
+        "token_counts": ((limits.drawing, config.vocab), "int32"),
         "ints": ((limits.ints,), "int32"),
         "cosines": ((ropes, limits.positions, config.head_dim // 2), "float32"),
         "sines": ((ropes, limits.positions, config.head_dim // 2), "float32"),

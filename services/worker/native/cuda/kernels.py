@@ -48,6 +48,9 @@ class Kernels:
     merge_splits: Kernel | None
     attend_prefill: Kernel | None
     choose: Kernel
+    choose_special: Kernel
+    count_tokens: Kernel
+    score: Kernel
     pack: int
     """Elements that a thread reads at once; widths of rows are multiples of it."""
     prefill_shared_bytes: int
@@ -92,7 +95,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
     def module(name: str) -> Any:
         return cp.RawModule(code=(_SOURCES / f"{name}.cu").read_text(encoding="utf-8"), options=options)
 
-    rows, row_product = module("rows"), module("row_product")
+    rows, row_product, choose = module("rows"), module("row_product"), module("choose")
     fast = element_type != "float32" and config.head_dim in _FAST_HEAD_DIMS and block_size % _DECODE_TILE == 0
     fast = fast and not config.score_cap
     decode = module("attention_decode") if fast else None
@@ -116,7 +119,10 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
         attend_decode=decode.get_function("attend_decode") if decode is not None else None,
         merge_splits=decode.get_function("merge_splits") if decode is not None else None,
         attend_prefill=prefill,
-        choose=module("choose").get_function("choose"),
+        choose=choose.get_function("choose"),
+        choose_special=choose.get_function("choose_special"),
+        count_tokens=choose.get_function("count_tokens"),
+        score=module("score").get_function("score"),
         pack=pack,
         prefill_shared_bytes=prefill_shared_bytes,
     )

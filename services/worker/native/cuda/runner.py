@@ -141,7 +141,7 @@ class CudaRunner:
         self.stream = cp.cuda.Stream(non_blocking=True)
         """The stream of all steps."""
         self._launched = cp.cuda.Event(disable_timing=True)
-        """Happens when the logits of the last step are computed."""
+        """Happens when the logits of the last step are computed, and mostly when its tokens are drawn."""
         self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
         self._take_memory(weights, progress)
 
@@ -165,7 +165,8 @@ class CudaRunner:
                 self._blas = Blas(element_type, self.stream)
                 self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
                 self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
-                self._drawing = CudaSampler(self._kernels, self.stream, limits.drawing, settings)
+                room, counts = self._buffers.changed_logits, self._buffers.token_counts
+                self._drawing = CudaSampler(self._kernels, self.stream, room, counts, settings)
             with no_room_as_model_error(model, "graphs"):
                 self._graphs = DecodeGraphs(
                     self._decoder,
@@ -217,13 +218,15 @@ class CudaRunner:
         with device_errors_as_model_error(), self.stream:
             logits = self.logits(works)
             self._pooling.begin(spans)
+            if drawing:
+                self._drawing.begin(logits, drawing)
             self._launched.record(self.stream)
         if self.meanwhile is not None:
             self.meanwhile(self._computes)
         with device_errors_as_model_error(), self.stream:
             masks = self._masks.end()  # they were computed while the device computes
             if drawing:
-                drawn = self._drawing.draw(logits, drawing, masks)
+                drawn = self._drawing.end(masks)
             else:
                 drawn = []
                 self._drawing.wait()
