@@ -138,6 +138,9 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     output_copy_stream: bool = False
     """Whether sampled tokens leave the GPU as a copy on a stream of their own, instead of being written by the kernel
     that draws them. On an H200 that is no faster, within 1 %, and slower while blocks are copied to the pool."""
+    hopper_kernels: bool = True
+    """Whether a GPU of NVIDIA's Hopper generation (H100, H200) computes the attention of prompts with instructions that
+    only this generation has. It is faster; without it the kernels of all other GPUs run, for comparison."""
     copy_path: CopyPath = "auto"
     """Way of copying blocks between GPU and pool: rows, batch, staged; auto: by the number of blocks that are copied
     together and by their shape."""

@@ -87,12 +87,25 @@ BOUNDS = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 class Both:
     """One model in NumPy and on the device, with the same slots."""
 
-    def __init__(self, directory: Path, element_type: Any, *, graphs_up_to: int = 0, max_running: int = 64) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        element_type: Any,
+        *,
+        graphs_up_to: int = 0,
+        max_running: int = 64,
+        hopper_kernels: bool = True,
+    ) -> None:
         config = read_config(directory)
         layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, BLOCK_SIZE)
         cache = KvCache(layout, SLOTS)
         self.reference = Decoder(config, load_weights(directory, config), cache, Linear(), SLOTS * BLOCK_SIZE)
-        settings = CudaConfig(dtype=element_type, graphs=graphs_up_to > 0, graph_upper_bound=max(1, graphs_up_to))
+        settings = CudaConfig(
+            dtype=element_type,
+            graphs=graphs_up_to > 0,
+            graph_upper_bound=max(1, graphs_up_to),
+            hopper_kernels=hopper_kernels,
+        )
         self.runner = cuda_runner(
             directory, settings, capacity_blocks=SLOTS, block_size=BLOCK_SIZE, max_running=max_running
         )
@@ -157,9 +170,15 @@ def test_every_architecture_has_the_numpy_decoders_logits(tmp_path: Path, archit
     check_steps(tmp_path, ARCHITECTURES[architecture], element_type)
 
 
-def check_steps(directory: Path, shape: dict[str, Any], element_type: Any) -> None:
+@pytest.mark.parametrize("shape", ["head of 128, none shares", "head of 128, a window of 3"], ids=named)
+def test_prompts_need_no_instructions_that_only_hopper_has(tmp_path: Path, shape: str) -> None:
+    check_steps(tmp_path, {**SHAPES, **WINDOWED}[shape], "bfloat16", hopper_kernels=False)
+
+
+def check_steps(directory: Path, shape: dict[str, Any], element_type: Any, *, hopper_kernels: bool = True) -> None:
     """Compare prefill in chunks, decode, and both in one step."""
-    both = Both(write_tiny_model(directory, **{**shape, "dtype": element_type}), element_type)
+    model = write_tiny_model(directory, **{**shape, "dtype": element_type})
+    both = Both(model, element_type, hopper_kernels=hopper_kernels)
     tokens, blocks = sequences(7, [700, 131, 40, 16, 1])
     both.check(
         [work(tokens[0][:300], blocks[0]), work(tokens[1][:17], blocks[1], draws=False), work(tokens[4], blocks[4])]

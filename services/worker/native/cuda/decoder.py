@@ -24,7 +24,8 @@ import numpy as np
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers
-from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels
+from services.worker.native.cuda.hopper import page_map
+from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.layout import StepCounts, sections
 from services.worker.native.cuda.lora import DOWN, GATE_UP, OUTPUT, QKV, StepLoras
 from services.worker.native.cuda.splits import DECODE_HEADS
@@ -57,6 +58,7 @@ class CudaDecoder:
         self._buffers = buffers
         self._scale = config.attention_scale
         self._slot_stride = pages.size // pages.shape[0]
+        self._prefill_pages = page_map(pages) if kernels.hopper else pages
         self._layer_stride = self._slot_stride // config.layers
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._turns = list(zip(buffers.cosines, buffers.sines, strict=True))
@@ -237,8 +239,8 @@ class CudaDecoder:
             paging = (ints[at.tiles :], positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
             kernels.attend_prefill(
                 (config.heads, counts.tiles),
-                (2 * PREFILL_ROWS,),
-                (room.attended, room.q, room.q_rest, self._pages, *paging),
+                (kernels.prefill_threads,),
+                (room.attended, room.q, room.q_rest, self._prefill_pages, *paging),
                 shared_mem=kernels.prefill_shared_bytes,
             )
 

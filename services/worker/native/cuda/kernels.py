@@ -13,6 +13,7 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import Dtype
 from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.hopper import HEAD_DIM, SHARED_BYTES, THREADS, compile_prefill, is_hopper
 from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
 
@@ -23,7 +24,7 @@ _SOURCES = Path(__file__).parent / "kernels"
 _FAST_HEAD_DIMS = (64, 128)
 _DECODE_TILE = 16
 PREFILL_ROWS = 128
-"""Rows of one tile of attention_prefill.cu."""
+"""Rows of one tile of attention_prefill.cu, and of attention_prefill_hopper.cu."""
 _PREFILL_TILE = 64
 
 
@@ -53,16 +54,20 @@ class Kernels:
     score: Kernel
     pack: int
     """Elements that a thread reads at once; widths of rows are multiples of it."""
+    prefill_threads: int
     prefill_shared_bytes: int
+    hopper: bool
+    """Whether `attend_prefill` reads the pages through a map (`hopper.page_map`)."""
 
 
-def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int) -> Kernels:
+def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool = True) -> Kernels:
     """Compile the kernels for the current device, which takes some seconds the first time.
 
-    Raise ConfigError if there is no compiler or it reports an error. CUDA's own errors pass unchanged.
+    Without `hopper` there are none that only GPUs of that generation have. Raise ConfigError if there is no compiler or
+    it reports an error. CUDA's own errors pass unchanged.
     """
     try:
-        return _compiled(config, element_type, block_size)
+        return _compiled(config, element_type, block_size, hopper=hopper)
     except ERRORS:
         raise
     except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
@@ -72,7 +77,7 @@ def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int) -
         ) from wrong
 
 
-def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kernels:
+def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool) -> Kernels:
     pack = 4 if element_type == "float32" else 8
     while config.hidden % pack or config.intermediate % pack or config.queries % pack:
         pack //= 2
@@ -99,9 +104,14 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
     fast = element_type != "float32" and config.head_dim in _FAST_HEAD_DIMS and block_size % _DECODE_TILE == 0
     fast = fast and not config.score_cap
     decode = module("attention_decode") if fast else None
-    prefill = module("attention_prefill").get_function("attend_prefill") if fast else None
-    prefill_shared_bytes = 2 * 2 * _PREFILL_TILE * config.head_dim * 2  # two stages of keys and values, 2 bytes each
-    if prefill is not None:
+    hopper = hopper and fast and element_type == "bfloat16" and config.head_dim == HEAD_DIM and is_hopper()
+    prefill, prefill_threads, prefill_shared_bytes = None, 2 * PREFILL_ROWS, 0
+    if hopper:
+        prefill = compile_prefill(block_size, windowed=any(config.windows))
+        prefill_threads, prefill_shared_bytes = THREADS, SHARED_BYTES
+    elif fast:
+        prefill = module("attention_prefill").get_function("attend_prefill")
+        prefill_shared_bytes = 2 * 2 * _PREFILL_TILE * config.head_dim * 2  # two stages of keys and values
         prefill.max_dynamic_shared_size_bytes = prefill_shared_bytes
     return Kernels(
         fetch=rows.get_function("fetch"),
@@ -124,5 +134,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int) -> Kern
         count_tokens=choose.get_function("count_tokens"),
         score=module("score").get_function("score"),
         pack=pack,
+        prefill_threads=prefill_threads,
         prefill_shared_bytes=prefill_shared_bytes,
+        hopper=hopper,
     )

@@ -161,7 +161,7 @@ class CudaRunner:
                 self._staged_at = kernel_address(self._staged_ints)
                 self._ints_left = cp.cuda.Event(disable_timing=True)
                 """Happens when the staged integers can be overwritten."""
-                self._kernels = compile_kernels(config, element_type, layout.block_size)
+                self._kernels = compile_kernels(config, element_type, layout.block_size, hopper=settings.hopper_kernels)
                 self._blas = Blas(element_type, self.stream)
                 self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
                 self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
