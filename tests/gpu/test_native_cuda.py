@@ -15,9 +15,11 @@ from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
+from services.worker.native.logprobs import score
 from services.worker.native.sampler import sample
 from services.worker.native.weights import load_weights
 from shared.messages.cards import KvLayout
+from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import CASES
@@ -397,6 +399,40 @@ def test_a_block_that_is_not_finite_fails_those_that_read_it_and_no_other(
         assert one is not None
         assert one.suspect
         both.runner.step([work(tokens[wrong], own, sampling=GREEDY)])  # all of it is right again
+    both.runner.close()
+
+
+@pytest.mark.parametrize("max_running", [3, 64])
+def test_prompts_have_the_log_probabilities_of_the_numpy_decoders_logits(tmp_path: Path, max_running: int) -> None:
+    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"]), "float32", max_running=max_running)
+    tokens, blocks = sequences(9, [200, 45, 17])
+    rated, plain = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=4), GREEDY
+    for start, end in ((0, 100), (100, 200)):
+        works = [
+            work(tokens[0], blocks[0], start=start, sampling=rated),
+            work(tokens[1], blocks[1], sampling=plain),
+            work(tokens[2], blocks[2], sampling=rated),
+        ]
+        works[0].end = end
+        expected = [
+            [both.reference.step([work(each.history[: at + 1], each.blocks)])[0] for at in each.scoring]
+            for each in works
+        ]
+        drawn = both.runner.step(works)
+        assert drawn[1] is not None
+        assert drawn[1].prompt_logprobs is None
+        for one, each, logits in zip(drawn, works, expected, strict=True):
+            if not each.scoring:
+                continue
+            assert one is not None
+            assert one.prompt_logprobs is not None
+            following = np.array(each.history[each.scoring.start + 1 : each.scoring.stop + 1])
+            logprobs, top, top_logprobs = score(np, np.array(logits), following, 4)
+            found = one.prompt_logprobs
+            assert found.first == each.scoring.start + 1
+            assert np.allclose(np.frombuffer(found.logprobs, "<f4"), logprobs, atol=1e-3)
+            assert np.frombuffer(found.top_tokens, "<u4").tolist() == top.reshape(-1).tolist()
+            assert np.allclose(np.frombuffer(found.top_logprobs, "<f4"), top_logprobs.reshape(-1), atol=1e-3)
     both.runner.close()
 
 

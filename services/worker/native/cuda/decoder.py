@@ -98,13 +98,26 @@ class CudaDecoder:
             self._activate(activated, normed, layer.gate_up, number, added)
             self._add(hidden, activated, layer.down, None, layer.fed_norm, number, DOWN, added)
         if counts.drawing:
-            drawn = normed[: counts.drawing]
-            self._norm(drawn, hidden, None, weights.norm, ints[at.drawing :])
-            self._product(logits, drawn, weights.head)
-            if config.logit_scale != 1 or config.logit_cap:
-                bending = (logits, np.int64(logits.size), np.float32(config.logit_scale), np.float32(config.logit_cap))
-                kernels.bend((min(4096, -(-logits.size // _THREADS)),), (_THREADS,), bending)
+            self._head(logits, hidden, ints[at.drawing :])
         return logits
+
+    def logits(self, first: int, rows: int) -> Array:
+        """Enqueue the logits (rows, vocab) of the last step's rows from `first` on, and return them.
+
+        They lie where those of every step lie. There are at most as many rows as draw in a step."""
+        logits = self._buffers.logits[:rows]
+        self._head(logits, self._buffers.hidden[first : first + rows], self._buffers.every_row)
+        return logits
+
+    def _head(self, logits: Array, hidden: Array, which: Array) -> None:
+        """Compute logits (rows, vocab) of the rows `which` of hidden states."""
+        config, rows = self._config, logits.shape[0]
+        normed = self._buffers.normed[:rows]
+        self._norm(normed, hidden, None, self._weights.norm, which)
+        self._product(logits, normed, self._weights.head)
+        if config.logit_scale != 1 or config.logit_cap:
+            bending = (logits, np.int64(logits.size), np.float32(config.logit_scale), np.float32(config.logit_cap))
+            self._kernels.bend((min(4096, -(-logits.size // _THREADS)),), (_THREADS,), bending)
 
     def pool(self, rows: int, spans: int, spans_at: np.uintp, sums_at: np.uintp) -> None:
         """Enqueue the sums of hidden states after the final norm. Call this after a step and before the next.

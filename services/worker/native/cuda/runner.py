@@ -22,6 +22,7 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.config import LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
@@ -46,6 +47,7 @@ from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
+from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.weights import check_digest
 from services.worker.sharing.device_copier import SharedDeviceCopier
 from services.worker.sharing.device_pages import DeviceMapper, DevicePages
@@ -57,6 +59,7 @@ from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.mover import TransferMover
 from shared.errors import ConfigError, ModelError
 from shared.messages.cards import KvLayout
+from shared.messages.frames import PromptLogprobs
 
 _FETCH_BLOCKS, _FETCH_THREADS = 64, 256
 
@@ -106,6 +109,7 @@ class CudaRunner:
             grammars=grammars is not None,
             biases=True,
             min_tokens=True,
+            prompt_logprobs=True,
             allowed_tokens=True,
             embedding_size=config.hidden,
             # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
@@ -230,7 +234,17 @@ class CudaRunner:
             else:
                 drawn = []
                 self._drawing.wait()
-        return step_results(works, drawn, self._pooling.sums(spans))
+            prompts = [self._score(rows) for rows in scored_rows(works)]
+        results = step_results(works, drawn, self._pooling.sums(spans))
+        return with_prompt_logprobs(works, results, prompts) if prompts else results
+
+    def _score(self, rows: ScoredRows) -> PromptLogprobs | None:
+        """Return log-probabilities of a prompt from the hidden states of the step, as `score_rows` does."""
+
+        def score_turn(first: int, tokens: NDArray[np.int32], count: int) -> tuple[Array, Array, Array]:
+            return self._drawing.score(self._decoder.logits(first, len(tokens)), tokens, count)
+
+        return score_rows(rows, self._limits.drawing, score_turn)
 
     def _computes(self) -> bool:
         """Whether the device still computes the logits of the step."""

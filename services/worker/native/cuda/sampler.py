@@ -56,17 +56,6 @@ _NEW_TOKENS = 1 << 18
 """The most tokens that one launch counts."""
 
 
-class Scores(Struct, frozen=True):
-    """Natural logarithms of probabilities of `rows` tokens. A row with a logit that is not finite has NaN."""
-
-    logprobs: NDArray[np.float32]
-    """(rows,) of the rated token."""
-    top_tokens: NDArray[np.int32]
-    """(rows, count) the likeliest tokens, ties by lower id."""
-    top_logprobs: NDArray[np.float32]
-    """(rows, count) of these."""
-
-
 class _Kept(Struct):
     """What is kept of a sequence as long as it is in every step."""
 
@@ -169,21 +158,19 @@ class CudaSampler:
         """Wait until the stream has done its work so far."""
         self._wait(self._stream)
 
-    def score(self, logits: Array, tokens: Sequence[int], count: int) -> Scores:
-        """Rate one token for each row of logits (rows, vocab), float32, and the `count` likeliest, and wait for it.
+    def score(self, logits: Array, tokens: NDArray[np.int32], count: int) -> tuple[Array, Array, Array]:
+        """Rate one token for each row of logits (rows, vocab), as `logprobs.score` does, and wait for it.
 
-        There are at most as many rows as a step draws. Not between `begin` and `end`.
+        The results are float32, and in host memory. There are at most as many rows as draw in a step. Not between
+        `begin` and `end`.
         """
         rows, count = len(tokens), min(count, int(self._vocab))
         self._tokens[:rows] = tokens
         self._rated[0, :rows], self._rated[1, :rows] = range(rows), count
         self._rate(logits, kernel_address(self._tokens), rows, count)
         self.wait()
-        return Scores(
-            self._logprobs[:rows].copy(),
-            self._top_ids[: rows * count].reshape(rows, count).copy(),
-            self._top_logprobs[: rows * count].reshape(rows, count).copy(),
-        )
+        top, top_logprobs = (one[: rows * count].reshape(rows, count) for one in (self._top_ids, self._top_logprobs))
+        return self._logprobs[:rows].copy(), top.copy(), top_logprobs.copy()
 
     # --- settings
 
