@@ -19,10 +19,9 @@ from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm, run_there
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm, run_there
 
 pytestmark = needs_vllm
-LIMIT_S = 300.0
 WORKERS = ("worker 1", "worker 2")
 PROMPT = [5 + index * 7 % 250 for index in range(100)]
 ARGUMENTS = {

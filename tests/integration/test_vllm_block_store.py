@@ -13,10 +13,9 @@ import pytest
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
 
 pytestmark = needs_vllm
-LIMIT_S = 300.0
 BLOCK = 32
 PROMPT = [5 + index * 7 % 250 for index in range(200)]
 STORED = 6

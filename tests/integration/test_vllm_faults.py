@@ -20,10 +20,9 @@ from tests.integration.test_operate import OperatedFleet, cached, reasons
 from tests.integration.test_vllm import cores
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1800)]
-LIMIT_S = 300.0
 NAMESPACE = "vllm-faults"
 WORKERS = ("worker 1", "worker 2")
 TOKENS = 400

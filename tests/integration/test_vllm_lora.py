@@ -21,10 +21,9 @@ from tests.integration.stack import ROOT, eventually
 from tests.integration.test_vllm import cores
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import LORA_DTYPE, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, LORA_DTYPE, ON_DEVICE_WORDS, PYTHON, WORKER, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.timeout(1200)]
-LIMIT_S = 300.0
 NAMESPACE = "vllm-lora"
 WORKERS = ("worker 1", "worker 2")
 PROMPT = [5 + index * 7 % 250 for index in range(100)]

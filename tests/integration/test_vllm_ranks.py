@@ -16,10 +16,9 @@ from tests.integration.fleet import Fleet, explained, fleet
 from tests.integration.stack import eventually
 from tests.process_tree import below
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_gpus, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_gpus, needs_vllm
 
 pytestmark = [needs_vllm, needs_gpus(2)]
-LIMIT_S = 300.0
 NAMESPACE = "vllmranks"
 ARGUMENTS = {"enforce_eager": "true", "dtype": "float32", "num_gpu_blocks_override": "64", "data_parallel_size": "2"}
 

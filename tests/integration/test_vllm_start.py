@@ -11,10 +11,9 @@ import pytest
 from tests.integration.fleet import Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
 
 pytestmark = needs_vllm
-LIMIT_S = 300.0
 
 
 @pytest.fixture

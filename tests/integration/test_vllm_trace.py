@@ -10,10 +10,9 @@ from tests.collector import SERVER, ReceivedSpan, collector
 from tests.integration.fleet import Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
 
 pytestmark = needs_vllm
-LIMIT_S = 300.0
 NAMESPACE = "vllmtrace"
 TRACE, CLIENTS_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -15,9 +15,8 @@ from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.vllm.kv_transfer import kv_transfer
 from tests.integration.stack import ROOT, eventually
 from tests.servers import free_port
-from tests.worker.vllm.environment import ON_DEVICE, PYTHON
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE, PYTHON
 
-LIMIT_S = 300.0
 BLOCK = 32
 VARIABLES = {
     "PYTHONPATH": str(ROOT),

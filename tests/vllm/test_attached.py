@@ -20,10 +20,9 @@ from shared.messages.kv_events import AllBlocksCleared
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.vllm_server import KEY, VllmServer
 from tests.worker.shell import Shell, request, running_worker
-from tests.worker.vllm.environment import needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.asyncio(loop_scope="module")]
-LIMIT_S = 300.0
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPT = [5 + index * 7 % 250 for index in range(100)]
 

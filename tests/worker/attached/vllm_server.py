@@ -14,9 +14,8 @@ from pathlib import Path
 
 from tests.servers import free_port
 from tests.vllm.serve import serve_words
-from tests.worker.vllm.environment import ON_DEVICE, PYTHON, VARIABLES
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE, PYTHON, VARIABLES
 
-START_LIMIT_S = 300.0
 KEY = "sesame"
 _OWN = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -61,7 +60,7 @@ class VllmServer:
                 stderr=log,
                 process_group=0,
             )
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = time.monotonic() + LIMIT_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(self._log.read_text(errors="replace")[-3000:])

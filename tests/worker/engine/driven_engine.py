@@ -30,7 +30,7 @@ from shared.messages.frames import Part
 from shared.messages.generate import Sampling
 from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 START_LIMIT_S = 900.0
 """vLLM took more than five minutes on a machine that was ten times slower than a quiet one."""
 

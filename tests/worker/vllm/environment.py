@@ -24,6 +24,9 @@ VARIABLES = {
 }
 WORKER = ("--threads", "1", "--block-size", "32")
 """Settings of workers: the block size that a CPU takes, on a GPU, too."""
+LIMIT_S = 900.0
+"""How long tests wait for a vLLM to start or to answer. Each start has a minute of imports, on a machine that may be
+busy with other tests."""
 needs_vllm = pytest.mark.vllm
 ON_GPU = PYTHON.exists() and device_of(PYTHON.parents[1]) == "cuda"
 """Whether the vLLM that is installed computes on a GPU."""
@@ -50,7 +53,7 @@ def run_there(code: str) -> Any:
         env=os.environ | VARIABLES,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -14,10 +14,9 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Failed, Loading
 from services.worker.engine.process import EngineProcess
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import PYTHON, needs_vllm
+from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
 
 pytestmark = needs_vllm
-LIMIT_S = 300.0
 
 
 async def start(directory: Path, **arguments: object) -> Failed:
