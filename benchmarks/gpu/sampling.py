@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,23 +25,25 @@ from shared.messages.generate import Sampling
 
 BATCH, CONTEXT = 64, 512
 KINDS: Mapping[str, Sampling] = {
-    name: Sampling(max_tokens=1 << 20, **settings)
-    for name, settings in {
-        "greedy": {"temperature": 0.0},
-        "temperature": {"temperature": 0.8},
-        "top_p": {"temperature": 0.8, "top_p": 0.9},
-        "top_k": {"temperature": 0.8, "top_k": 40},
-        "min_p": {"temperature": 0.8, "min_p": 0.05},
-        "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-        "bias": {"logit_bias": ((5, 2.0), (7, -100.0))},
-        "all of these": {
-            **{"temperature": 0.8, "top_p": 0.9, "top_k": 1000, "min_p": 0.001, "presence_penalty": 0.5},
-            **{"frequency_penalty": 0.5, "repetition_penalty": 1.1},
-        },
-        "logprobs 0": {"logprobs": 0},
-        "logprobs 5": {"logprobs": 5},
-        "logprobs 20": {"logprobs": 20},
-    }.items()
+    name: replace(Sampling(max_tokens=1 << 20), **settings)
+    for name, settings in dict[str, dict[str, Any]](
+        {
+            "greedy": {"temperature": 0.0},
+            "temperature": {"temperature": 0.8},
+            "top_p": {"temperature": 0.8, "top_p": 0.9},
+            "top_k": {"temperature": 0.8, "top_k": 40},
+            "min_p": {"temperature": 0.8, "min_p": 0.05},
+            "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+            "bias": {"logit_bias": ((5, 2.0), (7, -100.0))},
+            "all of these": {
+                **{"temperature": 0.8, "top_p": 0.9, "top_k": 1000, "min_p": 0.001, "presence_penalty": 0.5},
+                **{"frequency_penalty": 0.5, "repetition_penalty": 1.1},
+            },
+            "logprobs 0": {"logprobs": 0},
+            "logprobs 5": {"logprobs": 5},
+            "logprobs 20": {"logprobs": 20},
+        }
+    ).items()
 }
 ONE = "one row with top_p"
 

@@ -39,7 +39,7 @@ class Promise(Struct, frozen=True):
 
 
 PINNED, ALONE, RATE = "of the pinned rate", "of the step alone", "of the memory's rate"
-GREEDY = "of greedy's step"
+GREEDY, TIMES = "of greedy's step", "times the rate"
 PROMISES = (
     Promise("copies", "64 and 512 blocks of 2 MiB, in a row, at worst", PINNED, least=0.95),
     Promise("copies", "64 and 512 blocks of 2 MiB, one batch copied, at worst", PINNED, least=0.95),
@@ -78,6 +78,11 @@ PROMISES = (
     Promise("decode", "prefill of 8,192 tokens", "of the matrix rate", least=0.50),
     Promise("decode", "16 prompts of 512 embedded", "of the step that draws a token each", most=1.10),
     Promise("decode", "the same, the slower pooling", "tokens/s"),
+    Promise("attention", "2,048 tokens after 0, of the kernel for all GPUs", TIMES),
+    Promise("attention", "2,048 tokens after 0, of cuDNN", TIMES),
+    Promise("attention", "8,192 tokens after 0, of the kernel for all GPUs", TIMES),
+    Promise("attention", "8,192 tokens after 0, of cuDNN", TIMES, least=0.8),
+    Promise("attention", "8,192 tokens after 24,576, of the kernel for all GPUs", TIMES),
     Promise("sampling", "64 rows, temperature", GREEDY),
     Promise("sampling", "64 rows, top_p", GREEDY, most=1.08),
     Promise("sampling", "64 rows, top_k", GREEDY, most=1.08),

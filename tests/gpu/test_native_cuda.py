@@ -427,7 +427,7 @@ def test_prompts_have_the_log_probabilities_of_the_numpy_decoders_logits(tmp_pat
             assert one is not None
             assert one.prompt_logprobs is not None
             following = np.array(each.history[each.scoring.start + 1 : each.scoring.stop + 1])
-            logprobs, top, top_logprobs = score(np, np.array(logits), following, 4)
+            logprobs, top, top_logprobs = score(np.array(logits), following, 4)
             found = one.prompt_logprobs
             assert found.first == each.scoring.start + 1
             assert np.allclose(np.frombuffer(found.logprobs, "<f4"), logprobs, atol=1e-3)
@@ -450,7 +450,7 @@ def test_greedy_tokens_of_steps_are_the_numpy_decoders(tmp_path: Path) -> None:
             work(history, own, start=start, sampling=GREEDY)
             for history, own, start in zip(histories, blocks, starts, strict=True)
         ]
-        expected = [one.token for one in sample(np, both.reference.step(works), works)]
+        expected = [one.token for one in sample(both.reference.step(works), works)]
         drawn = [one.token for one in both.runner.step(works) if one is not None]
         assert drawn == expected
         starts = [len(history) for history in histories]

@@ -31,7 +31,6 @@ from tests.worker.pool_file import make_pool
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
-from services.worker.native.cuda import sampler  # noqa: E402
 from services.worker.native.cuda.load import load_cuda  # noqa: E402
 from services.worker.native.cuda.runner import CudaRunner, step_limits  # noqa: E402
 from services.worker.native.cuda.weights import load_cuda_weights  # noqa: E402
@@ -247,21 +246,6 @@ def test_a_start_that_fails_leaves_no_memory_in_use_and_the_next_one_serves(tmp_
         runner = CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
         assert runner.step([work([1, 2, 3], [0])])[0] is not None
         runner.close()
-
-
-def test_rows_that_sampling_has_no_room_for_at_once_draw_the_same_in_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = cuda_runner(write_tiny_model(tmp_path), CudaConfig(), capacity_blocks=10)
-    nucleus = Sampling(max_tokens=9, temperature=1.0, top_p=0.9, seed=4)
-    filtered = [work([1, 2 + row], [row], sampling=nucleus) for row in range(7)]
-    mixed = [*filtered, work([1, 2], [7])]
-    together = [runner.step(filtered), runner.step(mixed)]
-    row_bytes = sampler._LOGIT_BYTES * runner.facts.vocab_size
-    for rows in (0, 1, 3, 7):
-        monkeypatch.setattr(sampler, "_SAMPLE_BYTES", rows * row_bytes)
-        assert [runner.step(filtered), runner.step(mixed)] == together
-    runner.close()
 
 
 def all_of(memory: DeviceMemory, least_power: int = 20) -> list[int]:

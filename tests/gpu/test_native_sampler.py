@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
@@ -89,7 +90,7 @@ def test_drawn_tokens_are_those_of_the_numpy_sampler(make: Make, vocab: int, wai
         Sampling(max_tokens=1, temperature=1.0, top_p=0.5, logprobs=20, seed=9),
     ]
     works = works_of(settings)
-    check(draw(sampler, logits, works), sample(np, logits, works))
+    check(draw(sampler, logits, works), sample(logits, works))
 
 
 def mixture(random: np.random.Generator, vocab: int, most: int) -> Sampling:
@@ -139,7 +140,7 @@ def test_ten_thousand_mixtures_draw_the_tokens_of_the_numpy_sampler(make: Make, 
         failed = dict.fromkeys(list(held)[:1], "too much")
         masks = Masks({sequence: mask for sequence, mask in held.items() if sequence not in failed}, failed)
         drawn = draw(sampler, logits, works, masks)
-        check(drawn, sample(np, logits, works, masks))
+        check(drawn, sample(logits, works, masks))
         for one, each in zip(works, drawn, strict=True):
             one.history = [*one.history, each.token]
             one.start, one.end = one.end, one.end + 1
@@ -148,7 +149,7 @@ def test_ten_thousand_mixtures_draw_the_tokens_of_the_numpy_sampler(make: Make, 
 def test_draws_follow_the_filtered_distribution(make: Make) -> None:
     vocab, seeds = 50, 400
     sampler, logits = make(vocab), np.random.default_rng(1).normal(0, 2, vocab).astype(np.float32)
-    sampling = {"max_tokens": 9, "temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
+    sampling = Sampling(max_tokens=9, temperature=0.8, top_k=20, top_p=0.95, min_p=0.01)
     weights = np.exp((logits - logits.max()) / 0.8, dtype=np.float64)
     order = np.argsort(-weights)
     kept = order[:20]
@@ -157,7 +158,7 @@ def test_draws_follow_the_filtered_distribution(make: Make) -> None:
     kept = kept[weights[kept] >= 0.01]
     counts = np.zeros(vocab)
     for turn in range(seeds // ROWS * 16):
-        works = works_of([Sampling(seed=turn * ROWS + n, **sampling) for n in range(ROWS)])
+        works = works_of([replace(sampling, seed=turn * ROWS + n) for n in range(ROWS)])
         for one in draw(sampler, np.tile(logits, (ROWS, 1)), works):
             counts[one.token] += 1
     assert counts.sum() == counts[kept].sum()
@@ -175,7 +176,7 @@ def test_a_history_longer_than_a_launch_counts_is_counted_in_turns(make: Make, m
         work(random.integers(0, 320, 130 * (n + 1)).tolist(), [0], sampling=settings, prompt_tokens=90, sequence=n)
         for n in range(3)
     ]
-    check(draw(sampler, logits, works), sample(np, logits, works))
+    check(draw(sampler, logits, works), sample(logits, works))
 
 
 def test_slots_of_counts_are_used_again(make: Make) -> None:
@@ -186,9 +187,9 @@ def test_slots_of_counts_are_used_again(make: Make) -> None:
             work([n % 40, 39 - turn, 39], [0], sampling=settings, prompt_tokens=1, sequence=turn * ROWS + n)
             for n in range(ROWS)
         ]
-        check(draw(sampler, logits, works), sample(np, logits, works))
+        check(draw(sampler, logits, works), sample(logits, works))
         plain = works_of([GREEDY] * ROWS)
-        check(draw(sampler, logits, plain), sample(np, logits, plain))
+        check(draw(sampler, logits, plain), sample(logits, plain))
 
 
 def test_barred_tokens_are_not_drawn_before_the_least_tokens(make: Make) -> None:
@@ -198,7 +199,7 @@ def test_barred_tokens_are_not_drawn_before_the_least_tokens(make: Make) -> None
         one.barred = [int(logits[0].argmax()), int(logits[2].argmax())]
     works[2].prompt_tokens = works[3].prompt_tokens = 1  # their outputs have three tokens
     drawn = draw(make(320), logits, works)
-    check(drawn, sample(np, logits, works))
+    check(drawn, sample(logits, works))
     assert drawn[0].token != logits[0].argmax()
     assert drawn[2].token == logits[2].argmax()
 
@@ -224,7 +225,7 @@ def test_a_logit_that_is_not_finite_is_an_error_of_its_row_and_the_others_draw_a
         works = works_of(settings)
         drawn = draw(sampler, logits, works)
         assert [one.suspect for one in drawn] == [False, True, False, True, False]
-        check(drawn, sample(np, logits, works))
+        check(drawn, sample(logits, works))
 
 
 def test_given_tokens_are_rated_with_the_likeliest(make: Make) -> None:
@@ -235,7 +236,7 @@ def test_given_tokens_are_rated_with_the_likeliest(make: Make) -> None:
     logits[2, 9] = np.nan
     tokens = random.integers(0, vocab, ROWS, np.int32)
     logprobs, top, top_logprobs = make(vocab).score(cp.asarray(logits), tokens, count)
-    expected, likeliest, their_logprobs = score(np, logits, tokens, count)
+    expected, likeliest, their_logprobs = score(logits, tokens, count)
     assert np.isnan(logprobs).tolist() == [row == 2 for row in range(ROWS)]
     assert np.allclose(logprobs, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     sound = np.arange(ROWS) != 2

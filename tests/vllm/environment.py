@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.worker.vllm.environment import LIMIT_S
+
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".headrace" / "vllm" / "bin" / "python"
-LIMIT_S = 180
 
 
 def run_script(script: str) -> str:

@@ -22,8 +22,8 @@ from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.kvbm.store_rig import kvbm_of
 from tests.tiny_model import write_tiny_model
-from tests.vllm.serve import BLOCK, LIMIT_S, Serve, completion, connector
-from tests.worker.vllm.environment import needs_vllm
+from tests.vllm.serve import BLOCK, Serve, completion, connector
+from tests.worker.vllm.environment import LIMIT_S, needs_vllm
 
 pytestmark = needs_vllm
 PROMPTS = [[5 + (index * step + step) % 290 for index in range(400)] for step in (7, 11, 13)]

@@ -12,8 +12,8 @@ import pytest
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.vllm.serve import BLOCK, LIMIT_S, Serve, connector
-from tests.worker.vllm.environment import needs_gpus, needs_vllm
+from tests.vllm.serve import BLOCK, Serve, connector
+from tests.worker.vllm.environment import LIMIT_S, needs_gpus, needs_vllm
 
 pytestmark = needs_vllm
 PROMPT = [5 + (index * 7 + 3) % 290 for index in range(400)]

@@ -6,14 +6,12 @@ logits (rows, vocab) ─▶ log-sum-exp, in float64 ─▶ each row's own token
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import numpy as np
 
 from services.worker.native.linear import Array
 
 
-def score(xp: ModuleType, logits: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
+def score(logits: Array, tokens: Array, count: int) -> tuple[Array, Array, Array]:
     """Return the log-probabilities of `tokens`, one for each row of `logits` (rows, vocab), float32; and the ids and
     the log-probabilities of each row's `count` likeliest tokens, or of all that there are.
 
@@ -21,22 +19,22 @@ def score(xp: ModuleType, logits: Array, tokens: Array, count: int) -> tuple[Arr
     log-probabilities are float64, and NaN in a row with a logit that is not finite.
     """
     rows, vocab = logits.shape
-    finite = xp.isfinite(logits).all(axis=1)
+    finite = np.isfinite(logits).all(axis=1)
     if not bool(finite.all()):
-        logits = xp.where(finite[:, None], logits, xp.float32(0))
+        logits = np.where(finite[:, None], logits, np.float32(0))
     greatest = logits.max(axis=1)
     with np.errstate(over="ignore"):
-        weights = xp.exp(logits - greatest[:, None]).sum(axis=1, dtype=np.float64)
-    normaliser = xp.where(finite, greatest + xp.log(weights), np.nan)
-    logprobs = logits[xp.arange(rows), tokens] - normaliser
+        weights = np.exp(logits - greatest[:, None]).sum(axis=1, dtype=np.float64)
+    normaliser = np.where(finite, greatest + np.log(weights), np.nan)
+    logprobs = logits[np.arange(rows), tokens] - normaliser
     count = min(count, vocab)
     if count == 0:
-        return logprobs, xp.empty((rows, 0), np.int64), xp.empty((rows, 0))
-    least = xp.partition(logits, vocab - count, axis=1)[:, vocab - count]
-    row, candidates = xp.nonzero(logits >= least[:, None])  # by row, then by id
-    by_logit = xp.argsort(-logits[row, candidates], kind="stable")
-    order = by_logit[xp.argsort(row[by_logit], kind="stable")]
-    counts = xp.bincount(row, minlength=rows)
-    firsts = xp.cumsum(counts) - counts
-    top = candidates[order[firsts[:, None] + xp.arange(count)]]
-    return logprobs, top, xp.take_along_axis(logits, top, axis=1) - normaliser[:, None]
+        return logprobs, np.empty((rows, 0), np.int64), np.empty((rows, 0))
+    least = np.partition(logits, vocab - count, axis=1)[:, vocab - count]
+    row, candidates = np.nonzero(logits >= least[:, None])  # by row, then by id
+    by_logit = np.argsort(-logits[row, candidates], kind="stable")
+    order = by_logit[np.argsort(row[by_logit], kind="stable")]
+    counts = np.bincount(row, minlength=rows)
+    firsts = np.cumsum(counts) - counts
+    top = candidates[order[firsts[:, None] + np.arange(count)]]
+    return logprobs, top, np.take_along_axis(logits, top, axis=1) - normaliser[:, None]

@@ -117,14 +117,14 @@ class NativeRunner:
         ):  # numbers that are not finite are found later, in the logits or the sums
             logits, sums, hidden = self._decoder.pool(works, pooling_spans(works), self._loras.of(works))
             prompts = [self._score(rows, hidden) for rows in scored_rows(works)]
-        results = step_results(works, sample(np, logits, drawing, self._masks.end()), sums)
+        results = step_results(works, sample(logits, drawing, self._masks.end()), sums)
         return with_prompt_logprobs(works, results, prompts) if prompts else results
 
     def _score(self, rows: ScoredRows, hidden: Array) -> PromptLogprobs | None:
         """Return log-probabilities of a prompt from the hidden states of the step's rows, as `score_rows` does."""
 
         def score_turn(first: int, tokens: Array, count: int) -> tuple[Array, Array, Array]:
-            return score(np, self._decoder.logits(hidden[first : first + len(tokens)]), tokens, count)
+            return score(self._decoder.logits(hidden[first : first + len(tokens)]), tokens, count)
 
         return score_rows(rows, max(1, _TURN_BYTES // (4 * self._config.vocab)), score_turn)
 

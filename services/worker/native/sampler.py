@@ -20,7 +20,6 @@ the output). So the same logits and settings draw the same token in any batch an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,55 +42,55 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, √3 - 1
 _LOW = 0xFFFFFFFF
 
 
-def philox(xp: ModuleType, counter: Array, key: Array) -> Array:
+def philox(counter: Array, key: Array) -> Array:
     """Apply ten rounds of Philox4x32 to counter (n, 4) and key (n, 2), u32 numbers in u64 arrays; return (n, 4) of the
     same.
 
     Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011); test vectors in Random123. There
     is no state: a request's seed and its number of tokens determine the next number, on any worker.
     """
-    low, half = xp.uint64(_LOW), xp.uint64(32)
+    low, half = np.uint64(_LOW), np.uint64(32)
     c0, c1, c2, c3 = (counter[:, column] for column in range(4))
     k0, k1 = key[:, 0], key[:, 1]
     for _ in range(10):
-        p0, p1 = c0 * xp.uint64(_MULTIPLIERS[0]), c2 * xp.uint64(_MULTIPLIERS[1])
+        p0, p1 = c0 * np.uint64(_MULTIPLIERS[0]), c2 * np.uint64(_MULTIPLIERS[1])
         c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & low, (p0 >> half) ^ c3 ^ k1, p0 & low
-        k0, k1 = (k0 + xp.uint64(_KEY_STEPS[0])) & low, (k1 + xp.uint64(_KEY_STEPS[1])) & low
-    return xp.stack([c0, c1, c2, c3], axis=1)
+        k0, k1 = (k0 + np.uint64(_KEY_STEPS[0])) & low, (k1 + np.uint64(_KEY_STEPS[1])) & low
+    return np.stack([c0, c1, c2, c3], axis=1)
 
 
-def uniform(xp: ModuleType, seeds: Array, draws: Array) -> Array:
+def uniform(seeds: Array, draws: Array) -> Array:
     """Return a number of [0, 1) with 53 random bits for each u64 seed and index of the draw."""
-    low, half = xp.uint64(_LOW), xp.uint64(32)
-    nothing = xp.zeros_like(draws)
-    counter = xp.stack([draws & low, draws >> half, nothing, nothing], axis=1)
-    words = philox(xp, counter, xp.stack([seeds & low, seeds >> half], axis=1))
-    return ((words[:, 0] << xp.uint64(21)) | (words[:, 1] >> xp.uint64(11))).astype(xp.float64) * 2.0**-53
+    low, half = np.uint64(_LOW), np.uint64(32)
+    nothing = np.zeros_like(draws)
+    counter = np.stack([draws & low, draws >> half, nothing, nothing], axis=1)
+    words = philox(counter, np.stack([seeds & low, seeds >> half], axis=1))
+    return ((words[:, 0] << np.uint64(21)) | (words[:, 1] >> np.uint64(11))).astype(np.float64) * 2.0**-53
 
 
-def sample(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
+def sample(logits: Array, works: Sequence[Work], masks: Masks = NO_MASKS) -> list[Drawn]:
     """Draw one token for each row of `logits` (works, vocab), float32, which stay unchanged.
 
     A row whose grammar has failed gets an error instead of a token, and so does a row with a logit that is not finite:
     no token of it would be the model's.
     """
-    finite = xp.isfinite(logits).all(axis=1).tolist()
+    finite = np.isfinite(logits).all(axis=1).tolist()
     if all(finite):
-        return _drawn(xp, logits, works, masks)
+        return _drawn(logits, works, masks)
     sound = [row for row, is_finite in enumerate(finite) if is_finite]
-    drawn = iter(_drawn(xp, logits[sound], [works[row] for row in sound], masks) if sound else ())
+    drawn = iter(_drawn(logits[sound], [works[row] for row in sound], masks) if sound else ())
     return [next(drawn) if is_finite else NO_TOKEN for is_finite in finite]
 
 
-def _drawn(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
+def _drawn(logits: Array, works: Sequence[Work], masks: Masks) -> list[Drawn]:
     """Draw tokens from finite logits."""
-    penalised = _masked(xp, _penalised(xp, _biased(xp, logits, works), works), works, masks)
-    tokens = xp.argmax(penalised, axis=1)
+    penalised = _masked(_penalised(_biased(logits, works), works), works, masks)
+    tokens = np.argmax(penalised, axis=1)
     random = [row for row, work in enumerate(works) if work.sampling.temperature >= GREEDY_BELOW]
     if random:
         drawing = [works[row] for row in random]
-        tokens[random] = _draw(xp, _filtered(xp, penalised[random], [work.sampling for work in drawing]), drawing)
-    logprobs = _logprobs(xp, logits, tokens, works)
+        tokens[random] = _draw(_filtered(penalised[random], [work.sampling for work in drawing]), drawing)
+    logprobs = _logprobs(logits, tokens, works)
     return [
         Drawn(token, error=masks.failed[work.sequence])
         if work.sequence in masks.failed
@@ -100,13 +99,13 @@ def _drawn(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -
     ]
 
 
-def _logprobs(xp: ModuleType, logits: Array, tokens: Array, works: Sequence[Work]) -> dict[int, TokenLogprob]:
+def _logprobs(logits: Array, tokens: Array, works: Sequence[Work]) -> dict[int, TokenLogprob]:
     """Return the log-probabilities of the rows that ask for them, by row, of their drawn `tokens`."""
     rows = [row for row, work in enumerate(works) if work.sampling.logprobs >= 0]
     if not rows:
         return {}
     counts = [works[row].sampling.logprobs for row in rows]
-    scores = score(xp, logits[rows], tokens[rows], max(counts))
+    scores = score(logits[rows], tokens[rows], max(counts))
     logprobs, top, top_logprobs = (one.tolist() for one in scores)
     return {
         row: TokenLogprob(logprobs[at], pack_tokens(top[at][:count]), tuple(top_logprobs[at][:count]))
@@ -114,7 +113,7 @@ def _logprobs(xp: ModuleType, logits: Array, tokens: Array, works: Sequence[Work
     }
 
 
-def _biased(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
+def _biased(logits: Array, works: Sequence[Work]) -> Array:
     """Return a copy with biases added to some tokens' logits, or the logits themselves if no row has a bias."""
     rows = [row for row, work in enumerate(works) if work.sampling.logit_bias]
     if not rows:
@@ -122,11 +121,11 @@ def _biased(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
     biased = logits.copy()
     for row in rows:
         tokens, biases = zip(*works[row].sampling.logit_bias, strict=True)
-        biased[row, xp.asarray(tokens, np.int64)] += xp.asarray(biases, np.float32)
+        biased[row, list(tokens)] += np.array(biases, np.float32)
     return biased
 
 
-def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
+def _penalised(logits: Array, works: Sequence[Work]) -> Array:
     """Return a copy with penalties, or the logits themselves if no row has any.
 
     Tokens are counted from the history at each step: tens of µs for some thousand tokens, and only with penalties.
@@ -139,22 +138,21 @@ def _penalised(xp: ModuleType, logits: Array, works: Sequence[Work]) -> Array:
         work, sampling = works[row], works[row].sampling
         history = np.asarray(work.history, np.int64)
         if sampling.repetition_penalty != 1.0:
-            seen = xp.asarray(np.unique(history))
+            seen = np.unique(history)
             scores, factor = penalised[row, seen].astype(np.float64), sampling.repetition_penalty
             with np.errstate(over="ignore"):  # any factor above 0 is allowed; the result is clipped below
-                scores = xp.where(scores > 0, scores / factor, scores * factor)
-            penalised[row, seen] = xp.clip(scores, -_LOGIT_LIMIT, _LOGIT_LIMIT)
+                scores = np.where(scores > 0, scores / factor, scores * factor)
+            penalised[row, seen] = np.clip(scores, -_LOGIT_LIMIT, _LOGIT_LIMIT)
         produced, counts = np.unique(history[work.prompt_tokens :], return_counts=True)
         penalty = sampling.frequency_penalty * counts + sampling.presence_penalty
-        penalised[row, xp.asarray(produced)] -= xp.asarray(penalty.astype(np.float32))
+        penalised[row, produced] -= penalty.astype(np.float32)
     return penalised
 
 
-def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) -> Array:
+def _masked(logits: Array, works: Sequence[Work], masks: Masks) -> Array:
     """Return a copy in which masked tokens have no weight, or the logits themselves if no row has a mask.
 
-    Only masks of grammars and of allowed tokens are as long as the vocabulary. The barred ids of all other rows go to
-    the device, in one array.
+    Only masks of grammars and of allowed tokens are as long as the vocabulary.
     """
     vocab = logits.shape[1]
     held = [row for row, work in enumerate(works) if work.sequence in masks.allowed or work.sampling.allowed_tokens]
@@ -168,11 +166,11 @@ def _masked(xp: ModuleType, logits: Array, works: Sequence[Work], masks: Masks) 
         return logits
     masked = logits.copy()
     if held:
-        allowed = xp.asarray(np.stack([allowed_now(works[row], masks, vocab) for row in held]))
-        masked[held] = xp.where(allowed, logits[held], xp.float32(-xp.inf))
+        allowed = np.stack([allowed_now(works[row], masks, vocab) for row in held])
+        masked[held] = np.where(allowed, logits[held], np.float32(-np.inf))
     if barred:
-        rows, tokens = xp.asarray(np.array(barred, np.int64).T)
-        masked[rows, tokens] = xp.float32(-xp.inf)
+        rows, tokens = np.array(barred, np.int64).T
+        masked[rows, tokens] = np.float32(-np.inf)
     return masked
 
 
@@ -200,7 +198,7 @@ def has_penalty(sampling: Sampling) -> bool:
 def is_plain(work: Work, vocab: int) -> bool:
     """Say whether a row needs only the greatest logit, or a draw from the model's distribution at some temperature.
 
-    The GPU has a faster kernel for these rows.
+    The GPU has a kernel of its own for these rows. Log-probabilities are another kernel's, for all rows.
     """
     sampling = work.sampling
     greedy = sampling.temperature < GREEDY_BELOW
@@ -209,7 +207,7 @@ def is_plain(work: Work, vocab: int) -> bool:
     return not (filtered or sampling.logit_bias or has_penalty(sampling) or masked)
 
 
-def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Array:
+def _filtered(logits: Array, settings: Sequence[Sampling]) -> Array:
     """Return unnormalised probabilities (rows, vocab): 1 for the likeliest, 0 for removed tokens. Changes `logits`.
 
     Every filter keeps all tokens that tie with the last one it keeps, so that the order of equal logits never matters.
@@ -217,39 +215,39 @@ def _filtered(xp: ModuleType, logits: Array, settings: Sequence[Sampling]) -> Ar
     vocab = logits.shape[1]
     with np.errstate(over="ignore"):  # a logit out of float32's range has no weight
         logits -= logits.max(axis=1, keepdims=True)
-        logits *= xp.asarray([[1 / sampling.temperature] for sampling in settings], np.float32)
+        logits *= np.asarray([[1 / sampling.temperature] for sampling in settings], np.float32)
     rows = [row for row, sampling in enumerate(settings) if 0 < sampling.top_k < vocab]
     if rows:
-        ranked = xp.sort(logits[rows], axis=1)
-        last = ranked[xp.arange(len(rows)), xp.asarray([vocab - settings[row].top_k for row in rows])]
-        logits[rows] = xp.where(logits[rows] < last[:, None], xp.float32(-xp.inf), logits[rows])
-    weights = xp.exp(logits)
+        ranked = np.sort(logits[rows], axis=1)
+        last = ranked[np.arange(len(rows)), [vocab - settings[row].top_k for row in rows]]
+        logits[rows] = np.where(logits[rows] < last[:, None], np.float32(-np.inf), logits[rows])
+    weights = np.exp(logits)
     rows = [row for row, sampling in enumerate(settings) if sampling.top_p < 1.0]
     if rows:
-        weights[rows] = _nucleus(xp, weights[rows], xp.asarray([[settings[row].top_p] for row in rows]))
+        weights[rows] = _nucleus(weights[rows], np.asarray([[settings[row].top_p] for row in rows]))
     rows = [row for row, sampling in enumerate(settings) if sampling.min_p > 0.0]
     if rows:
-        least = xp.asarray([[settings[row].min_p] for row in rows], np.float32)  # the greatest weight is 1
-        weights[rows] = xp.where(weights[rows] < least, xp.float32(0), weights[rows])
+        least = np.asarray([[settings[row].min_p] for row in rows], np.float32)  # the greatest weight is 1
+        weights[rows] = np.where(weights[rows] < least, np.float32(0), weights[rows])
     return weights
 
 
-def _nucleus(xp: ModuleType, weights: Array, top_p: Array) -> Array:
+def _nucleus(weights: Array, top_p: Array) -> Array:
     """Keep the smallest set of likeliest tokens whose mass reaches each row's `top_p` (rows, 1)."""
-    ranked = xp.sort(weights, axis=1)
-    mass = xp.cumsum(ranked, axis=1, dtype=np.float64)
+    ranked = np.sort(weights, axis=1)
+    mass = np.cumsum(ranked, axis=1, dtype=np.float64)
     removable = mass <= (1 - top_p) * mass[:, -1:]  # a prefix of the ascending order
-    kept_from = xp.minimum(removable.sum(axis=1), weights.shape[1] - 1)
-    least = ranked[xp.arange(weights.shape[0]), kept_from]
-    return xp.where(weights < least[:, None], xp.float32(0), weights)
+    kept_from = np.minimum(removable.sum(axis=1), weights.shape[1] - 1)
+    least = ranked[np.arange(weights.shape[0]), kept_from]
+    return np.where(weights < least[:, None], np.float32(0), weights)
 
 
-def _draw(xp: ModuleType, weights: Array, works: Sequence[Work]) -> Array:
+def _draw(weights: Array, works: Sequence[Work]) -> Array:
     """Draw a token for each row, in proportion to its weights."""
-    seeds = xp.asarray([work.sampling.seed for work in works], np.uint64)
-    draws = xp.asarray([work.draw_index for work in works], np.uint64)
-    mass = xp.cumsum(weights, axis=1, dtype=np.float64)
+    seeds = np.asarray([work.sampling.seed for work in works], np.uint64)
+    draws = np.asarray([work.draw_index for work in works], np.uint64)
+    mass = np.cumsum(weights, axis=1, dtype=np.float64)
     total = mass[:, -1]
     # The target stays below the total even after rounding, so the first mass above it is that of a token with weight.
-    target = xp.minimum(uniform(xp, seeds, draws) * total, xp.nextafter(total, xp.zeros_like(total)))
-    return xp.argmax(mass > target[:, None], axis=1)
+    target = np.minimum(uniform(seeds, draws) * total, np.nextafter(total, np.zeros_like(total)))
+    return np.argmax(mass > target[:, None], axis=1)

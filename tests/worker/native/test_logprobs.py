@@ -31,7 +31,7 @@ def test_each_row_has_its_token_and_its_likeliest_ones_with_ties_by_the_lower_id
     logits: Logits, tokens: list[int], count: int
 ) -> None:
     rows = len(logits)
-    logprobs, top, top_logprobs = score(np, logits, np.asarray(tokens[:rows], np.int32), count)
+    logprobs, top, top_logprobs = score(logits, np.asarray(tokens[:rows], np.int32), count)
     expected = exact(logits)
     assert logprobs == pytest.approx([expected[row, token] for row, token in enumerate(tokens[:rows])], abs=1e-6)
     assert top.shape == top_logprobs.shape == (rows, min(count, VOCAB))
@@ -45,9 +45,9 @@ def test_each_row_has_its_token_and_its_likeliest_ones_with_ties_by_the_lower_id
 def test_a_row_that_is_not_finite_has_no_log_probability_and_changes_no_other(wrong: float) -> None:
     logits = np.linspace(-3, 3, 3 * VOCAB, dtype=np.float32).reshape(3, VOCAB)
     tokens = np.asarray([1, 2, 3], np.int32)
-    sound = score(np, logits, tokens, 4)
+    sound = score(logits, tokens, 4)
     logits[1, 7] = wrong
-    logprobs, top, top_logprobs = score(np, logits, tokens, 4)
+    logprobs, top, top_logprobs = score(logits, tokens, 4)
     assert np.isnan(logprobs).tolist() == [False, True, False]
     assert np.isnan(top_logprobs[1]).all()
     for row in (0, 2):
@@ -58,6 +58,6 @@ def test_a_row_that_is_not_finite_has_no_log_probability_and_changes_no_other(wr
 def test_logits_far_apart_do_not_overflow() -> None:
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, :2] = 1e30, -1e30
-    logprobs, top, _ = score(np, logits, np.asarray([1], np.int32), 2)
+    logprobs, top, _ = score(logits, np.asarray([1], np.int32), 2)
     assert logprobs[0] == pytest.approx(-2e30)
     assert top.tolist() == [[0, 2]]
