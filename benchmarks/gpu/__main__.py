@@ -4,7 +4,7 @@
     `beside`  a decode step while blocks are copied at the same time
     memory    allocations: what one costs, and how many a decode step makes
     decode    decode and prefill of an 8B Llama shape, against the memory's rate and the tensor cores'
-    attention the attention of prompts alone, beside cuDNN's
+    attention the attention of prompts alone, and cuDNN's
     sampling  whole steps with each kind of sampling, of greedy's
     first     the first token of a prompt whose blocks are in kvbm's memory
     serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm

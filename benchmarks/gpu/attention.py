@@ -16,13 +16,16 @@ import math
 import sys
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 
 from benchmarks.gpu import llama, part
 from services.worker.native.config import ModelConfig
+
+if TYPE_CHECKING:
+    from services.worker.native.cuda.kernels import Prefill
 
 PROMPTS = ((0, 2048), (0, 8192), (24_576, 8192))
 """Positions that were computed before, and tokens of the prompt's part."""
@@ -85,11 +88,10 @@ def _rows(config: ModelConfig, before: int, tokens: int, rounds: int) -> list[At
     for name, hopper in (("hopper", True), ("all GPUs", False)):
         if hopper and not is_hopper():
             continue
-        kernels = compile_kernels(config, "bfloat16", size, hopper=hopper)
-        assert kernels.attend_prefill is not None
+        prefill = compile_kernels(config, "bfloat16", size, hopper=hopper).attend_prefill
+        assert prefill is not None
         arguments = (attended, queries, queries, page_map(pages) if hopper else pages, *paging)
-        grid, threads = (config.heads, len(tiles)), (kernels.prefill_threads,)
-        ways[name] = _launch(kernels.attend_prefill, grid, threads, arguments, kernels.prefill_shared_bytes)
+        ways[name] = _launch(prefill, (config.heads, len(tiles)), arguments)
     cudnn = _cudnn(config, before, tokens)
     if cudnn is not None:
         ways["cudnn"] = cudnn
@@ -102,10 +104,8 @@ def _rows(config: ModelConfig, before: int, tokens: int, rounds: int) -> list[At
     return rows
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, int], threads: tuple[int], arguments: tuple[Any, ...], shared_bytes: int
-) -> Callable[[], object]:
-    return lambda: kernel(grid, threads, arguments, shared_mem=shared_bytes)
+def _launch(prefill: Prefill, grid: tuple[int, int], arguments: tuple[Any, ...]) -> Callable[[], object]:
+    return lambda: prefill.kernel(grid, (prefill.threads,), arguments, shared_mem=prefill.shared_bytes)
 
 
 def _cudnn(config: ModelConfig, before: int, tokens: int) -> Callable[[], object] | None:

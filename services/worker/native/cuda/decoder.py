@@ -58,7 +58,8 @@ class CudaDecoder:
         self._buffers = buffers
         self._scale = config.attention_scale
         self._slot_stride = pages.size // pages.shape[0]
-        self._prefill_pages = page_map(pages) if kernels.hopper else pages
+        prefill = kernels.attend_prefill
+        self._prefill_pages = page_map(pages) if prefill is not None and prefill.mapped else pages
         self._layer_stride = self._slot_stride // config.layers
         self._processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._turns = list(zip(buffers.cosines, buffers.sines, strict=True))
@@ -250,11 +251,12 @@ class CudaDecoder:
                 kernels.merge_splits(grid, (config.head_dim, _MERGE_HEADS), merging)
         if counts.tiles:
             paging = (ints[at.tiles :], positions, table, starts, stride, layer_offset, kv_heads, scale, seen)
-            kernels.attend_prefill(
+            prefill = kernels.attend_prefill
+            prefill.kernel(
                 (config.heads, counts.tiles),
-                (kernels.prefill_threads,),
+                (prefill.threads,),
                 (room.attended, room.q, room.q_rest, self._prefill_pages, *paging),
-                shared_mem=kernels.prefill_shared_bytes,
+                shared_mem=prefill.shared_bytes,
             )
 
     def _product(self, out: Array, x: Array, weight: Array, *, add: bool = False, factor: float = 1.0) -> None:

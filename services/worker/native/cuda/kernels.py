@@ -29,6 +29,17 @@ _PREFILL_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Prefill:
+    """The kernel of prompts' attention, and how it is launched."""
+
+    kernel: Kernel
+    threads: int
+    shared_bytes: int
+    mapped: bool = False
+    """Whether it reads the pages through a map (`hopper.page_map`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels for one model's shape. Their sources document them."""
 
@@ -47,17 +58,13 @@ class Kernels:
     attend_decode: Kernel | None
     """None if this shape is left to `attend_any`; so are the next two."""
     merge_splits: Kernel | None
-    attend_prefill: Kernel | None
+    attend_prefill: Prefill | None
     choose: Kernel
     choose_special: Kernel
     count_tokens: Kernel
     score: Kernel
     pack: int
     """Elements that a thread reads at once; widths of rows are multiples of it."""
-    prefill_threads: int
-    prefill_shared_bytes: int
-    hopper: bool
-    """Whether `attend_prefill` reads the pages through a map (`hopper.page_map`)."""
 
 
 def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool = True) -> Kernels:
@@ -104,15 +111,12 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
     fast = element_type != "float32" and config.head_dim in _FAST_HEAD_DIMS and block_size % _DECODE_TILE == 0
     fast = fast and not config.score_cap
     decode = module("attention_decode") if fast else None
-    hopper = hopper and fast and element_type == "bfloat16" and config.head_dim == HEAD_DIM and is_hopper()
-    prefill, prefill_threads, prefill_shared_bytes = None, 2 * PREFILL_ROWS, 0
-    if hopper:
-        prefill = compile_prefill(block_size, windowed=any(config.windows))
-        prefill_threads, prefill_shared_bytes = THREADS, SHARED_BYTES
+    prefill = None
+    if hopper and fast and element_type == "bfloat16" and config.head_dim == HEAD_DIM and is_hopper():
+        kernel = compile_prefill(block_size, windowed=any(config.windows))
+        prefill = Prefill(kernel, THREADS, SHARED_BYTES, mapped=True)
     elif fast:
-        prefill = module("attention_prefill").get_function("attend_prefill")
-        prefill_shared_bytes = 2 * 2 * _PREFILL_TILE * config.head_dim * 2  # two stages of keys and values
-        prefill.max_dynamic_shared_size_bytes = prefill_shared_bytes
+        prefill = _prefill(module("attention_prefill").get_function("attend_prefill"), config.head_dim)
     return Kernels(
         fetch=rows.get_function("fetch"),
         embed=rows.get_function("embed"),
@@ -134,7 +138,10 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
         count_tokens=choose.get_function("count_tokens"),
         score=module("score").get_function("score"),
         pack=pack,
-        prefill_threads=prefill_threads,
-        prefill_shared_bytes=prefill_shared_bytes,
-        hopper=hopper,
     )
+
+
+def _prefill(kernel: Kernel, head_dim: int) -> Prefill:
+    shared_bytes = 2 * 2 * _PREFILL_TILE * head_dim * 2  # two stages of keys and values
+    kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return Prefill(kernel, 2 * PREFILL_ROWS, shared_bytes)
