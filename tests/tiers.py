@@ -67,7 +67,6 @@ FILES: Mapping[str, Tier] = {
     "tests/simulation/test_world.py": "all",
     "tests/worker/native/cuda/test_splits.py": "all",
     "tests/worker/native/test_logprobs.py": "all",
-    "tests/worker/native/test_pooling.py": "all",
     "tests/worker/native/test_prompt_logprobs.py": "all",
     "tests/worker/native/test_runner.py": "all",
     "tests/worker/native/test_sampler.py": "all",
