@@ -36,7 +36,7 @@ class Prefill:
     threads: int
     shared_bytes: int
     mapped: bool = False
-    """Whether it reads the pages through a map (`hopper.page_map`)."""
+    """It reads the pages through a map (`hopper.page_map`)."""
 
 
 @dataclass(frozen=True, slots=True)
