@@ -36,7 +36,7 @@ class Prefill:
     threads: int
     shared_bytes: int
     mapped: bool = False
-    """It reads the pages through a map (`hopper.page_map`)."""
+    """The pages reach it through a map (`hopper.page_map`), not by their address."""
 
 
 @dataclass(frozen=True, slots=True)
