@@ -63,6 +63,22 @@ static int by_number(const char *name, const char *format, Device *device) {
     return SUCCESS;
 }
 
+int nvmlDeviceGetCount_v2(u32 *count) {
+    u64 unused;
+    for (*count = 0; *count < GPUS; ++*count) {
+        int gpu = (int)*count;
+        if (!find(&gpu, "energy", 0, &unused)) break;
+    }
+    return SUCCESS;
+}
+int nvmlDeviceGetHandleByIndex_v2(u32 index, Device *device) {
+    u32 count;
+    nvmlDeviceGetCount_v2(&count);
+    if (index >= count) return NOT_FOUND;
+    *device = (Device)&gpus[index];
+    return SUCCESS;
+}
+int nvmlDeviceGetName(Device device, char *name, u32 length) { return snprintf(name, length, "GPU"), SUCCESS; }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Device *device) { return by_number(bus, "0000:%x:00.0%n", device); }
 int nvmlDeviceGetHandleByUUID(const char *uuid, Device *device) {
     return by_number(uuid, uuid[0] == 'M' ? "MIG-%d%n" : "GPU-%d%n", device);

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Failed, Loading
 from services.worker.engine.process import EngineProcess
+from tests.integration.stack import ROOT
+from tests.nvml.driver import MISSING, Driver
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
 
@@ -87,3 +91,24 @@ async def test_memory_that_is_not_there_now_is_not_fatal(model: Path, monkeypatc
     assert "less than requested memory for kv (4000.0 GiB)" in failed.reason
     assert failed.reason.endswith("(lower worker.capacity_bytes)")
     assert not failed.model
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize(
+    ("visible", "ranks", "size", "expected"),
+    [
+        ("", 1, 2, "GPU-0 GPU-1"),
+        ("2", 1, 1, "GPU-2"),
+        ("3,GPU-1,0", 1, 2, "GPU-3 GPU-1"),
+        ("1,3,2,0", 2, 2, "GPU-1 GPU-3 GPU-2 GPU-0"),
+    ],
+)
+def test_its_gpus_are_named_by_uuid_however_they_were_made_visible(
+    tmp_path: Path, visible: str, ranks: int, size: int, expected: str
+) -> None:
+    driver = Driver(tmp_path, gpus=4)
+    environment = os.environ | driver.environment | {"CUDA_VISIBLE_DEVICES": visible}
+    command = [str(PYTHON), "-m", "tests.nvml.vllm_gpus", str(ranks), str(size)]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == expected
