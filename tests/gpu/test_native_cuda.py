@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from services.worker.native.logprobs import score
 from services.worker.native.sampler import sample
 from services.worker.native.weights import load_weights
 from shared.messages.cards import KvLayout
+from shared.messages.frames import PromptLogprobs
 from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
@@ -456,4 +458,75 @@ def test_greedy_tokens_of_steps_are_the_numpy_decoders(tmp_path: Path) -> None:
         starts = [len(history) for history in histories]
         for history, token in zip(histories, expected, strict=True):
             history.append(token)
+    both.runner.close()
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs_up_to", [0, 8])
+def test_prompts_in_chunks_among_others_have_the_numpy_decoders_log_probabilities(
+    tmp_path: Path, element_type: Any, graphs_up_to: int
+) -> None:
+    directory = write_tiny_model(tmp_path, **{**SHAPES["head of 64, 4 share"], "dtype": element_type})
+    both = Both(directory, element_type, graphs_up_to=graphs_up_to, max_running=8)  # turns of 8 rows
+    tokens, blocks = sequences(17, [300, 6, 40, 9])
+    asked = [msgspec.structs.replace(GREEDY, prompt_logprobs=count) for count in (4, 0, 20)]
+    long = Work(1, tokens[0], 0, 0, blocks[0], asked[0], len(tokens[0]))
+    chunks: list[list[Work]] = [
+        # all of them draw and are short, so that a graph could compute them
+        [work(tokens[1], blocks[1], sampling=asked[1], sequence=2), work(tokens[3], blocks[3], sequence=4)]
+    ]
+    for start, end in ((0, 1), (1, 131), (131, 132), (132, 300)):
+        chunk = msgspec.structs.replace(long, start=start, end=end, scored=start + 1)
+        others = [work(tokens[2][: start % 7 + 2], blocks[2], sampling=asked[2], sequence=3)]
+        chunks.append([work(tokens[3], blocks[3], start=8, sequence=4), chunk, *others])
+    for works in chunks:
+        states = both.reference.pool(works, ())[2]
+        results = both.runner.step(works)
+        row = 0
+        for one, drawn in zip(works, results, strict=True):
+            rows = [row + position - one.start for position in one.scoring]
+            row += one.end - one.start
+            if not rows:
+                assert drawn is None or drawn.prompt_logprobs is None
+                continue
+            assert drawn is not None
+            assert drawn.prompt_logprobs is not None
+            assert_scores(drawn.prompt_logprobs, one, both.reference.logits(states[rows]), 5 * both.bound)
+    both.runner.close()
+
+
+def assert_scores(given: PromptLogprobs, one: Work, logits: Floats, bound: float) -> None:
+    """Assert that a work has its log-probabilities, given its rows' logits."""
+    wide = logits.astype(np.float64)
+    expected = wide - np.log(np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
+    expected -= wide.max(axis=1, keepdims=True)
+    count = one.sampling.prompt_logprobs
+    assert given.is_sound
+    assert (given.first, given.count) == (one.scoring.start + 1, len(one.scoring))
+    own = expected[np.arange(given.count), one.history[given.first : given.first + given.count]]
+    likeliest = -np.sort(-expected, axis=1)[:, :count]
+    ids = np.frombuffer(given.top_tokens, "<u4").astype(np.int64).reshape(given.count, count)
+    top = np.frombuffer(given.top_logprobs, "<f4").reshape(given.count, count)
+    assert [len(set(row)) for row in ids.tolist()] == [count] * given.count
+    scale = np.abs(expected).max() * bound
+    np.testing.assert_allclose(np.frombuffer(given.logprobs, "<f4"), own, rtol=0, atol=scale)
+    np.testing.assert_allclose(top, likeliest, rtol=0, atol=scale)
+    np.testing.assert_allclose(top, np.take_along_axis(expected, ids, axis=1), rtol=0, atol=scale)
+
+
+def test_rows_of_a_prompt_that_are_not_finite_are_an_error_of_their_work_alone(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, **SHAPES["head of 64, 4 share"], tied=False)
+    both = Both(directory, "float32", max_running=8)
+    tokens, blocks = sequences(18, [40, 20])
+    tokens[1] = [token for token in tokens[1] if token != tokens[0][30]]
+    sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=1)
+    with both.runner.stream:
+        both.runner._weights.embedding[tokens[0][30]] = cp.nan
+    works = [work(tokens[0], blocks[0], sampling=sampling, draws=False), work(tokens[1], blocks[1], sampling=sampling)]
+    wrong, right = both.runner.step(works)
+    assert wrong is not None
+    assert wrong.suspect
+    assert right is not None
+    assert right.prompt_logprobs is not None
+    assert right.prompt_logprobs.count == len(tokens[1]) - 1
     both.runner.close()
