@@ -205,6 +205,46 @@ async def test_an_engine_whose_device_fails_is_started_again_and_others_do_not_n
         assert machine.process("breaking").log.read_text().count("Traceback") < 20
 
 
+@pytest.mark.parametrize("kind", params((CPU[0], GPU[0])))
+async def test_an_idle_worker_whose_device_fails_starts_another_engine_before_a_request_comes(
+    tmp_path: Path, nats_url: str, kind: Kind
+) -> None:
+    with machine_of(tmp_path, nats_url, kind, 100 * BLOCK_BYTES) as machine:
+        machine.start_kvbm()
+        asked = {"FATAL": "1 1"}  # by default
+        machine.start_worker("breaking", "--health-idle-s", "0.5", module="tests.gpu.breaking_worker", more=asked)
+        machine.fleet.wait_ready()
+        worker = machine.process("breaking")
+
+        async def probed() -> bool:
+            return worker.metric("headrace_engine_probes_total", outcome="failed") >= 2
+
+        await eventually(probed, "two engines have failed at a probe")
+        assert worker.metric("headrace_engine_starts_total") >= 2
+        assert worker.metric("headrace_requests_total") == 0
+        log = worker.log.read_text()
+        assert ("the device has failed" if kind.device == "cpu" else "the GPU failed") in log
+        assert "starting another" in log
+
+
+@pytest.mark.parametrize("kind", params((CPU[0], GPU[0])))
+async def test_an_idle_worker_on_a_whole_device_is_probed_again_and_again(
+    tmp_path: Path, nats_url: str, kind: Kind
+) -> None:
+    with machine_of(tmp_path, nats_url, kind, 100 * BLOCK_BYTES) as machine:
+        machine.start_worker("alone", "--health-idle-s", "0.2")
+        machine.fleet.wait_ready()
+        worker = machine.process("alone")
+
+        async def probed() -> bool:
+            return worker.metric("headrace_engine_probes_total", outcome="ok") >= 5
+
+        await eventually(probed, "an idle engine computes tokens")
+        assert worker.metric("headrace_engine_probes_total", outcome="failed") == 0
+        assert worker.metric("headrace_computed_tokens_total") == 0
+        assert worker.metric("headrace_blocks", state="cached") == worker.metric("headrace_blocks", state="held") == 0
+
+
 # --- memory of the GPU
 
 

@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -119,12 +119,19 @@ class Machine:
         tickets = ("--tickets-fetch-time-s", "3")  # of a fetch whose answer nobody waits for any more
         self.fleet.start("kvbm", "kvbm", *pool, *disk, *kept, *tickets)
 
-    def start_worker(self, name: str, *flags: str, pool: Path | None = None, module: str = "") -> None:
-        """`flags` of this one; `pool` and `module` if they are not the usual ones. A request waits for blocks as long
-        as it takes: computing them would be faster with so small a model."""
+    def start_worker(
+        self,
+        name: str,
+        *flags: str,
+        pool: Path | None = None,
+        module: str = "",
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """`flags` of this one; `pool` and `module` if they are not the usual ones; `more` is added to its environment.
+        A request waits for blocks as long as it takes: computing them would be faster with so small a model."""
         kvbm = ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "60", "--kvbm-timeout-s", "4")
         exchanged = () if name in WITHOUT_KVBM else kvbm
-        self.fleet.start("worker", name, *self._worker_flags, *exchanged, *flags, module=module)
+        self.fleet.start("worker", name, *self._worker_flags, *exchanged, *flags, module=module, more=more)
 
     def process(self, name: str) -> Service:
         return self.fleet.services[name]

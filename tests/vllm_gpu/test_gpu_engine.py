@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from services.worker.config import WorkerConfig
+from services.worker.reports.nvml import NvmlReader
 from shared.messages.generate import Sampling
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
@@ -64,6 +65,15 @@ async def engine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
         driven = await DrivenEngine.start(msgspec.convert(given | {"vllm": COMMON | KINDS[kind]}, WorkerConfig))
         yield driven
         await driven.close()
+
+
+async def test_it_names_its_gpu_and_the_reader_knows_that_name(engine: DrivenEngine) -> None:
+    reader = NvmlReader(engine.facts.gpus)
+    [gpu] = reader.read().gpus
+    assert engine.facts.gpus == (gpu.uuid,)
+    assert gpu.memory_used is not None
+    assert gpu.memory_used > 1 << 30
+    reader.close()
 
 
 async def test_greedy_tokens_are_those_of_vllm_alone(engine: DrivenEngine, kind: str) -> None:
