@@ -71,6 +71,7 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/native/test_runner.py": "all",
     "tests/worker/native/test_sampler.py": "all",
     "tests/worker/native/test_structured.py": "all",
+    "tests/worker/reports/test_gpus.py": "all",
     "tests/worker/sharing/test_sharing_processes.py": "all",
     "tests/worker/test_engine_main.py": "all",
     "tests/worker/test_main.py": "all",
