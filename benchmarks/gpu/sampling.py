@@ -79,8 +79,8 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         max_rows=BATCH,
     )
     llama.Random(1.0).fill(runner.pages)
-    ways = {kind: works(sampling) for kind, sampling in KINDS.items()}
-    ways[ONE] = works(KINDS["greedy"])
+    ways = {kind: works(sampling, number) for number, (kind, sampling) in enumerate(KINDS.items())}
+    ways[ONE] = works(KINDS["greedy"], len(KINDS))
     ways[ONE][BATCH // 2].sampling = KINDS["top_p"]
     times: dict[str, list[float]] = {kind: [] for kind in ways}
     for number in range((4 if flags.quick else 20) + 2):
@@ -96,11 +96,13 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     return part.PartReport(figures, rows, {"greedy_ms": greedy})
 
 
-def works(sampling: Sampling) -> list[Work]:
-    """Make decoding works with one kind of sampling, of which each has its own seed."""
+def works(sampling: Sampling, number: int) -> list[Work]:
+    """Make decoding works with one kind of sampling, each with its own seed. They are other sequences than those of
+    other numbers."""
     made = llama.decoding(BATCH, BATCH, end=CONTEXT)
     for work in made:
         work.sampling = replace(sampling, seed=work.sequence)
+        work.sequence += number * BATCH
         work.prompt_tokens = work.end - 100
     return made
 

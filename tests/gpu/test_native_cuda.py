@@ -179,6 +179,20 @@ def test_prompts_need_no_instructions_that_only_hopper_has(tmp_path: Path, shape
     check_steps(tmp_path, {**SHAPES, **WINDOWED}[shape], "bfloat16", hopper_kernels=False)
 
 
+@pytest.mark.parametrize("block_size", [32, 48, 128])
+def test_prompts_lie_in_blocks_of_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_size: int) -> None:
+    monkeypatch.setattr("tests.gpu.test_native_cuda.BLOCK_SIZE", block_size)
+    check_steps(tmp_path, SHAPES["head of 128, none shares"], "bfloat16")
+
+
+def test_a_hopper_gpu_uses_its_own_kernel_for_prompts(tmp_path: Path) -> None:
+    both = Both(write_tiny_model(tmp_path, **SHAPES["head of 128, none shares"]), "bfloat16")
+    prefill = both.runner._kernels.attend_prefill
+    assert prefill is not None
+    assert prefill.mapped == (cp.cuda.Device().compute_capability == "90")
+    both.runner.close()
+
+
 def check_steps(directory: Path, shape: dict[str, Any], element_type: Any, *, hopper_kernels: bool = True) -> None:
     """Compare prefill in chunks, decode, and both in one step."""
     model = write_tiny_model(directory, **{**shape, "dtype": element_type})

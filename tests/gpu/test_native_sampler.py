@@ -16,7 +16,7 @@ from services.worker.native.config import read_config
 from services.worker.native.logprobs import score
 from services.worker.native.masks import NO_MASKS, Masks
 from services.worker.native.sampler import sample
-from shared.hashing import pack_tokens, unpack_tokens
+from shared.hashing import pack_tokens
 from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.tiny_model import write_tiny_model
@@ -104,7 +104,7 @@ def mixture(random: np.random.Generator, vocab: int, most: int) -> Sampling:
     return Sampling(
         max_tokens=100,
         temperature=some([0.0, 0.05, 0.7, 2.0], 1.0),
-        top_p=some([1e-9, 0.1, 0.9, 0.999], 1.0),
+        top_p=some([1e-300, 1e-9, 0.1, 0.9, 0.999], 1.0),
         top_k=some([1, 2, 40, vocab - 1, vocab, vocab + 1], 0),
         min_p=some([1e-6, 0.05, 1.0], 0.0),
         seed=int(random.integers(0, 1 << 64, dtype=np.uint64)),
@@ -228,6 +228,25 @@ def test_a_logit_that_is_not_finite_is_an_error_of_its_row_and_the_others_draw_a
         check(drawn, sample(logits, works))
 
 
+def test_the_likeliest_token_is_drawn_for_the_least_top_p_of_a_flat_distribution(make: Make) -> None:
+    """The mass to remove is then rounded to all of it, or to more."""
+    random = np.random.default_rng(6)
+    logits = random.normal(0, 0.01, (ROWS, 32_000)).astype(np.float32)
+    works = works_of([Sampling(max_tokens=1, temperature=1.0, top_p=1e-300, seed=n) for n in range(ROWS)])
+    assert [one.token for one in draw(make(32_000), logits, works)] == logits.argmax(1).tolist()
+
+
+def test_a_sequence_with_other_settings_has_none_of_those_before(make: Make) -> None:
+    sampler, logits = make(40), np.linspace(0, 1, 40, dtype=np.float32)[None].repeat(ROWS, 0)
+    for sampling in (
+        Sampling(max_tokens=9, temperature=0.0, presence_penalty=2.0),
+        Sampling(max_tokens=9, temperature=0.0, logit_bias=((3, 100.0),)),
+        Sampling(max_tokens=9, temperature=0.0, repetition_penalty=2.0, logit_bias=((4, 100.0),)),
+    ):
+        works = works_of([sampling] * ROWS, [39, 39, 38, 3])
+        check(draw(sampler, logits, works), sample(logits, works))
+
+
 def test_given_tokens_are_rated_with_the_likeliest(make: Make) -> None:
     vocab, count = 5003, 5
     random = np.random.default_rng(5)
@@ -243,13 +262,3 @@ def test_given_tokens_are_rated_with_the_likeliest(make: Make) -> None:
     assert (top[sound] == likeliest[sound]).all()
     assert np.allclose(top_logprobs[sound], their_logprobs[sound], rtol=1e-6, atol=1e-6)
     assert top.shape == (ROWS, count)
-
-
-def test_a_rated_token_is_the_drawn_one(make: Make) -> None:
-    logits = np.random.default_rng(2).normal(0, 1, (4, 100)).astype(np.float32)
-    works = works_of([Sampling(max_tokens=1, temperature=2.0, seed=n, logprobs=20) for n in range(4)])
-    for one in draw(make(100), logits, works):
-        assert one.logprob is not None
-        ratings = dict(zip(unpack_tokens(one.logprob.top_tokens), one.logprob.top_logprobs, strict=True))
-        if one.token in ratings:
-            assert ratings[one.token] == one.logprob.logprob

@@ -26,7 +26,7 @@ from services.worker.transfer.device_memory import DeviceMemory  # noqa: E402
 from tests.gpu.test_native_memory import all_of  # noqa: E402
 
 SHAPE: dict[str, Any] = {
-    **{"hidden": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64, "intermediate": 4096, "layers": 4},
+    **{"hidden": 1024, "heads": 8, "kv_heads": 2, "head_dim": 128, "intermediate": 4096, "layers": 4},
     **{"context_length": 4096, "tied": False},
 }
 PROMPT = [5 + number * 7 % 200 for number in range(37)]

@@ -272,6 +272,8 @@ CONNECTOR: Table = {
     "vllm.config.cache:CacheConfig": Used(reads=("enable_prefix_caching", "cache_dtype", "block_size")),
     "vllm.config.parallel:ParallelConfig": Used(
         reads=(
+            "data_parallel_size",
+            "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "decode_context_parallel_size",
             "data_parallel_rank",

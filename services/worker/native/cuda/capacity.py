@@ -22,7 +22,7 @@ for kernels and 19 graphs."""
 LORA_PART = 8
 """The memory for LoRAs is at most this part of what KV and LoRAs have together."""
 MARGIN_BYTES = 512 << 20
-"""The free memory that is left for later needs: kernels and graphs."""
+"""The free memory that is left for later needs: kernels, graphs, and steps with LoRAs."""
 MOST_BLOCKS = 1 << 20
 """The most blocks without a setting. More blocks of a tiny model would cost the scheduler more memory than the GPU."""
 BLAS_BYTES = 64 << 20

@@ -7,6 +7,9 @@ CuPy compiles for all of a GPU's successors too, which do not have these instruc
 from __future__ import annotations
 
 import ctypes
+import os
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import numpy as np
 from cupy.cuda import driver, nvrtc  # pyright: ignore[reportMissingImports]
 
 from services.worker.native.linear import Array
+from shared.errors import ConfigError
 
 HEAD_DIM = 128
 """The width of heads that attention_prefill_hopper.cu is written for."""
@@ -34,16 +38,21 @@ def is_hopper() -> bool:
 
 
 def compile_prefill(block_size: int, *, windowed: bool) -> Any:
-    """Compile attention_prefill_hopper.cu, in about two seconds. Raise RuntimeError with the compiler's words."""
-    program = nvrtc.createProgram(_SOURCE.read_text(encoding="utf-8"), _SOURCE.name, (), ())
+    """Compile attention_prefill_hopper.cu in about two seconds, or take what was compiled before; it is kept among
+    CuPy's own kernels. Raise RuntimeError with the compiler's words."""
+    source = _SOURCE.read_text(encoding="utf-8")
+    words = ("-arch=sm_90a", "--std=c++17", f"-DBLOCK_SIZE={block_size}", f"-DWINDOWED={int(windowed)}")
+    named = blake2b("\0".join((source, *words, str(nvrtc.getVersion()))).encode(), digest_size=16).hexdigest()
+    kept = Path(cp.cuda.compiler.get_cache_dir()) / f"headrace-{named}.cubin"
     try:
-        words = ("-arch=sm_90a", "--std=c++17", f"-DBLOCK_SIZE={block_size}", f"-DWINDOWED={int(windowed)}")
-        nvrtc.compileProgram(program, words)
-        binary = nvrtc.getCUBIN(program)
-    except nvrtc.NVRTCError as wrong:
-        raise RuntimeError(f"{wrong}: {nvrtc.getProgramLog(program)}") from wrong
-    finally:
-        nvrtc.destroyProgram(program)
+        binary = kept.read_bytes()
+    except OSError:
+        binary = _compiled(source, words)
+        with suppress(OSError):  # then it is compiled at each start
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_suffix(f".{os.getpid()}")
+            part.write_bytes(binary)
+            part.replace(kept)
     module = cp.cuda.function.Module()
     module.load(binary)
     kernel = module.get_function("attend_prefill")
@@ -51,10 +60,21 @@ def compile_prefill(block_size: int, *, windowed: bool) -> Any:
     return kernel
 
 
+def _compiled(source: str, words: tuple[str, ...]) -> bytes:
+    program = nvrtc.createProgram(source, _SOURCE.name, (), ())
+    try:
+        nvrtc.compileProgram(program, words)
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as wrong:
+        raise RuntimeError(f"{wrong}: {nvrtc.getProgramLog(program)}") from wrong
+    finally:
+        nvrtc.destroyProgram(program)
+
+
 def page_map(pages: Array) -> Array:
     """Return a tensor map of pages (slots, layers, 2, positions, heads, HEAD_DIM) of 16-bit numbers, on the device.
 
-    The map holds the pages' address. Raise RuntimeError if the driver refuses it."""
+    The map holds the pages' address. Raise ConfigError if the driver refuses it."""
     slots, layers, parts, positions, heads, columns = pages.shape
     sizes = (columns, heads, positions, layers * parts, slots)
     strides = np.cumprod(np.array(sizes[:-1], np.uint64)) * np.uint64(2)
@@ -70,5 +90,8 @@ def page_map(pages: Array) -> Array:
         *(_NOT_INTERLEAVED, _SWIZZLE_OF_128_BYTES, _L2_OF_256_BYTES, _ZEROS_OUTSIDE),
     )
     if failed:
-        raise RuntimeError(f"no tensor map of pages {pages.shape}: CUDA's error {failed}")
+        raise ConfigError(
+            f"the GPU's copy engine takes no pages of the shape {pages.shape}: CUDA's error {failed};"
+            " cuda.hopper_kernels = false does without"
+        )
     return cp.asarray(np.frombuffer(ctypes.string_at(at, _MAP_BYTES), np.uint8))

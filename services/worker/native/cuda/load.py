@@ -70,7 +70,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         free_bytes, total_bytes = runtime.memGetInfo()
     shapes = Checkpoint(directory, config).shapes
     capacity_blocks, lora_bytes = _capacity(settings, config, shapes, str(directory), free_bytes, total_bytes)
-    # Free memory stays in the pool: a step whose sampling allocates must not have to ask the driver.
+    # Free memory stays in the pool: a step with LoRAs, which allocates, must not have to ask the driver.
     memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
     cp.cuda.set_allocator(memory.allocator())
     with no_room_as_model_error(str(directory), "the weights"):

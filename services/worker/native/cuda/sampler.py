@@ -59,6 +59,7 @@ _NEW_TOKENS = 1 << 18
 class _Kept(Struct):
     """What is kept of a sequence as long as it is in every step."""
 
+    sampling: Sampling
     ids: NDArray[np.int32]
     """The tokens with biases."""
     biases: NDArray[np.float32]
@@ -177,7 +178,7 @@ class CudaSampler:
     def _lay_out(self, works: Sequence[Work]) -> None:
         """Write the settings of the special rows, and count the new tokens of those that have penalties."""
         special, samplings = self._special, [work.sampling for work in works]
-        kept = {work.sequence: self._kept.get(work.sequence) or _kept(work.sampling) for work in works}
+        kept = {work.sequence: self._kept_of(work) for work in works}
         self._forget(kept)
         rows, fields = self._rows, dict[str, list[Any]]()
         fields["special"] = [1] * len(works)
@@ -234,9 +235,18 @@ class CudaSampler:
         if news:
             self._launch_count(news)
 
+    def _kept_of(self, work: Work) -> _Kept:
+        """Return what is kept of a sequence. If it has other settings than before, that is nothing yet."""
+        own, sampling = self._kept.get(work.sequence), work.sampling
+        if own is not None and own.sampling is sampling:
+            return own
+        tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
+        return _Kept(sampling, np.array(tokens, np.int32), np.array(biases, np.float32))
+
     def _forget(self, kept: dict[int, _Kept]) -> None:
-        """Free the slots of sequences that `kept` does not have."""
-        self._slots += [own.slot for sequence, own in self._kept.items() if own.slot >= 0 and sequence not in kept]
+        """Free the slots of what `kept` does not have."""
+        gone = (own for sequence, own in self._kept.items() if kept.get(sequence) is not own)
+        self._slots += [own.slot for own in gone if own.slot >= 0]
         self._kept = kept
 
     # --- launches
@@ -301,8 +311,3 @@ class CudaSampler:
         top = self._top_logprobs[: len(rated) * MOST_LIKELIEST].reshape(shape).tolist()
         counts = [min(works[row].sampling.logprobs, int(self._vocab)) for row in rated]
         return [TokenLogprob(own[n], ids[n, :count].tobytes(), tuple(top[n][:count])) for n, count in enumerate(counts)]
-
-
-def _kept(sampling: Sampling) -> _Kept:
-    tokens, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
-    return _Kept(np.array(tokens, np.int32), np.array(biases, np.float32))

@@ -40,7 +40,14 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from services.worker.vllm.connector.chain import TokenChain
-from services.worker.vllm.connector.identity import identify, keeps_blocks_whole, lora_name, refusal, renamed
+from services.worker.vllm.connector.identity import (
+    identify,
+    idle_steps,
+    keeps_blocks_whole,
+    lora_name,
+    refusal,
+    renamed,
+)
 from services.worker.vllm.connector.interface import check_interface
 from services.worker.vllm.connector.own_log import log_with
 from services.worker.vllm.connector.pool import PoolBlock
@@ -110,7 +117,10 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._manager = kv_cache_manager
         self._identity = identify(self._config, self._kv_cache_config, self._settings)
-        self._scheduler = SchedulerHalf(self._settings, self._identity, kv_cache_manager.block_pool, time.monotonic)
+        self._scheduler = SchedulerHalf(
+            *(self._settings, self._identity, kv_cache_manager.block_pool, time.monotonic),
+            idle_steps=idle_steps(self._config),
+        )
         self._scheduler.keep_link()
 
     def on_new_request(self, request: Any) -> None:

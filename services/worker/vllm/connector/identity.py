@@ -21,9 +21,9 @@ from shared.errors import ConfigError, ModelError
 
 KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV whose full blocks hold all tokens, each written once."""
-MOST_WHOLE_TOKENS = 64
-"""Most tokens of a block that vLLM is asked to keep in one piece. vLLM does not start if its attention backend splits
-such a block, and backends split larger ones."""
+WHOLE_TOKENS = (16, 32, 64)
+"""Tokens of blocks that vLLM is asked to keep in one piece. vLLM does not start if its attention backend splits such a
+block: some split blocks of other sizes."""
 MOST_LORAS = 1024
 """Most LoRAs whose digests are kept; further ones are computed without the kvbm."""
 
@@ -61,7 +61,15 @@ def keeps_blocks_whole(config: Any, settings: ConnectorSettings, *, on_cpu: bool
     backend for CPUs knows another order alone; with MLA it was not tried."""
     if on_cpu or config.model_config.use_mla:
         return False
-    return settings.whole_blocks and config.cache_config.block_size <= MOST_WHOLE_TOKENS
+    return settings.whole_blocks and config.cache_config.block_size in WHOLE_TOKENS
+
+
+def idle_steps(config: Any) -> int:
+    """Return how many steps in a row that compute nothing show that no other is under way: vLLM has one for each stage
+    of a pipeline under way, and one more. Ranks of data parallelism may step together: 0, since nothing shows it
+    there."""
+    parallel = config.parallel_config
+    return 0 if parallel.data_parallel_size > 1 else int(parallel.pipeline_parallel_size) + 1
 
 
 _NONCE = os.urandom(6).hex()

@@ -15,7 +15,6 @@ kvbm that was started again does not wait for this engine. It touches nothing of
 from __future__ import annotations
 
 import logging
-import select
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -42,6 +41,7 @@ from services.worker.vllm.connector.orders import (
 )
 from services.worker.vllm.connector.pool import PoolBlock, VllmPool
 from services.worker.vllm.connector.rank_mover import RankMover
+from services.worker.vllm.connector.readable import readable
 from services.worker.vllm.connector.settings import ConnectorSettings
 from shared.errors import ConfigError
 from shared.messages.cards import KvLayout
@@ -53,8 +53,6 @@ ASK_AGAIN_S = 0.0005
 ANSWER_S = 0.002
 """Most seconds of a step that computes nothing in which requests wait for the kvbm's answers: three times what it takes
 for 512 blocks. Other new requests wait as long."""
-IDLE_STEPS = 2
-"""Steps in a row that compute nothing after which no step is under way: as many as vLLM has under way at once."""
 KEEP_S = 0.5
 """Seconds without a step after which the link is looked after; and between two such looks."""
 
@@ -120,8 +118,17 @@ class SchedulerHalf:
     """One engine's. `clock` is CLOCK_MONOTONIC, which all processes of a machine share."""
 
     def __init__(
-        self, settings: ConnectorSettings, identity: Identity, pool: VllmPool, clock: Callable[[], float]
+        self,
+        settings: ConnectorSettings,
+        identity: Identity,
+        pool: VllmPool,
+        clock: Callable[[], float],
+        *,
+        idle_steps: int,
     ) -> None:
+        """`idle_steps` is how many steps in a row that compute nothing show that none is under way; 0 if nothing does,
+        so that no step waits for the kvbm."""
+        self._most_idle_steps = idle_steps
         self._settings = settings
         self.identity = identity
         self._clock = clock
@@ -214,7 +221,7 @@ class SchedulerHalf:
         """Wait until the kvbm has said something, and take it up. Return False once this step has no time left for
         that."""
         begun_s = self._clock()
-        said = self._patience_s > 0 and bool(select.select([self._client], [], [], self._patience_s)[0])
+        said = self._patience_s > 0 and readable(self._client, self._patience_s)
         if said:
             self.step()
         self._patience_s -= self._clock() - begun_s
@@ -223,7 +230,7 @@ class SchedulerHalf:
     @property
     def _idle(self) -> bool:
         """Whether vLLM computes nothing."""
-        return self._idle_steps >= IDLE_STEPS
+        return 0 < self._most_idle_steps <= self._idle_steps
 
     def expect(self, request: str, chain: TokenChain) -> None:
         """Do what `ExpectedPrompts.expect` does."""

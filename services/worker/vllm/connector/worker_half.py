@@ -12,7 +12,6 @@ ordered among the forward passes.
 from __future__ import annotations
 
 import logging
-import select
 import time
 from collections.abc import Sequence
 from typing import assert_never
@@ -34,6 +33,7 @@ from services.worker.vllm.connector.orders import (
     RankReport,
     SaveBlocks,
 )
+from services.worker.vllm.connector.readable import readable
 from shared.pool.format import Arena, PoolUnfit
 from shared.pool.map import ArenaMap
 
@@ -176,7 +176,7 @@ class WorkerHalf:
         until_s = time.monotonic() + END_S
         over: list[EndLoad] = []
         while not over and (left_s := until_s - time.monotonic()) > 0:
-            if select.select([self._mover], [], [], left_s)[0]:
+            if readable(self._mover, left_s):
                 self._poll()
                 over = self._over()
         return over

@@ -15,6 +15,7 @@ from services.worker.model.lora_files import FILES, digest_lora
 from services.worker.vllm.connector import identity
 from services.worker.vllm.connector.identity import (
     PIECE_BYTES,
+    idle_steps,
     keeps_blocks_whole,
     lora_name,
     named_weights,
@@ -190,6 +191,7 @@ def test_a_model_without_files_of_weights_is_refused(tmp_path: Path) -> None:
     [
         (16, False, False, True, True),
         (64, False, False, True, True),
+        (48, False, False, True, False),
         (128, False, False, True, False),  # a backend with smaller blocks would split it, and vLLM not start
         (16, True, False, True, False),
         (16, False, True, True, False),
@@ -203,3 +205,11 @@ def test_blocks_are_one_piece_on_a_gpu_unless_its_backend_may_split_them_or_a_se
     config = SimpleNamespace(cache_config=cache, model_config=model)
     settings = ConnectorSettings(pool="/none", whole_blocks=whole_blocks)
     assert keeps_blocks_whole(config, settings, on_cpu=on_cpu) is kept
+
+
+@pytest.mark.parametrize(("pipeline", "data", "steps"), [(1, 1, 2), (3, 1, 4), (1, 2, 0), (2, 2, 0)])
+def test_idle_steps_go_by_the_stages_of_a_pipeline_and_show_nothing_with_data_parallelism(
+    pipeline: int, data: int, steps: int
+) -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=data)
+    assert idle_steps(SimpleNamespace(parallel_config=parallel)) == steps

@@ -18,7 +18,7 @@ from services.worker.kv_connector import link_log, socket_client
 from services.worker.vllm.connector import scheduler_half
 from tests.kvbm.store_rig import LIMIT_S, World, running, serving, settings, until
 from tests.worker.vllm.connector.engines import PROMPT, answer, attached, connector_settings, engine, no_ticket, steps
-from tests.worker.vllm.connector.vllm_shaped import Engine, Request
+from tests.worker.vllm.connector.vllm_shaped import IDLE_STEPS, Engine, Request
 
 
 async def test_what_one_engine_has_computed_another_one_loads(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ async def test_a_request_of_an_idle_engine_gets_the_kvbms_answer_in_the_step_tha
         await answer(one, "r1")
         with monkeypatch.context() as patched:
             patched.setattr(scheduler_half, "ANSWER_S", LIMIT_S)
-            for _ in range(scheduler_half.IDLE_STEPS):
+            for _ in range(IDLE_STEPS):
                 other.step()
             other.add(request := Request("r2", PROMPT, 3, ""))
             await asyncio.to_thread(other.step)  # the kvbm answers from here meanwhile

@@ -6,7 +6,6 @@ The pool file, the lock, the mover and the copies are real. The orders are those
 from __future__ import annotations
 
 import fcntl
-import select
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from services.worker.vllm.connector.orders import (
     RankFacts,
     SaveBlocks,
 )
+from services.worker.vllm.connector.readable import readable
 from services.worker.vllm.connector.worker_half import FEW_BATCHES, WorkerHalf
 from shared.pool.format import PAGE_BYTES, Arena
 from shared.pool.lock import OWNERS, POOL, HeldLock, hold_owner
@@ -178,13 +178,12 @@ def test_a_step_that_computes_nothing_waits_for_a_load_that_is_about_to_end(
     rig.order(rig.attach(), LoadBlocks(1, copies), EndLoad("r", [5, 6], []))
     assert rig.ends() == (set(), set())
     rig.order(AwaitLoads())
-    waited = select.select
 
-    def waits(*args: Any) -> Any:
+    def waits(*args: Any) -> bool:
         rig.copier.goes_on.set()
-        return waited(*args)
+        return readable(*args)
 
-    monkeypatch.setattr(select, "select", waits)
+    monkeypatch.setattr(worker_half, "readable", waits)
     assert rig.ends() == ({"r"}, set())
     rig.nothing_left()
 
@@ -196,7 +195,7 @@ def test_no_step_waits_for_a_load_that_is_not_about_to_end_or_for_none(
     slots = range(1, FEW_BATCHES + 2)
     loads = [LoadBlocks(slot, [Copy(slot, slot, rig.generation(slot))]) for slot in slots]
     with monkeypatch.context() as patched:
-        patched.setattr(select, "select", lambda *_: pytest.fail("the step waits"))
+        patched.setattr(worker_half, "readable", lambda *_: pytest.fail("the step waits"))
         rig.order(rig.attach(), AwaitLoads())
         assert rig.ends() == (set(), set())
         rig.order(*loads, EndLoad("r", list(slots), []), AwaitLoads())

@@ -32,6 +32,9 @@ from services.worker.vllm.connector.settings import ConnectorSettings
 from services.worker.vllm.connector.worker_half import WorkerHalf
 from tests.worker.vllm.connector.step_mover import StepMover
 
+IDLE_STEPS = 2
+"""Steps that compute nothing after which none is under way, without a pipeline."""
+
 BLOCK = 2
 """Tokens of a block."""
 LAYERS = 2
@@ -251,7 +254,7 @@ class Engine:
         assert depth == 1 or not drafts
         identity = Identity(MODEL, "w", "uint8", LAYERS, 1, TOKEN_BYTES, BLOCK, blocks, ranks, name)
         self.pool = Pool(blocks)
-        self.half = SchedulerHalf(settings, identity, cast(VllmPool, self.pool), clock)
+        self.half = SchedulerHalf(settings, identity, cast(VllmPool, self.pool), clock, idle_steps=IDLE_STEPS)
         directory, verify = Path(settings.pool), settings.verify
         self.ranks = [Rank(each, blocks, clock, directory, verify=verify, threads=threads) for each in range(ranks)]
         self.requests: dict[str, Request] = {}

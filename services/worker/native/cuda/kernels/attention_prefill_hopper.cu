@@ -130,6 +130,8 @@ __device__ __forceinline__ void copy_box(unsigned to, unsigned full, const void*
 __device__ void copy_tiles(unsigned ring, unsigned full, unsigned empty, const void* map, int part, int head,
                            const int* table, int begin, int last) {
   const int lane = threadIdx.x, tiles = (last - begin) / TILE + 1;
+  // The map was written by a copy, where another one may have been before.
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
   Place to = {0, 1};  // a wait for the parity of a phase before the first returns at once
   // keys 0, keys 1, values 0, …, keys n - 1, values n - 2, values n - 1
   for (int item = 0; item < 2 * tiles; item++) {

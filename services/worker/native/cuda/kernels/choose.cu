@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     return;
   }
   const auto weight_of = [&](int at) { return expf((row[at] - top.value) * cold); };
-  invert(tokens + blockIdx.x, weight_of, vocab, uniform(own->seed, own->draw));
+  invert(tokens + blockIdx.x, weight_of, vocab, uniform(own->seed, own->draw), top.id);
 }
 
 // Returns the least key for which the measure of all numbers of a row with keys up to it reaches `target`, which the
@@ -149,12 +149,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (own.top_p < 1) {
     total = block_sum(total);
     const auto key_of = [](float weight) { return ONE_BITS - __float_as_uint(weight); };
-    const auto removed = (unsigned long long)((1 - own.top_p) * total);
+    const auto removed = min((unsigned long long)((1 - own.top_p) * total), total - 1);  // the product may round up
     least = fmaxf(least, __uint_as_float(ONE_BITS - least_key(row, vocab, key_of, fixed, total - removed)));
   }
   __syncthreads();  // a thread reads the weights of others
   const auto weight_of = [&](int at) { return row[at] < least ? 0.0f : row[at]; };
-  invert(drawn, weight_of, vocab, uniform(own.seed, own.draw));
+  invert(drawn, weight_of, vocab, uniform(own.seed, own.draw), top.id);
 }
 
 // What a sequence's counts do not have yet.

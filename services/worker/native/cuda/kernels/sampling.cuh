@@ -76,9 +76,10 @@ __device__ double uniform(unsigned long long seed, unsigned long long draw) {
 }
 
 // Inverts the cumulative distribution of `weight_of` (a float for each token id) at `number`, of [0, 1). One thread
-// writes the token. Each thread has a run of consecutive tokens, whose weights are summed in float64 as on the CPU.
+// writes the token. Each thread has a run of consecutive tokens, whose weights are summed in float64 as on the CPU. If
+// rounding leaves a gap between two runs and the number lies in it, `likeliest` is drawn.
 template <class Weight>
-__device__ void invert(int* drawn, Weight weight_of, int vocab, double number) {
+__device__ void invert(int* drawn, Weight weight_of, int vocab, double number, int likeliest) {
   __shared__ double sums[THREADS];
   const int each = (vocab + THREADS - 1) / THREADS;
   const int begin = min((int)threadIdx.x * each, vocab), end = min(begin + each, vocab);
@@ -86,6 +87,7 @@ __device__ void invert(int* drawn, Weight weight_of, int vocab, double number) {
 #pragma unroll 8
   for (int at = begin; at < end; at++) mass += weight_of(at);
   sums[threadIdx.x] = mass;
+  if (threadIdx.x == 0) *drawn = likeliest;
   __syncthreads();
   for (int step = 1; step < THREADS; step *= 2) {
     const double before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
@@ -97,12 +99,12 @@ __device__ void invert(int* drawn, Weight weight_of, int vocab, double number) {
   const double target = fmin(number * total, nextafter(total, 0.0));
   double reached = threadIdx.x ? sums[threadIdx.x - 1] : 0;
   if (target < reached || target >= sums[threadIdx.x]) return;
-  int choice = begin;
+  int choice = -1;
   for (int at = begin; at < end; at++) {
     const float weight = weight_of(at);
     if (weight > 0) choice = at;  // if rounding keeps the sum too small, the last token with weight
     reached += weight;
     if (reached > target) break;
   }
-  *drawn = choice;
+  if (choice >= 0) *drawn = choice;
 }
