@@ -4,7 +4,6 @@ wrong bytes, no request is lost, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
-import select
 import time
 from itertools import count
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from services.kvbm.layout.layout import LayoutStore
 from services.worker.kv_connector import link_log, socket_client
 from services.worker.vllm.connector import scheduler_half
+from services.worker.vllm.connector.readable import readable
 from tests.kvbm.store_rig import LIMIT_S, World, running, serving, settings, until
 from tests.worker.vllm.connector.engines import PROMPT, answer, attached, connector_settings, engine, no_ticket, steps
 from tests.worker.vllm.connector.vllm_shaped import IDLE_STEPS, Engine, Request
@@ -148,7 +148,7 @@ async def test_no_request_waits_for_the_kvbms_answer_while_others_compute(
         one.add(computes := Request("r1", PROMPT, 12, ""))
         await steps(one, lambda: computes.state == "running")
         one.add(request := Request("r2", PROMPT, 3, "salt"))
-        monkeypatch.setattr(select, "select", lambda *_: pytest.fail("a step that computes waits"))
+        monkeypatch.setattr(scheduler_half, "readable", lambda *_: pytest.fail("a step that computes waits"))
         one.step()
         monkeypatch.undo()
         assert request.state == "waiting"
@@ -165,7 +165,7 @@ async def test_an_answer_that_came_during_a_long_step_is_not_late(tmp_path: Path
             await attached(other)
             other.add(request := Request("r2", PROMPT, 3, ""))
             other.step()
-            await until(lambda: bool(select.select([other.half._client], [], [], 0)[0]))
+            await until(lambda: readable(other.half._client, 0.0))
             later_s = 1.5  # the step took so long; `wait_s` is 1
             await steps(other, lambda: not other.has_work)
             assert (request.loaded_blocks, other.half.blocks.late) == (4, 0)

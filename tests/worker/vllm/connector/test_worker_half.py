@@ -109,7 +109,7 @@ class Rig:
             if packed := self.half.take_report():
                 self.batches.update((each.batch, each) for each in RANK_REPORT.decode(packed).ended)
             else:
-                assert select.select([self.mover], [], [], LIMIT_S)[0], "the batch does not end"
+                assert readable(self.mover, LIMIT_S), "the batch does not end"
         return self.batches[batch]
 
     def generation(self, slot: int) -> int:
