@@ -74,7 +74,10 @@ async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[
         ({"max_model_lenn": 5}, "vllm.max_model_lenn: no such argument of vLLM; did you mean max_model_len?"),
         ({"max_model_len": 4096}, "User-specified max_model_len (4096) is greater than"),
         ({"num_gpu_blocks_override": 4}, "max seq len (1024)"),
-        ({"block_size": 32, "tensor_parallel_size": 4}, "must be divisible by tensor parallel size (4)"),
+        (
+            {"block_size": 32, "tensor_parallel_size": 4},
+            "tensor_parallel_size: 4 does not divide the model's 2 attention heads",
+        ),
     ],
 )
 async def test_settings_that_vllm_refuses_are_fatal_and_named(
