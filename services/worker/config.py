@@ -190,8 +190,8 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     api_key_file: str = ""
     """Path of a file with the server's API key. Empty if it needs none."""
     events: str = ""
-    """ZeroMQ endpoint on which the server publishes its KV events, such as tcp://host:5557. Empty if routers do not
-    know what it caches."""
+    """ZeroMQ endpoint on which the server publishes its KV events, such as tcp://host:5557. If it is empty, routers
+    predict what it caches from their own choices."""
     replay: str = ""
     """ZeroMQ endpoint at which it sends old events again. Empty if what it cached before this worker began is
     unknown."""

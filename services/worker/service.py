@@ -182,8 +182,11 @@ class Worker:
             self._publisher.close()
 
     @property
-    def event_source(self) -> EventSource:
-        """The source of the KV events, for discovery."""
+    def event_source(self) -> EventSource | None:
+        """The source of the KV events, for discovery. None if the engine knows none, because its attached server
+        publishes none: then routers predict what is cached from their own choices."""
+        if self._config.engine == "attached" and not self._config.attached.events:
+            return None
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
 
     async def _serve_and_drain(self) -> None:

@@ -160,7 +160,8 @@ async def running_worker(
         await peer.open()
         runtime.directory.subscribe(peer.wake)
         worker = Worker(runtime, config, start_engine)
-        MemoryEventBus(broker).subscribe(worker.event_source, peer.take_batch)
+        if worker.event_source is not None:
+            MemoryEventBus(broker).subscribe(worker.event_source, peer.take_batch)
         serving = runtime.tasks.create_task(worker.run())
         try:
             yield Shell(worker, runtime, broker, store, peer)

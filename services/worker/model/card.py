@@ -96,7 +96,8 @@ class CardAnnouncement:
     """Keeps a worker's entries in discovery: its address book from the first card on, and the card while it takes
     requests. They are written as soon as discovery can be reached."""
 
-    def __init__(self, runtime: Runtime, source: EventSource, role: Role) -> None:
+    def __init__(self, runtime: Runtime, source: EventSource | None, role: Role) -> None:
+        """`source` is that of the worker's KV events. None if it sends none."""
         self._runtime = runtime
         self._role: Role = role
         self._source = source

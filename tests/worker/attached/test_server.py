@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import web
-from tokenizers import Tokenizer
 
-from services.worker.attached.server import TEXT, Server
+from services.worker.attached.server import Server
 from services.worker.attached.vllm_api import VLLM
 from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
@@ -21,39 +20,9 @@ from shared.hashing import pack_tokens
 from shared.messages.generate import Sampling
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
+from tests.worker.attached.peer import SIZES, Peer, answering, says
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-SIZES = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",engine="0"} 1.0\n'
 ATTEMPT = Submit("r", 1, "f", pack_tokens([1, 2, 3]), 3, Sampling(max_tokens=4), 9.0)
-
-
-class Peer:
-    """A small server with vLLM's paths. `said` replaces what a path answers; `seen` has the headers of requests."""
-
-    def __init__(self, model: Path) -> None:
-        self.url = f"http://127.0.0.1:{free_port()}"
-        self.said: dict[str, Handler] = {}
-        self.lines = ['{"choices": [{"token_ids": [5, 6], "finish_reason": "length"}]}', "[DONE]"]
-        self.seen: list[dict[str, str]] = []
-        self.bodies: list[dict[str, object]] = []
-        self.tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
-        self.models = [{"id": "tiny", "max_model_len": 100}, {"id": "lora", "parent": "tiny"}]
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.seen.append(dict(request.headers))
-        if request.path in self.said:
-            return await self.said[request.path](request)
-        match request.path:
-            case "/v1/models":
-                return web.json_response({"data": self.models})
-            case "/tokenize":
-                return web.json_response({"tokens": self.tokens})
-            case "/metrics":
-                return web.Response(text=SIZES)
-            case "/v1/completions":
-                self.bodies.append(await request.json())
-                return web.Response(text="".join(f"data: {line}\n\n" for line in self.lines))
-        return web.Response()
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def peer(model: Path) -> AsyncIterator[Peer]:
-    one = Peer(model)
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", one.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", int(one.url.rpartition(":")[2])).start()
-    yield one
-    await runner.cleanup()
+    async with answering(Peer(model)) as one:
+        yield one
 
 
 @asynccontextmanager
@@ -99,13 +62,6 @@ async def generated(peer: Peer, model: Path, attempt: Submit = ATTEMPT, **settin
         await server.facts(facts_of(model, block_size=16, capacity_blocks=0), config, "name")
         async with aclosing(server.generate(attempt)) as outputs:
             return [token async for output in outputs for token in output.tokens]
-
-
-def says(status: int, text: str = "") -> Handler:
-    async def answer(_: web.Request) -> web.StreamResponse:
-        return web.Response(status=status, text=text)
-
-    return answer
 
 
 async def never(_: web.Request) -> web.StreamResponse:
