@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.local.stack import servers
 from deploy.local.stack.supervise import Program
@@ -118,6 +119,8 @@ class Launch(Struct, frozen=True):
     hands_over: bool = False
     """True for a worker with a role: before it exchanges blocks with the kvbm, no prompt is handed over to it or by
     it."""
+    added: bool = False
+    """True for a program that is added to a stack that runs."""
 
 
 class Stack(Struct, frozen=True):
@@ -133,6 +136,8 @@ class Stack(Struct, frozen=True):
     etcd: str
     """Address of etcd; empty if discovery uses files."""
     access: AccessFiles = AccessFiles()
+    common: Settings = {}
+    """The settings that all services share: what connects them."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
 
@@ -175,13 +180,9 @@ def plan(
     files: dict[Path, str] = {}
 
     def service(program: Program, module: ServiceName, settings: Settings, *, hands_over: bool = False) -> None:
-        port = observed.pop()
-        file = state_dir.run / f"{program.name}.toml"
-        observe: dict[str, Value] = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
-        files[file] = toml({**settings, "observe": observe})
-        flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
-        arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
-        launches.append(Launch(program, arguments, f"http://127.0.0.1:{port}", hands_over))
+        launch, texts = _service(options, state_dir, program, module, settings, observed.pop(), python)
+        launches.append(replace(launch, hands_over=hands_over))
+        files.update(texts)
 
     services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
     wiring: dict[str, Value | Mapping[str, Value]] = {
@@ -218,7 +219,43 @@ def plan(
         service(Program(name, 1, SERVICE_DRAIN_S), "worker", settings, hands_over=bool(role))
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, other_role)
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, other_role)
+
+
+def plan_attached(
+    options: UpOptions,
+    stack: Stack,
+    state_dir: StateDirectory,
+    name: str,
+    attached: Mapping[str, Value],
+    port: int,
+    *,
+    python: str,
+) -> tuple[Launch, dict[Path, str]]:
+    """Return one more program of a stack that runs, with its files: a worker for a server that runs already. `attached`
+    has its settings, `port` is to observe it."""
+    one = replace(options, workers=1)
+    settings = {**stack.common, **_worker_settings(one, 0, "", state_dir, 1), "attached": attached}
+    program = Program(name, 1, SERVICE_DRAIN_S, needed=False)
+    launch, files = _service(one, state_dir, program, "worker", settings, port, python)
+    return replace(launch, added=True), files
+
+
+def _service(
+    options: UpOptions,
+    state_dir: StateDirectory,
+    program: Program,
+    module: ServiceName,
+    settings: Settings,
+    port: int,
+    python: str,
+) -> tuple[Launch, dict[Path, str]]:
+    """Return the launch of a service that is observed at `port`, and its file."""
+    file = state_dir.run / f"{program.name}.toml"
+    observe: dict[str, Value] = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
+    flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
+    arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
+    return Launch(program, arguments, f"http://127.0.0.1:{port}"), {file: toml({**settings, "observe": observe})}
 
 
 def _servers(options: UpOptions, state_dir: StateDirectory) -> list[Launch]:

@@ -10,7 +10,9 @@
        │                     └───────────Exited──▶ ended ◀──Exited──┘
        └──Stop──▶ ended                              running ──second Stop──▶ killed
 
-Programs begin as running; late ones begin as waiting and are due 1 s after the others serve.
+Programs begin as running; late ones begin as waiting and are due 1 s after the others serve. A program that is added
+later begins as running too. If its configuration is wrong it has ended, whatever served before; who added it may remove
+it and add it again. A program that is removed stops by itself, and is forgotten once it has ended.
 Stages drain in the order of their numbers, each when the one before has ended. The frontends are first, so that
 accepted requests are answered; NATS and etcd, which all others need, are last.
 """
@@ -77,7 +79,19 @@ class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Begin | Serving | Exited | Stop | Tick
+class Add(Struct, frozen=True):
+    """One more program is wanted. It is not needed, and no program of its name is known."""
+
+    program: Program
+
+
+class Remove(Struct, frozen=True):
+    """An added program is not wanted any more."""
+
+    name: str
+
+
+Event = Begin | Serving | Exited | Stop | Tick | Add | Remove
 
 # --- actions
 
@@ -140,6 +154,9 @@ class _Child:
     delay_s: float = FIRST_DELAY_S
     """The next delay of the back-off."""
     starts: int = 0
+    added: bool = False
+    leaves: bool = False
+    """True once it is removed."""
 
 
 class Supervisor:
@@ -178,8 +195,17 @@ class Supervisor:
             case Tick():
                 for child in self._children.values():
                     actions += self._due(child, now_s)
+            case Add(program):
+                assert program.name not in self._children, program
+                assert not program.needed, program
+                child = self._children[program.name] = _Child(program, added=True)
+                actions += self._start(child, now_s) if self._begun and not self._stopping else []
+            case Remove(name):
+                actions += self._remove(self._children[name], now_s)
             case _:
                 assert_never(event)
+        for name in [name for name, child in self._children.items() if child.leaves and child.state == "ended"]:
+            del self._children[name]
         if self._stopping:
             actions += self._drain(now_s)
         return actions
@@ -201,16 +227,22 @@ class Supervisor:
         """Return the state of a program."""
         return self._children[name].state
 
+    def knows(self, name: str) -> bool:
+        """Return whether there is a program of this name. One that was removed is known until it has ended."""
+        return name in self._children
+
     def validate(self) -> None:
         """Assert every invariant."""
         states = {child.state for child in self._children.values()}
         assert not self._finished or states <= {"ended"}
         if not self._stopping:
             for child in self._children.values():
-                assert child.state in ("waiting", "running") or (child.state == "ended" and not child.program.needed)
+                ended = child.state == "ended" and not child.program.needed
+                assert child.state in ("waiting", "running") or ended or child.leaves
             return
         assert "waiting" not in states, "no program waits for a start while stopping"
-        drained = {child.program.stage for child in self._children.values() if child.state in ("stopping",)}
+        staying = [child for child in self._children.values() if not child.leaves]
+        drained = {child.program.stage for child in staying if child.state == "stopping"}
         assert len(drained) <= 1, f"two stages drain at once: {drained}"
         for child in self._children.values():
             assert FIRST_DELAY_S <= child.delay_s <= LAST_DELAY_S
@@ -241,9 +273,19 @@ class Supervisor:
         """Return whether a program that ended with status 2 is given up.
 
         Once all have served, the configuration was right: the reason may go away, and the other programs go on. A
-        program that is not needed is given up after its first start.
+        program that is not needed is given up after its first start, an added one after each.
         """
-        return not self._served or (not child.program.needed and child.starts == 1)
+        return not self._served or child.added or (not child.program.needed and child.starts == 1)
+
+    def _remove(self, child: _Child, now_s: float) -> list[Action]:
+        assert child.added, child
+        child.leaves = True
+        if child.state == "waiting":
+            child.state = "ended"
+        if child.state != "running":
+            return []
+        child.state, child.due_s = "stopping", now_s + child.program.drain_limit_s
+        return [Terminate(child.program.name)]
 
     def _due(self, child: _Child, now_s: float) -> list[Action]:
         if child.state == "waiting" and now_s >= child.due_s:

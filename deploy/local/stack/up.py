@@ -13,22 +13,24 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from deploy.local.stack import servers
 from deploy.local.stack.announce import PROBE_EVERY_S, Announcer, health
-from deploy.local.stack.stack import Stack, UpOptions, plan, ports_needed
+from deploy.local.stack.stack import Launch, Stack, UpOptions, plan, ports_needed
 from deploy.local.stack.supervise import (
     CONFIG_STATUS,
+    Add,
     AllEnded,
     Begin,
     Event,
     Exited,
     Kill,
     Misconfigured,
+    Remove,
     Restarting,
     Serving,
     Start,
@@ -49,7 +51,11 @@ LINES_SHOWN = 10
 """Lines shown of the log of a program that cannot work."""
 
 
-def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int:
+Beside = Callable[["Shell"], Coroutine[Any, Any, None]]
+"""What runs beside a stack, until all programs have ended, and adds programs to it or removes them."""
+
+
+def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal, beside: Beside | None = None) -> int:
     """Run until stopped. Return 0 after a drain, 1 if a program could not work. Call it within `exclusive`."""
     stack = plan(
         options,
@@ -61,7 +67,7 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal) -> int
     )
     _prepare(stack, state_dir)
     try:
-        return asyncio.run(Shell(stack, state_dir, terminal).run())
+        return asyncio.run(Shell(stack, state_dir, terminal).run(beside))
     finally:
         state_dir.record.unlink(missing_ok=True)
 
@@ -110,7 +116,11 @@ def _prepare(stack: Stack, state_dir: StateDirectory) -> None:
     state_dir.logs.mkdir(mode=0o700, exist_ok=True)
     for log in state_dir.logs.glob("*.log*"):
         log.unlink()
-    for file, text in stack.files.items():
+    _write(stack.files)
+
+
+def _write(files: Mapping[Path, str]) -> None:
+    for file, text in files.items():
         file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")
 
@@ -119,10 +129,13 @@ class Shell:
     """Starts and stops the programs of one `up`, as its supervisor decides."""
 
     def __init__(self, stack: Stack, state_dir: StateDirectory, terminal: Terminal) -> None:
-        self._stack = stack
-        self._state_dir = state_dir
         self._terminal = terminal
+        self.stack, self.state_dir = stack, state_dir
         self._launches = {launch.program.name: launch for launch in stack.launches}
+        self._adding: set[str] = set()
+        """Programs whose Add is on its way to the supervisor."""
+        self._given_up: dict[str, str] = {}
+        """Added program that cannot work as configured → the last line of its log."""
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one exit for each child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -135,7 +148,7 @@ class Shell:
         # Only this: the settings of the services are in the files in state_dir.run.
         self._environment = servers.program_environment()
 
-    async def run(self) -> int:
+    async def run(self, beside: Beside | None = None) -> int:
         """Run until every child has ended; return the exit status of `up`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -143,8 +156,14 @@ class Shell:
         try:
             async with asyncio.TaskGroup() as tasks:
                 serving = partial(self._events.put_nowait, Serving())
-                announcer = Announcer(self._stack, self._state_dir, self._terminal, self._supervisor, serving)
-                loops = (announcer.run(), self._bound_logs(), self._report_drains(), self._report_returns())
+                announcer = Announcer(self.stack, self.state_dir, self._terminal, self._supervisor, serving)
+                loops: tuple[Coroutine[Any, Any, None], ...] = (
+                    announcer.run(),
+                    self._bound_logs(),
+                    self._report_drains(),
+                    self._report_returns(),
+                )
+                loops += (beside(self),) if beside is not None else ()
                 background = [tasks.create_task(loop) for loop in loops]
                 status = await self._supervise(tasks)
                 for task in background:
@@ -159,6 +178,40 @@ class Shell:
         if not self._supervisor.stopping:
             self._terminal.notice("stopping: running requests finish first; press Ctrl-C again to end at once")
         self._events.put_nowait(Stop())
+
+    def add(self, launch: Launch, files: Mapping[Path, str]) -> None:
+        """Write the files, and start one more program, which is not needed. No program of its name may be there."""
+        _write(files)
+        self._launches[launch.program.name] = launch
+        self._adding.add(launch.program.name)
+        self._events.put_nowait(Add(launch.program))
+
+    def remove(self, name: str) -> None:
+        """Drain a program that was added. It is there until it has ended."""
+        self._events.put_nowait(Remove(name))
+
+    def find(self, name: str) -> Launch | None:
+        """Return the program of this name. None if there is none."""
+        return self._launches.get(name)
+
+    def given_up(self, name: str) -> str:
+        """Return the last line of an added program that cannot work as configured. Empty if that is not so."""
+        return self._given_up.get(name, "")
+
+    @property
+    def stopping(self) -> bool:
+        """True once no program will be started again."""
+        return self._supervisor.stopping
+
+    def _forget_removed(self, event: Event) -> None:
+        """Forget the programs that the supervisor has forgotten. `event` is what it was given."""
+        if isinstance(event, Add):
+            self._adding.discard(event.program.name)
+        for name in [name for name in self._launches if not self._supervisor.knows(name)]:
+            if name not in self._adding:
+                del self._launches[name]
+                self._returning.discard(name)
+                self._given_up.pop(name, None)
 
     async def _supervise(self, tasks: asyncio.TaskGroup) -> int:
         event: Event = Begin()
@@ -183,7 +236,9 @@ class Shell:
                             self._returning.add(name)
                             self._restarts.set()
                     case Misconfigured(name, needed):
-                        if needed:
+                        if self._launches[name].added:
+                            self._given_up[name] = "".join(_tail(self._log(name), 1)) or "it ended without a word"
+                        elif needed:
                             lines = _tail(self._log(name), LINES_SHOWN)
                             self._terminal.notice("\n  ".join([f"error: {name} cannot work as configured:", *lines]))
                             self._reason = self._reason or f"error: {name}: {''.join(lines[-1:])}"
@@ -195,6 +250,7 @@ class Shell:
                         return status
                     case _:
                         assert_never(action)
+            self._forget_removed(event)
             event = await self._next_event()
 
     async def _next_event(self) -> Event:
@@ -216,7 +272,7 @@ class Shell:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=self._state_dir.run,
+                cwd=self.state_dir.run,
                 env=self._environment,
                 process_group=0,
             )
@@ -244,10 +300,13 @@ class Shell:
         while True:
             await self._restarts.wait()
             for name in sorted(self._returning):
-                healthy, _ = await health(self._launches[name])
+                launch = self._launches.get(name)
+                if launch is None:
+                    continue  # it was removed meanwhile
+                healthy, _ = await health(launch)
                 if healthy:
                     self._terminal.notice(f"{name} has started again and is ready")
-                if healthy or self._supervisor.state(name) == "ended":
+                if healthy or not self._supervisor.knows(name) or self._supervisor.state(name) == "ended":
                     self._returning.discard(name)
             if not self._returning:
                 self._restarts.clear()
@@ -258,8 +317,8 @@ class Shell:
         shown: dict[str, str] = {}
         while True:
             await asyncio.sleep(DRAIN_REPORT_S)
-            for name, launch in self._launches.items():
-                if launch.observe and self._supervisor.state(name) == "stopping":
+            for name, launch in list(self._launches.items()):
+                if launch.observe and self._supervisor.knows(name) and self._supervisor.state(name) == "stopping":
                     _, reason = await health(launch)
                     if reason not in ("", "draining", shown.get(name)):
                         shown[name] = reason
@@ -269,31 +328,31 @@ class Shell:
         """Bound the logs, which the children append to: at the limit, move the content to one older file."""
         while True:
             await asyncio.sleep(LOG_CHECK_S)
-            for log in self._state_dir.logs.glob("*.log"):
+            for log in self.state_dir.logs.glob("*.log"):
                 if log.stat().st_size > LOG_LIMIT_BYTES:
                     shutil.copyfile(log, log.with_suffix(".log.1"))
                     os.truncate(log, 0)
 
     def _log(self, name: str) -> Path:
-        return self._state_dir.logs / f"{name}.log"
+        return self.state_dir.logs / f"{name}.log"
 
     def _record(self) -> None:
         """Write what runs, for `status`, `chat` and people. The file is replaced atomically."""
         record = {
             "pid": os.getpid(),
-            "url": f"{self._stack.url}/v1",
-            "keys": self._stack.access.keys,
-            "nats": self._stack.nats,
-            "etcd": self._stack.etcd,
-            "discovery": str(self._state_dir.run / "discovery") if not self._stack.etcd else "",
+            "url": f"{self.stack.url}/v1",
+            "keys": self.stack.access.keys,
+            "nats": self.stack.nats,
+            "etcd": self.stack.etcd,
+            "discovery": str(self.state_dir.run / "discovery") if not self.stack.etcd else "",
             "programs": {
                 name: {"pid": process.pid, "observe": self._launches[name].observe, "log": str(self._log(name))}
                 for name, process in self._processes.items()
             },
         }
-        fresh = self._state_dir.record.with_suffix(".new")
+        fresh = self.state_dir.record.with_suffix(".new")
         fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        fresh.rename(self._state_dir.record)
+        fresh.rename(self.state_dir.record)
 
 
 def _kill_group(group: int) -> None:

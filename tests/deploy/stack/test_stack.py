@@ -24,6 +24,7 @@ from deploy.local.stack.stack import (
     Value,
     default_replicas,
     plan,
+    plan_attached,
     ports_needed,
     toml,
 )
@@ -249,6 +250,25 @@ def test_workers_know_every_engine(tmp_path: Path, engine: str) -> None:
     stack = planned(msgspec.structs.replace(OPTIONS, engine=engine))
     flags = ["--attached-url", "http://127.0.0.1:1"] if engine == "attached" else []
     assert load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}, flags=flags).engine == engine
+
+
+def test_a_worker_for_a_server_is_planned_for_a_stack_that_runs(tmp_path: Path) -> None:
+    overrides: dict[ServiceName, list[Setting]] = {"worker": [("--attached-grammars", "true")]}
+    options = msgspec.structs.replace(OPTIONS, engine="attached", workers=0, overrides=overrides)
+    stack = planned(options)
+    assert not [name for name in names(stack) if name.startswith("worker")]
+    attached = {"url": "http://there:8001", "events": "tcp://there:5557"}
+    launch, files = plan_attached(options, stack, STATE_DIR, "worker-a", attached, 9000, python="python")
+    assert (launch.program.name, launch.program.needed, launch.added) == ("worker-a", False, True)
+    assert launch.observe == "http://127.0.0.1:9000"
+    ((file, text),) = files.items()
+    (tmp_path / "worker.toml").write_text(text)
+    assert str(file) in launch.arguments
+    config = load(WorkerConfig, file=tmp_path / "worker.toml", environ={}, flags=launch.arguments[-1:])
+    router = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={})
+    assert (config.nats, config.discovery, config.namespace) == (router.nats, router.discovery, router.namespace)
+    assert (config.attached.url, config.attached.events) == ("http://there:8001", "tcp://there:5557")
+    assert config.attached.grammars
 
 
 def test_the_frontend_drains_first_and_the_servers_last() -> None:

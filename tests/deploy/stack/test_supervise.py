@@ -11,12 +11,14 @@ from deploy.local.stack.supervise import (
     LATE_S,
     STEADY_S,
     Action,
+    Add,
     AllEnded,
     Begin,
     Exited,
     Kill,
     Misconfigured,
     Program,
+    Remove,
     Restarting,
     Serving,
     Start,
@@ -44,6 +46,52 @@ def begun() -> Supervisor:
 
 def test_everything_starts_at_once() -> None:
     assert Supervisor(PROGRAMS).on(Begin(), 0.0) == [Start(program.name) for program in PROGRAMS]
+
+
+ADDED = Program("added", 1, 5.0, needed=False)
+
+
+def test_a_program_is_added_and_removed_while_the_others_run() -> None:
+    supervisor = begun()
+    assert supervisor.on(Add(ADDED), 1.0) == [Start("added")]
+    assert supervisor.on(Exited("added", 1), 2.0) == [Restarting("added", 1, 0.5)]
+    assert supervisor.on(Tick(), 2.5) == [Start("added")]
+    assert supervisor.on(Remove("added"), 3.0) == [Terminate("added")]
+    supervisor.validate()
+    assert supervisor.knows("added")
+    assert supervisor.on(Tick(), 8.0) == [Kill("added")]
+    assert supervisor.on(Exited("added", -9), 8.1) == []
+    supervisor.validate()
+    assert not supervisor.knows("added")
+    assert supervisor.on(Add(ADDED), 9.0) == [Start("added")]
+    supervisor.on(Exited("added", 1), 9.1)
+    assert supervisor.on(Remove("added"), 9.2) == [], "it waited for its restart"
+    assert not supervisor.knows("added")
+
+
+def test_an_added_program_with_a_wrong_configuration_has_ended_whatever_served_before() -> None:
+    supervisor = begun()
+    supervisor.on(Serving(), 1.0)
+    supervisor.on(Add(ADDED), 2.0)
+    supervisor.on(Exited("added", -9), 3.0)
+    supervisor.on(Tick(), 3.5)
+    assert supervisor.on(Exited("added", 2), 4.0) == [Misconfigured("added", needed=False)]
+    supervisor.validate()
+    assert supervisor.state("added") == "ended"
+    assert supervisor.on(Remove("added"), 5.0) == []
+    assert not supervisor.knows("added")
+
+
+def test_a_program_that_leaves_while_all_is_stopped_holds_nothing_up() -> None:
+    supervisor = Supervisor((Program("frontend", 0, 5.0),))
+    supervisor.on(Begin(), 0.0)
+    supervisor.on(Add(ADDED), 1.0)
+    supervisor.on(Remove("added"), 2.0)
+    assert supervisor.on(Stop(), 2.5) == [Terminate("frontend")]
+    supervisor.validate()
+    assert supervisor.on(Exited("frontend", 0), 3.0) == []
+    assert supervisor.on(Exited("added", 0), 3.5) == [AllEnded(0)]
+    assert supervisor.on(Add(ADDED), 4.0) == [], "nothing starts any more"
 
 
 LATER = Program("later", 2, 5.0, late=True)
@@ -231,9 +279,15 @@ class Supervision(RuleBasedStateMachine):
     def someone_stops(self) -> None:
         self.do(self.supervisor.on(Stop(), self.now_s))
 
+    @rule(adds=st.booleans())
+    def one_is_added_or_removed(self, adds: bool) -> None:
+        if adds != self.supervisor.knows("added"):
+            self.do(self.supervisor.on(Add(ADDED) if adds else Remove("added"), self.now_s))
+
     @invariant()
     def a_child_is_running_waiting_or_the_whole_stops(self) -> None:
-        for program in (*PROGRAMS, LATER):
+        assert self.supervisor.knows("added") or "added" not in self.alive
+        for program in (*PROGRAMS, LATER, *([ADDED] if self.supervisor.knows("added") else [])):
             lives = self.supervisor.state(program.name) in ("running", "stopping", "killed")
             assert lives == (program.name in self.alive)
 

@@ -92,6 +92,34 @@ async def test_a_wrong_configuration_ends_it_all_with_the_programs_own_words(
     assert said.endswith("\n  router: draining\nerror: worker-0: model.safetensors: torn\n")
 
 
+async def test_programs_are_added_and_removed_while_it_runs(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = state_dir.run / "added.toml"
+    program = Program("added", 1, 10.0, needed=False)
+    stays = Launch(program, ("/bin/sh", "-c", STAYS), added=True)
+    wrong = Launch(program, ("/bin/sh", "-c", "echo 'another model' >&2; exit 2"), added=True)
+
+    async def beside(shell: Shell) -> None:
+        shell.add(stays, {file: "text"})
+        assert shell.find("added") is stays
+        await until(lambda: state_dir.record.exists() and "added" in state_dir.record.read_text())
+        assert file.read_text() == "text"
+        shell.remove("added")
+        await until(lambda: shell.find("added") is None)
+        shell.add(wrong, {})
+        await until(lambda: bool(shell.given_up("added")))
+        assert shell.given_up("added") == "another model"
+        shell.remove("added")
+        await until(lambda: shell.find("added") is None)
+        assert shell.given_up("added") == ""
+        shell.stop()
+        await until(lambda: shell.stopping)
+
+    assert await Shell(Stack((launch("router", STAYS),), {}, "", "", "", ""), state_dir, Terminal()).run(beside) == 0
+    assert "another model" not in capsys.readouterr().err, "who added it says why"
+
+
 async def test_what_is_not_needed_may_have_a_wrong_configuration(
     state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
