@@ -53,6 +53,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             return _check(flags)
         case usage.UpFlags() as flags:
             return _up(flags)
+        case usage.RouteFlags() as flags:
+            return _route(flags)
         case usage.PullFlags() as flags:
             _pull(flags)
         case usage.StatusFlags() as flags:
@@ -153,6 +155,12 @@ def _up(flags: usage.UpFlags) -> int:
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         path = fetch_source(source, check_model, terminal, weights=weights)
         return up(replace(options, model=str(path), store=store), state_dir, terminal)
+
+
+def _route(flags: usage.RouteFlags) -> int:
+    from deploy.local.route.route import route
+
+    return route(flags, Terminal())
 
 
 def _pull(flags: usage.PullFlags) -> None:

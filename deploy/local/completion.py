@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin
 from msgspec import Struct
 from msgspec.structs import fields
 
-from deploy.local.usage import COMMANDS, OPTIONAL, WORD, flag_value
+from deploy.local.usage import COMMANDS, OPTIONAL, WORD, WORDS, flag_value
 
 _SCRIPT = """\
 _headrace() {{
@@ -47,6 +47,7 @@ def _flags(schema: type[Struct]) -> Iterator[str]:
         flag = "--" + field.name.replace("_", "-")
         if placeholder == WORD:
             offered += get_args(kind)
+        if placeholder in (WORD, WORDS):
             continue
         offered.append(flag)
         if kind is not bool and placeholder not in OPTIONAL:

@@ -30,9 +30,11 @@ Listening = Annotated[str, "[HOST:PORT]"]
 WATCH_S = 2.0
 OPTIONAL: dict[str | None, Any] = {"[SECONDS]": WATCH_S, "[HOST:PORT]": "127.0.0.1:8770"}
 """Values that may be left out after their flag, by their placeholder: what they are then."""
-WORD = "WORD"
+WORD, WORDS = "WORD", "WORD…"
 Word = Annotated[str, WORD]
-"""A word after the command; the other fields are flags, with the second part of their type in place of the value."""
+Words = Annotated[list[str], WORDS]
+"""A word after the command, or any number of them; the other fields are flags, with the second part of their type in
+place of the value."""
 
 
 class StateFlags(Struct, frozen=True, kw_only=True):
@@ -109,6 +111,45 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     """The URL of a NATS server that runs already."""
     etcd: Address = ""
     """The address of an etcd server that runs already."""
+
+
+class RouteFlags(StateFlags, frozen=True, kw_only=True):
+    """Run a fleet in front of vLLM servers that run already, until Ctrl-C (docs/route.md)."""
+
+    servers: Words = []
+    """The URLs of the servers, without /v1."""
+    file: File | None = None
+    """The file with these URLs, one a line, in place of arguments. It is read again when it changes."""
+    port: int = 8000
+    """The port of the HTTP API on 127.0.0.1."""
+    model: str = ""
+    """The model's tokenizer and config.json: a directory, or a name on the hub (what the first server names)."""
+    model_name: str = ""
+    """The name of the model for clients, and the one that servers must have (that of the first server)."""
+    api_key_file: File | None = None
+    """The file that contains only the servers' API key (none)."""
+    chat_template: Annotated[str, "FILE|NAME"] = ""
+    """The chat template in place of the model's own: a file, or a name in docs/tools.md."""
+    frontends: int | None = None
+    """The number of frontends, on one port (2; with one or two cores 1)."""
+    routers: int | None = None
+    """The number of routers (2; with one or two cores 1)."""
+    policy: str = "kv"
+    """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
+    keys: File | None = None
+    """The file with API keys, one of which is required of clients (docs/access.md)."""
+    tls_cert: File | None = None
+    """The certificate, with its chain, of the API, which then has only TLS."""
+    tls_key: File | None = None
+    """The private key of that certificate."""
+    set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
+    """A setting of all frontends, routers or workers, such as worker.attached.grammars=true."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The log level of all services."""
+    nats: Url = ""
+    """The URL of a NATS server that runs already."""
+    etcd: Address = ""
+    """The address of an etcd server that runs already (discovery is in files)."""
 
 
 class PullFlags(StateFlags, frozen=True, kw_only=True):
@@ -373,6 +414,7 @@ class CompletionFlags(Struct, frozen=True, kw_only=True):
 COMMANDS: dict[str, type[Struct]] = {
     "check": CheckFlags,
     "up": UpFlags,
+    "route": RouteFlags,
     "pull": PullFlags,
     "status": StatusFlags,
     "top": TopFlags,
@@ -443,7 +485,9 @@ def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: boo
         kind, placeholder = flag_value(field.type)
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _text(said.get(field.name, ""), field)}
         flag = "--" + field.name.replace("_", "-")
-        if placeholder == WORD:
+        if placeholder == WORDS:
+            command.add_argument(field.name, nargs="*", metavar=field.name.upper(), **options)
+        elif placeholder == WORD:
             choices = get_args(kind) or None
             command.add_argument(field.name, nargs=None if field.required else "?", choices=choices, **options)
         elif kind is bool:

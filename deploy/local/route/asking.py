@@ -1,0 +1,118 @@
+"""Asks a server what it is. Each fault is one line, and nothing takes longer than its limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, read_sizes
+from deploy.local.route.targets import Target
+from shared.errors import ConfigError, Unavailable
+
+ASK_LIMIT_S = 5.0
+"""Seconds for each answer of a server."""
+ANSWER_LIMIT_BYTES = 8 << 20
+"""Most bytes of an answer."""
+CONNECT_LIMIT_S = 2.0
+"""Seconds for a connection to the port of its KV events."""
+
+
+def read_key(file: Path | None) -> str:
+    """Return the key in a file; empty without one. Raise ConfigError."""
+    if file is None:
+        return ""
+    try:
+        key = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"--api-key-file {file}: {getattr(wrong, 'strerror', None) or 'not ASCII'}") from None
+    if not key or len(key.split()) > 1:
+        raise ConfigError(f"--api-key-file {file}: not one line with a key")
+    return key
+
+
+def check_host(target: Target) -> None:
+    """Raise ConfigError if the server's host has no address."""
+    try:
+        socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as wrong:
+        reason = getattr(wrong, "strerror", None) or wrong
+        raise ConfigError(f"{target.given}: the host {target.host} has no address: {reason}") from None
+
+
+async def ask(target: Target, key_file: Path | None) -> Found:
+    """Return what a server says. Raise Unavailable, and ConfigError for what it will not mend by itself."""
+    key = read_key(key_file)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S)) as http:
+        listed = await _get(http, target, "/v1/models")
+        try:
+            models = MODEL_LIST.decode(listed or b"")
+        except msgspec.MsgspecError as wrong:
+            raise ConfigError(f"/v1/models is no list of models: {wrong}"[:200]) from None
+        version, metrics = await _get(http, target, "/version"), await _get(http, target, "/metrics")
+        sources = await _get(http, target, "/kv_event_sources")
+    found = Found(models)
+    with contextlib.suppress(msgspec.MsgspecError):
+        said = VERSION.decode(version or b"").get("version")
+        found = msgspec.structs.replace(found, version=str(said)[:64] if said else "")
+    block_size, blocks, ranks = read_sizes((metrics or b"").decode(errors="replace"))
+    try:
+        kv_events = None if sources is None else EVENT_SOURCES.decode(sources)
+    except msgspec.MsgspecError:
+        kv_events = None
+    events, replay, lacks = find_events(target.host, kv_events, ranks)
+    for endpoint in filter(None, (events, replay)):
+        if not await _listens(endpoint):
+            events, replay, lacks = "", "", f"nothing answers at {endpoint}, where its KV events are"
+    return msgspec.structs.replace(
+        found, block_size=block_size, blocks=blocks, ranks=ranks, events=events, replay=replay, lacks=lacks
+    )
+
+
+async def _get(http: aiohttp.ClientSession, target: Target, path: str) -> bytes | None:
+    """Return an answer; None if the server does not have it. Raise as `ask`; without /v1/models it is no server."""
+    content = bytearray()
+    try:
+        async with http.get(target.url + path, allow_redirects=False) as answer:
+            if answer.status in (404, 405) and path != "/v1/models":
+                return None
+            if answer.status in (401, 403):
+                raise ConfigError(f"{path} answers {answer.status}: give its key with --api-key-file")
+            if answer.status != 200:
+                raise Unavailable(f"{path} answers {answer.status}")
+            async for chunk in answer.content.iter_any():
+                content += chunk
+                if len(content) > ANSWER_LIMIT_BYTES:
+                    raise ConfigError(f"{path} answers more than {ANSWER_LIMIT_BYTES} bytes")
+    except TimeoutError:
+        raise Unavailable(f"{path} did not answer in {ASK_LIMIT_S:g} s") from None
+    except aiohttp.ClientConnectorError as wrong:
+        known = wrong.os_error.errno in errno.errorcode  # its text repeats the address
+        reason = os.strerror(wrong.os_error.errno or 0) if known else str(wrong.os_error)
+        raise Unavailable(f"does not answer: {reason}") from None
+    except (aiohttp.ClientError, OSError, ValueError) as wrong:
+        raise Unavailable(f"does not answer: {' '.join(str(wrong).split())[:200]}") from None
+    return bytes(content)
+
+
+async def _listens(endpoint: str) -> bool:
+    """Return whether something listens at a ZeroMQ endpoint."""
+    try:
+        async with asyncio.timeout(CONNECT_LIMIT_S):
+            if endpoint.startswith("ipc://"):
+                _, writer = await asyncio.open_unix_connection(endpoint.removeprefix("ipc://"))
+            else:
+                parts = urlsplit(endpoint)
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (TimeoutError, OSError):
+        return False
+    writer.close()
+    return True

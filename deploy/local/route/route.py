@@ -1,0 +1,241 @@
+"""`headrace route`: a fleet in front of servers that run already. servers.py decides; this module acts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from deploy.local.route.answers import pick, translate
+from deploy.local.route.asking import ask, check_host, read_key
+from deploy.local.route.servers import (
+    Answered,
+    Ask,
+    Event,
+    Gone,
+    Join,
+    Leave,
+    Say,
+    Seen,
+    Servers,
+    Wanted,
+)
+from deploy.local.route.targets import Target, parse_file, parse_targets
+from deploy.local.stack import servers as programs
+from deploy.local.stack.announce import health
+from deploy.local.stack.check import check
+from deploy.local.stack.model_source import ModelSource, cache_directory, fetch_source, find_source
+from deploy.local.stack.options import checked_options
+from deploy.local.stack.stack import Launch, Setting, UpOptions, Value, plan_attached
+from deploy.local.stack.up import Shell, exclusive, up
+from deploy.local.state import CACHE_VARIABLE
+from deploy.local.terminal import Terminal
+from deploy.local.usage import RouteFlags, UpFlags
+from shared.errors import ConfigError, Unavailable
+
+LOOK_S = 1.0
+"""Seconds between two looks at the workers and at the file of servers."""
+FILE_LIMIT_BYTES = 1 << 20
+OWN = ("url", "kind", "model", "api_key_file", "events", "replay")
+"""Settings of a worker's table `attached` that `route` sets itself."""
+CHECKED_URL: Setting = ("--attached.url", "http://127.0.0.1:1")
+"""The URL with which a worker's settings are checked; nothing is sent there."""
+
+
+def route(flags: RouteFlags, terminal: Terminal) -> int:
+    """Run until stopped. Return 0 after a drain, 1 if a program could not work. Raise ConfigError and ModelError before
+    anything is started."""
+    wanted = WantedServers(flags)
+    options = _options(flags)
+    os.environ.pop(CACHE_VARIABLE, None)  # workers get it from their file; the other services would refuse it
+
+    def check_options(model: str = "") -> None:
+        overrides = dict(options.overrides)
+        if model or "worker" in overrides:
+            overrides["worker"] = [*overrides.get("worker", ()), CHECKED_URL]
+        checked = replace(options, model=model or "/not/known/yet", overrides=overrides)
+        check(checked, flags.state_dir, python=sys.executable, model=bool(model), notice=terminal.notice)
+
+    source = find_source(flags.model, weights=False) if flags.model else None
+    check_options()
+    with exclusive(flags.state_dir, flags.port):
+        servers, names, name = None, {flags.model_name}, flags.model_name
+        if source is None:
+            servers = Servers({name} if name else None)
+            join = asyncio.run(Keeper(wanted, servers, flags.api_key_file, terminal).first())
+            source = _source_of(join)
+            listed = pick(join.found, {join.model})
+            names |= listed.names if listed else set()
+            name = name or join.model.rstrip("/").rpartition("/")[2]
+        path = fetch_source(source, check_options, terminal, weights=False)
+        name = name or source.name
+        options = replace(options, model_name=name)
+        check_options(str(path))
+        names |= {name, source.name, path.name}
+        options = replace(options, model=str(path), workers=0)
+        keeper = Keeper(wanted, Servers(names - {""}, servers), flags.api_key_file, terminal)
+        return up(options, flags.state_dir, terminal, partial(keeper.keep, options))
+
+
+def _options(flags: RouteFlags) -> UpOptions:
+    """Return the options of the stack, without its model and workers. Raise ConfigError."""
+    read_key(flags.api_key_file)
+    same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
+    options, _ = checked_options(UpFlags(**same | {"engine": "attached", "model": flags.model or "-"}))
+    for setting, _ in options.overrides.get("worker", ()):
+        name = setting.removeprefix("--").replace("-", "_")
+        if name.removeprefix("attached.") in OWN and name.startswith("attached."):
+            raise ConfigError(f"--set worker.{name}: `route` sets that itself")
+    cache = str(cache_directory(flags.state_dir))
+    return replace(options, discovery="etcd" if flags.etcd else "file", cache=cache, workers=1)
+
+
+class WantedServers:
+    """The servers of the arguments, or of a file that is read again when it changes."""
+
+    def __init__(self, flags: RouteFlags) -> None:
+        """Raise ConfigError for what is wrong with them."""
+        self._file = flags.file
+        if bool(flags.servers) == (self._file is not None):
+            raise ConfigError(
+                "route: give URLs of servers, such as http://127.0.0.1:8001, or a file of them with --file"
+            )
+        self._text = "" if self._file is None else self._read(self._file)
+        self._said = ""
+        self.targets = parse_targets(flags.servers) if self._file is None else parse_file(str(self._file), self._text)
+        for target in self.targets:
+            check_host(target)
+
+    def look(self) -> str:
+        """Read the file again. Return why it cannot be used, and the former servers stay; empty if that was said."""
+        if self._file is None:
+            return ""
+        try:
+            text = self._read(self._file)
+            if text != self._text:
+                targets = parse_file(str(self._file), text)
+                self._text, self.targets = text, targets
+            said, self._said = self._said, ""
+        except ConfigError as wrong:
+            said, self._said = self._said, f"{wrong}; the servers stay as they are"
+        return self._said if self._said != said else ""
+
+    @staticmethod
+    def _read(file: Path) -> str:
+        try:
+            with file.open("rb") as opened:
+                content = opened.read(FILE_LIMIT_BYTES + 1)
+            text = content.decode()
+        except (OSError, UnicodeDecodeError) as wrong:
+            raise ConfigError(f"--file {file}: {getattr(wrong, 'strerror', None) or 'not UTF-8'}") from None
+        if len(content) > FILE_LIMIT_BYTES:
+            raise ConfigError(f"--file {file}: more than {FILE_LIMIT_BYTES} bytes")
+        return text
+
+
+class Keeper:
+    """Asks the servers that are wanted, and keeps a worker for each that fits."""
+
+    def __init__(self, wanted: WantedServers, servers: Servers, key_file: Path | None, terminal: Terminal) -> None:
+        self._wanted, self.servers, self._key_file, self._terminal = wanted, servers, key_file, terminal
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each server that was asked
+        self._asking: set[asyncio.Task[None]] = set()
+
+    async def first(self) -> Join:
+        """Wait for a server that fits, and return it."""
+        try:
+            while True:
+                for action in await self._turn([]):
+                    if isinstance(action, Join):
+                        return action
+        finally:
+            await self._end()
+
+    async def keep(self, options: UpOptions, shell: Shell) -> None:
+        """Give each server that fits a worker of this stack, until it stops."""
+        try:
+            while not shell.stopping:
+                for action in await self._turn(await self._look(shell)):
+                    if isinstance(action, Join):
+                        shell.add(*self._worker(options, shell, action))
+                    else:
+                        shell.remove(action.target.worker)
+        finally:
+            await self._end()
+
+    async def _turn(self, seen: Sequence[Event]) -> list[Join | Leave]:
+        """Pass on what has happened, ask and say what follows, and return what else does. Wait if nothing does."""
+        fault = self._wanted.look()
+        if fault:
+            self._terminal.notice(fault)
+        events: list[Event] = [Wanted(self._wanted.targets), *seen]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                events.append(await self._events.get())
+        left: list[Join | Leave] = []
+        for event in events:
+            for action in self.servers.on(event, time.monotonic()):
+                match action:
+                    case Ask(target):
+                        task = asyncio.ensure_future(self._ask(target))
+                        self._asking.add(task)
+                        task.add_done_callback(self._asking.discard)
+                    case Say(line):
+                        self._terminal.notice(line)
+                    case _:
+                        left.append(action)
+        return left
+
+    async def _ask(self, target: Target) -> None:
+        try:
+            self._events.put_nowait(Answered(target.url, await ask(target, self._key_file)))
+        except (ConfigError, Unavailable) as wrong:
+            self._events.put_nowait(Answered(target.url, None, str(wrong)))
+
+    async def _look(self, shell: Shell) -> list[Event]:
+        """Return what the workers say."""
+        events: list[Event] = [Gone(target.url) for target in self.servers.leaving if shell.find(target.worker) is None]
+        joined = [(target, launch) for target in self.servers.joined if (launch := shell.find(target.worker))]
+        said = await asyncio.gather(*(health(launch) for _, launch in joined))
+        for (target, _), (ready, reason) in zip(joined, said, strict=True):
+            if why := shell.given_up(target.worker):
+                events.append(Seen(target.url, ready=False, reason=translate(why, target.url), given_up=True))
+            else:
+                lost = translate(reason, target.url) if "was lost" in reason else ""
+                events.append(Seen(target.url, ready, lost))
+        return events
+
+    def _worker(self, options: UpOptions, shell: Shell, join: Join) -> tuple[Launch, dict[Path, str]]:
+        found, key_file = join.found, self._key_file
+        attached: dict[str, Value] = {"url": join.target.url, "model": join.model}
+        attached |= {"events": found.events, "replay": found.replay}
+        attached |= {"api_key_file": "" if key_file is None else str(key_file.absolute())}
+        (port,) = programs.free_ports(1)
+        name, python = join.target.worker, sys.executable
+        return plan_attached(options, shell.stack, shell.state_dir, name, attached, port, python=python)
+
+    async def _end(self) -> None:
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
+
+def _source_of(join: Join) -> ModelSource:
+    """Return where the files of a server's model are. Raise ConfigError if it is not here, and no name on the hub."""
+    listed = pick(join.found, {join.model})
+    assert listed is not None
+    root = listed.root or listed.id
+    try:
+        return find_source(root, weights=False)
+    except ConfigError:
+        raise ConfigError(
+            f"{join.target.url} serves {join.model} from {root}, which is not here: name a directory with its "
+            "tokenizer and config.json with --model"
+        ) from None
