@@ -47,6 +47,8 @@ class Up:
         self.process = process
         self.state = state
         self.output = output
+        self.ready = threading.Event()
+        """Set once it says ready, or has ended."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -99,11 +101,31 @@ class Up:
 @contextlib.contextmanager
 def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iterator[Up]:
     """`headrace up` on free ports, until it says ready; ended afterwards. Models are kept in the state directory."""
+    with started(state, "up", *flags, variables=variables) as up:
+        assert up.ready.wait(START_LIMIT_S), "".join(up.output)
+        assert up.process.poll() is None, "".join(up.output) + up.logs()
+        yield up
+
+
+@contextlib.contextmanager
+def started(state: Path, command: str, *flags: str, variables: Mapping[str, str] = {}) -> Iterator[Up]:
+    """`headrace up` or `route` on free ports; ended afterwards."""
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     environment |= {"HEADRACE_CACHE": str(state / "models"), **variables}
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.local.cli", "up", "--port", str(port), "--state", str(state), *ONE_EACH, *flags],
+        [
+            sys.executable,
+            "-m",
+            "deploy.local.cli",
+            command,
+            "--port",
+            str(port),
+            "--state",
+            str(state),
+            *ONE_EACH,
+            *flags,
+        ],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -111,22 +133,19 @@ def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iter
         text=True,
     )
     output: list[str] = []
-    ready = threading.Event()
+    up = Up(process, state, output)
 
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             output.append(line)
             if line.startswith("ready "):
-                ready.set()
-        ready.set()
+                up.ready.set()
+        up.ready.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    up = Up(process, state, output)
     try:
-        assert ready.wait(START_LIMIT_S), "".join(output)
-        assert process.poll() is None, "".join(output) + up.logs()
         yield up
     finally:
         if process.poll() is None:

@@ -107,9 +107,11 @@ class WantedServers:
             raise ConfigError(
                 "route: give URLs of servers, such as http://127.0.0.1:8001, or a file of them with --file"
             )
-        self._text = "" if self._file is None else self._read(self._file)
-        self._said = ""
-        self.targets = parse_targets(flags.servers) if self._file is None else parse_file(str(self._file), self._text)
+        self._text, self._said = "", ""
+        self.targets = parse_targets(flags.servers)
+        if self._file is not None:
+            self._text = self._read(self._file)
+            self.targets = parse_file(f"--file {self._file}", self._text)
         for target in self.targets:
             check_host(target)
 
@@ -120,7 +122,7 @@ class WantedServers:
         try:
             text = self._read(self._file)
             if text != self._text:
-                targets = parse_file(str(self._file), text)
+                targets = parse_file(f"--file {self._file}", text)
                 self._text, self.targets = text, targets
             said, self._said = self._said, ""
         except ConfigError as wrong:

@@ -212,6 +212,7 @@ class Shell:
                 del self._launches[name]
                 self._returning.discard(name)
                 self._given_up.pop(name, None)
+                self._record()
 
     async def _supervise(self, tasks: asyncio.TaskGroup) -> int:
         event: Event = Begin()

@@ -1,0 +1,163 @@
+"""`headrace route` as processes: servers that run already, are away, are others, and come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.stack import Up, eventually, started
+from tests.servers import free_port
+from tests.tiny_model import write_tiny_model
+from tests.worker.attached.peer import Peer, answering
+from tests.worker.attached.vllm_server import KEY, VllmServer
+from tests.worker.vllm.environment import LIMIT_S as VLLM_LIMIT_S
+from tests.worker.vllm.environment import needs_vllm
+
+LIMIT_S = 240.0
+
+
+def post(url: str, body: dict[str, Any], limit_s: float = LIMIT_S, key: str = "") -> dict[str, Any]:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    asked = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=limit_s) as answer:
+        return dict(json.loads(answer.read()))
+
+
+async def said(up: Up, *lines: str) -> None:
+    """Wait until it has said all of these, each somewhere in its output."""
+
+    def all_said() -> bool:
+        assert up.process.poll() is None, "".join(up.output)
+        return all(line in "".join(up.output) for line in lines)
+
+    await asyncio.to_thread(eventually, all_said, limit_s=LIMIT_S, what=str(lines))
+
+
+async def answered(up: Up) -> dict[str, Any]:
+    try:
+        return await asyncio.to_thread(post, up.url, {"model": "tiny", "prompt": "hello", "max_tokens": 2})
+    except urllib.error.HTTPError as wrong:
+        raise AssertionError(wrong.read().decode() + "".join(up.output) + up.logs()) from None
+
+
+async def test_servers_that_are_away_or_others_are_named_and_come_in_by_themselves(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", context_length=512)
+    one, other, strange = (Peer(model, free_port()) for _ in range(3))
+    other.models = [{"id": "large"}]
+    strange.tokens = [1, 2]
+    file = tmp_path / "servers"
+    file.write_text(f"{one.url}\n{other.url}\n{strange.url}\n")
+    async with AsyncExitStack() as servers:
+        with started(tmp_path / "state", "route", "--frontends", "1", "--routers", "1", "--file", str(file)) as up:
+            await said(
+                up,
+                *(f"{peer.url}: left out: does not answer: Connection refused\n" for peer in (one, other, strange)),
+                "waiting: none of the servers (3) serves",
+            )
+            await servers.enter_async_context(answering(one))
+            await said(
+                up, f"{one.url}: vLLM 0.32.0, model tiny, 64 blocks of 32 tokens, routed by what was sent; it pub"
+            )
+            await said(up, f"{one.url}: serves\n", "\nready ")
+            assert (await answered(up))["usage"]["completion_tokens"] == 2
+            for peer in (other, strange):
+                await servers.enter_async_context(answering(peer))
+            await said(
+                up,
+                f"{other.url}: left out: has no model {model} or tiny; it has large\n",
+                f"{strange.url}: left out: serves another model: its tokenizer is not that of {model}\n",
+            )
+            other.models = one.models
+            await said(up, f"{other.url}: serves\n")
+            file.write_text(f"{other.url}\n")
+            await said(up, f"{one.url}: not wanted any more\n", f"{strange.url}: not wanted any more\n")
+            gone = f"worker-{one.url.replace('://', '-')}"
+            await asyncio.to_thread(
+                eventually, lambda: gone not in up.record["programs"], limit_s=LIMIT_S, what="its worker has ended"
+            )
+            before = len(other.bodies)
+            await answered(up)
+            assert len(other.bodies) == before + 1
+            up.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(up.process.wait, LIMIT_S) == 0
+
+
+async def test_a_model_whose_files_are_not_here_ends_it_with_one_line(tmp_path: Path) -> None:
+    peer = Peer(write_tiny_model(tmp_path / "tiny"))
+    peer.models = [{"id": "prod", "root": "/models/gone"}]
+    async with answering(peer):
+        with started(tmp_path / "state", "route", peer.url) as up:
+            assert await asyncio.to_thread(up.process.wait, LIMIT_S) == 2
+            assert await asyncio.to_thread(up.ready.wait, LIMIT_S)
+    assert up.output[-1] == (
+        f"error: {peer.url} serves prod from /models/gone, which is not here: name a directory with its tokenizer and "
+        "config.json with --model\n"
+    )
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Iterator[VllmServer]:
+    directory = tmp_path / "tiny"
+    write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
+    server = VllmServer(directory, tmp_path / "server.log")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@needs_vllm
+def test_a_real_server_is_found_with_its_events_and_comes_back_by_itself(tmp_path: Path, vllm: VllmServer) -> None:
+    body = {"prompt": [5 + index * 7 % 250 for index in range(100)], "max_tokens": 8, "temperature": 0}
+    wanted = post(f"{vllm.url}/v1", body | {"model": str(tmp_path / "tiny")}, VLLM_LIMIT_S, KEY)
+    key = str(vllm.settings["api_key_file"])
+    limits = ("--set", "worker.attached.limit_s=60", "--set", "worker.health.limit_s=300")
+    with started(tmp_path / "state", "route", vllm.url, "--api-key-file", key, *limits) as up:
+
+        def has_said(line: str) -> Callable[[], bool]:
+            def said_by_now() -> bool:
+                assert up.process.poll() is None, "".join(up.output)
+                return line in "".join(up.output)
+
+            return said_by_now
+
+        for line in ("\nready ", f"{vllm.url}: serves\n"):
+            eventually(has_said(line), limit_s=VLLM_LIMIT_S, what=line)
+        found = next(line for line in up.output if line.startswith(vllm.url))
+        assert found.startswith(f"{vllm.url}: vLLM 0.3")
+        assert found.endswith(
+            f", model {tmp_path}/tiny, 64 blocks of 32 tokens, KV events at {vllm.settings['events']}\n"
+        )
+        answer = post(up.url, body | {"model": "tiny"}, VLLM_LIMIT_S)
+        assert answer["choices"][0]["text"] == wanted["choices"][0]["text"]
+        eventually(
+            lambda: (
+                up.explained("tiny", post(up.url, body, VLLM_LIMIT_S)["id"])["decisions"][-1]["overlap"]["blocks"] == 3
+            ),
+            limit_s=VLLM_LIMIT_S,
+            what="the router knows the server's blocks",
+        )
+        vllm.kill()
+        eventually(has_said(f"{vllm.url}: left out: "), limit_s=LIMIT_S, what="the server is away")
+        up.output.clear()
+        vllm.start()
+        eventually(has_said(f"{vllm.url}: serves\n"), limit_s=VLLM_LIMIT_S, what="the server is back")
+        again = eventually(lambda: _answer_now(up, body), limit_s=VLLM_LIMIT_S, what="an answer")
+        assert again["choices"][0]["text"] == wanted["choices"][0]["text"]
+
+
+def _answer_now(up: Up, body: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        return post(up.url, body, VLLM_LIMIT_S)
+    except urllib.error.HTTPError:
+        return None
