@@ -30,7 +30,7 @@ REMIND_S = 60.0
 
 
 class Wanted(Struct, frozen=True):
-    """These servers are wanted, and no others."""
+    """The servers that are wanted, and no others."""
 
     targets: Sequence[Target]
 
@@ -125,8 +125,8 @@ class Servers:
     """The servers of one `route`. Times are seconds on a monotonic clock."""
 
     def __init__(self, names: Collection[str] | None, former: Servers | None = None) -> None:
-        """`names` are those under which servers may know the model; None: any model will do. What `former` has said of
-        servers is not said again."""
+        """`names` are those under which servers may know the model. None means that any model will do. What `former` has
+        said of servers is not said again."""
         self._names = names
         self._servers: dict[str, _Server] = {}
         self._former = {} if former is None else former._servers

@@ -52,7 +52,7 @@ LINES_SHOWN = 10
 
 
 Beside = Callable[["Shell"], Coroutine[Any, Any, None]]
-"""What runs beside a stack, until all programs have ended, and adds programs to it or removes them."""
+"""What runs in addition to a stack, until all programs have ended, and adds programs to it or removes them."""
 
 
 def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal, beside: Beside | None = None) -> int:
