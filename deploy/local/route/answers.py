@@ -37,7 +37,7 @@ class ListedModel(Struct, frozen=True):
         return {*given, *(name.rstrip("/").rpartition("/")[2] for name in given)} - {""}
 
 
-class ModelList(Struct, frozen=True):
+class ServerModels(Struct, frozen=True):
     """The answer of /v1/models."""
 
     data: Annotated[tuple[ListedModel, ...], Meta(max_length=MOST_MODELS)]
@@ -48,7 +48,7 @@ class ModelList(Struct, frozen=True):
         return tuple(model for model in self.data if not model.parent)
 
 
-class EventSource(Struct, frozen=True):
+class PublishedEvents(Struct, frozen=True):
     """The KV events of one rank, as vLLM's /kv_event_sources shows them."""
 
     endpoint: str = ""
@@ -59,7 +59,7 @@ class EventSource(Struct, frozen=True):
 class Found(Struct, frozen=True):
     """What a server says of itself."""
 
-    models: ModelList
+    models: ServerModels
     version: str = ""
     """Empty if it does not say."""
     block_size: int = 0
@@ -81,7 +81,7 @@ def read_sizes(metrics: str) -> tuple[int, int, int]:
     return sizes.get("block_size", 0), sizes.get("num_gpu_blocks", 0), len(lines)
 
 
-def find_events(host: str, sources: Mapping[str, EventSource] | None, ranks: int) -> tuple[str, str, str]:
+def find_events(host: str, sources: Mapping[str, PublishedEvents] | None, ranks: int) -> tuple[str, str, str]:
     """Return the endpoints of a server's KV events and of their replay, and what is missing: each may be empty.
     `sources` is None if the server does not say."""
     if sources is None:
@@ -152,6 +152,6 @@ def translate(reason: str, url: str) -> str:
     return re.sub(r"^/\S+ (does not answer): .*", r"\1", reason)  # which path it was, and an address that is known
 
 
-MODEL_LIST = msgspec.json.Decoder(ModelList)
-EVENT_SOURCES = msgspec.json.Decoder(dict[str, EventSource])
+MODEL_LIST = msgspec.json.Decoder(ServerModels)
+EVENT_SOURCES = msgspec.json.Decoder(dict[str, PublishedEvents])
 VERSION = msgspec.json.Decoder(dict[str, str | int | float | bool | None])

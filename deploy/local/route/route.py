@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from deploy.local.route.answers import pick, translate
 from deploy.local.route.asking import ask, check_host, read_key
 from deploy.local.route.servers import (
-    Answered,
     Ask,
     Event,
     Gone,
     Join,
-    Leave,
+    LeaveServer,
     Say,
     Seen,
+    ServerAnswered,
     Servers,
     Wanted,
 )
@@ -172,7 +172,7 @@ class Keeper:
         finally:
             await self._end()
 
-    async def _turn(self, seen: Sequence[Event]) -> list[Join | Leave]:
+    async def _turn(self, seen: Sequence[Event]) -> list[Join | LeaveServer]:
         """Pass on what has happened, ask and say what follows, and return what else does. Wait if nothing does."""
         fault = self._wanted.look()
         if fault:
@@ -181,7 +181,7 @@ class Keeper:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 events.append(await self._events.get())
-        left: list[Join | Leave] = []
+        left: list[Join | LeaveServer] = []
         for event in events:
             for action in self.servers.on(event, time.monotonic()):
                 match action:
@@ -197,9 +197,9 @@ class Keeper:
 
     async def _ask(self, target: Target) -> None:
         try:
-            self._events.put_nowait(Answered(target.url, await ask(target, self._key_file)))
+            self._events.put_nowait(ServerAnswered(target.url, await ask(target, self._key_file)))
         except (ConfigError, Unavailable) as wrong:
-            self._events.put_nowait(Answered(target.url, None, str(wrong)))
+            self._events.put_nowait(ServerAnswered(target.url, None, str(wrong)))
 
     async def _look(self, shell: Shell) -> list[Event]:
         """Return what the workers say."""

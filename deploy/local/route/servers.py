@@ -1,9 +1,9 @@
 """Decides which servers have a worker, and what is said of each. Pure.
 
-    out ──due──▶ asked ──Answered: it fits──▶ joined ──Seen: its worker has given up──▶ leaving ──Gone──▶ out
-     ▲             │                             │
-     └─────────────┘ no answer, or another       └── not wanted any more ──▶ leaving ──Gone──▶ forgotten
-                     model: after a back-off
+    out ──due──▶ asked ──it fits──▶ joined ──its worker has given up──▶ leaving ──Gone──▶ out
+     ▲             │                  │
+     └─────────────┘ no answer, or    └────── not wanted any more ────▶ leaving ──Gone──▶ forgotten
+                     another model
 
 While a server has a worker, that worker asks for it again if it goes away; what the worker's /health says is repeated
 here. A reason is said once, until another one holds.
@@ -35,7 +35,7 @@ class Wanted(Struct, frozen=True):
     targets: Sequence[Target]
 
 
-class Answered(Struct, frozen=True):
+class ServerAnswered(Struct, frozen=True):
     """A server that was asked has answered: what was found, or why it is left out."""
 
     url: str
@@ -60,15 +60,15 @@ class Gone(Struct, frozen=True):
     url: str
 
 
-class Tick(Struct, frozen=True):
+class TimePassed(Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Wanted | Answered | Seen | Gone | Tick
+Event = Wanted | ServerAnswered | Seen | Gone | TimePassed
 
 
 class Ask(Struct, frozen=True):
-    """Ask a server what it is; Answered follows."""
+    """Ask a server what it is; ServerAnswered follows."""
 
     target: Target
 
@@ -82,7 +82,7 @@ class Join(Struct, frozen=True):
     """The model's name on the server."""
 
 
-class Leave(Struct, frozen=True):
+class LeaveServer(Struct, frozen=True):
     """Drain the worker of a server; Gone follows."""
 
     target: Target
@@ -94,7 +94,7 @@ class Say(Struct, frozen=True):
     line: str
 
 
-Action = Ask | Join | Leave | Say
+Action = Ask | Join | LeaveServer | Say
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Servers:
     """The servers of one `route`. Times are seconds on a monotonic clock."""
 
     def __init__(self, names: Collection[str] | None, former: Servers | None = None) -> None:
-        """`names` are those under which servers may know the model. None means that any model will do. What `former` has
+        """`names` are those under which servers may know the model. None means that any will do. What `former` has
         said of servers is not said again."""
         self._names = names
         self._servers: dict[str, _Server] = {}
@@ -139,7 +139,7 @@ class Servers:
         match event:
             case Wanted(targets):
                 actions += self._want(targets, now_s)
-            case Answered(url, found, fault):
+            case ServerAnswered(url, found, fault):
                 if url in self._servers:
                     actions += self._answered(self._servers[url], found, fault, now_s)
             case Seen():
@@ -148,7 +148,7 @@ class Servers:
                 self._servers[url].state = "out"
                 if not self._servers[url].wanted:
                     del self._servers[url]
-            case Tick():
+            case TimePassed():
                 pass
             case _:
                 assert_never(event)
@@ -258,7 +258,7 @@ class Servers:
 
     def _leave(self, server: _Server) -> list[Action]:
         server.state, server.ready, server.away, server.found = "leaving", False, False, None
-        return [Leave(server.target)]
+        return [LeaveServer(server.target)]
 
     def _remind(self, now_s: float) -> list[Action]:
         """Say that none serves, once each has been asked, and again every REMIND_S."""

@@ -9,10 +9,10 @@ from deploy.local.route.answers import (
     EVENT_SOURCES,
     MODEL_LIST,
     MOST_MODELS,
-    EventSource,
     Found,
     ListedModel,
-    ModelList,
+    PublishedEvents,
+    ServerModels,
     describe,
     find_events,
     misfit,
@@ -26,11 +26,11 @@ LISTED = (
     ListedModel("prod", "/models/SmolLM2/"),
     ListedModel("other"),
 )
-FOUND = Found(ModelList(LISTED), "0.32.0", 16, 64, 1)
+FOUND = Found(ServerModels(LISTED), "0.32.0", 16, 64, 1)
 
 
-def source(endpoint: str = "tcp://*:5557", replay: str | None = "tcp://*:5558") -> dict[str, EventSource]:
-    return {"0": EventSource(endpoint, replay)}
+def source(endpoint: str = "tcp://*:5557", replay: str | None = "tcp://*:5558") -> dict[str, PublishedEvents]:
+    return {"0": PublishedEvents(endpoint, replay)}
 
 
 def test_a_model_is_found_by_its_name_or_where_it_is_from_and_a_lora_is_none() -> None:
@@ -38,13 +38,13 @@ def test_a_model_is_found_by_its_name_or_where_it_is_from_and_a_lora_is_none() -
         assert pick(FOUND, {name, "else"}) == LISTED[1]
     assert pick(FOUND, None) == LISTED[1]
     assert pick(FOUND, {"poet", "models"}) is None
-    assert pick(Found(ModelList(())), None) is None
+    assert pick(Found(ServerModels(())), None) is None
 
 
 def test_a_server_of_another_model_or_block_size_does_not_fit() -> None:
     assert misfit(FOUND, {"prod"}, 16) == misfit(FOUND, {"prod"}, 0) == ""
     assert misfit(FOUND, {"b", "a"}, 16) == "has no model a or b; it has prod, other"
-    assert misfit(Found(ModelList(())), None, 0) == "has no model at all; it has none"
+    assert misfit(Found(ServerModels(())), None, 0) == "has no model at all; it has none"
     assert misfit(FOUND, {"prod"}, 32) == "has blocks of 16 tokens, the others have 32: start it with --block-size"
 
 
@@ -63,9 +63,13 @@ def test_events_are_where_the_server_is() -> None:
     [
         (None, 1, "it says nothing of KV events, as vLLM does from 0.32 on"),
         ({}, 1, "it publishes no KV events: start it with --kv-events-config '{"),
-        ({"0": EventSource("tcp://*:5557", None, False)}, 1, "it publishes no KV events: start it with --kv-events-"),
+        (
+            {"0": PublishedEvents("tcp://*:5557", None, False)},
+            1,
+            "it publishes no KV events: start it with --kv-events-",
+        ),
         (source(), 2, "its KV events are those of 2 data-parallel ranks, and not followed"),
-        (source() | {"1": EventSource("tcp://*:5558")}, 1, "its KV events are those of 2 data-parallel ranks"),
+        (source() | {"1": PublishedEvents("tcp://*:5558")}, 1, "its KV events are those of 2 data-parallel ranks"),
         (source("ipc:///run/events"), 1, "its KV events are at ipc:///run/events, not to be reached from here: --kv"),
         (source("tcp://127.0.0.1:1"), 1, "its KV events are at tcp://127.0.0.1:1, not to be reached from here: --kv"),
         (source("inproc://x"), 1, "its KV events are at inproc://x, not to be reached from here: --kv-events-config"),
@@ -73,7 +77,7 @@ def test_events_are_where_the_server_is() -> None:
     ],
 )
 def test_what_is_lacking_for_events_is_said_with_its_flag(
-    sources: dict[str, EventSource] | None, ranks: int, said: str
+    sources: dict[str, PublishedEvents] | None, ranks: int, said: str
 ) -> None:
     events, replay, lacks = find_events("gpu-1", sources, ranks)
     assert (events, replay) == ("", "")
@@ -106,7 +110,7 @@ def test_answers_of_another_form_are_refused() -> None:
         MODEL_LIST.decode(b"<html>")
     with pytest.raises(msgspec.MsgspecError):
         MODEL_LIST.decode(msgspec.json.encode({"data": [{"id": "a"}] * (MOST_MODELS + 1)}))
-    assert EVENT_SOURCES.decode(b'{"0": {"endpoint": "tcp://*:1", "hwm": 5}}') == {"0": EventSource("tcp://*:1")}
+    assert EVENT_SOURCES.decode(b'{"0": {"endpoint": "tcp://*:1", "hwm": 5}}') == {"0": PublishedEvents("tcp://*:1")}
 
 
 def test_a_workers_reason_is_said_in_the_words_of_route() -> None:

@@ -6,30 +6,30 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deploy.local.route.answers import Found, ListedModel, ModelList
+from deploy.local.route.answers import Found, ListedModel, ServerModels
 from deploy.local.route.servers import (
     GIVEN_UP_DELAY_S,
     LAST_DELAY_S,
     REMIND_S,
     Action,
-    Answered,
     Ask,
     Event,
     Gone,
     Join,
-    Leave,
+    LeaveServer,
     Say,
     Seen,
+    ServerAnswered,
     Servers,
-    Tick,
+    TimePassed,
     Wanted,
 )
 from deploy.local.route.targets import Target, parse_targets
 
 ONE, TWO, THREE = parse_targets(["http://one", "http://two", "http://three"])
-FITS = Found(ModelList((ListedModel("tiny"),)), "0.32.0", 16, 64, 1)
-OTHER = Found(ModelList((ListedModel("other"),)), "0.32.0", 16, 64, 1)
-LARGER = Found(ModelList((ListedModel("tiny"),)), "0.32.0", 32, 64, 1)
+FITS = Found(ServerModels((ListedModel("tiny"),)), "0.32.0", 16, 64, 1)
+OTHER = Found(ServerModels((ListedModel("other"),)), "0.32.0", 16, 64, 1)
+LARGER = Found(ServerModels((ListedModel("tiny"),)), "0.32.0", 32, 64, 1)
 DESCRIBED = "vLLM 0.32.0, model tiny, 64 blocks of 16 tokens, routed by what was sent"
 
 
@@ -39,7 +39,7 @@ def joined(*targets: Target) -> Servers:
     wanted = [target for target in (ONE, TWO, THREE) if target in (targets or (ONE,))]
     servers.on(Wanted(wanted), 0.0)
     for target in wanted:
-        servers.on(Answered(target.url, FITS), 0.0)
+        servers.on(ServerAnswered(target.url, FITS), 0.0)
         servers.on(Seen(target.url, ready=True), 0.0)
     return servers
 
@@ -53,7 +53,7 @@ def on(servers: Servers, event: Event, now_s: float) -> list[Action]:
 def test_a_server_that_fits_gets_a_worker_and_is_said_to_serve_once_that_is_ready() -> None:
     servers = Servers({"tiny"})
     assert on(servers, Wanted([ONE, TWO]), 0.0) == [Ask(ONE), Ask(TWO)]
-    assert on(servers, Answered(ONE.url, FITS), 0.1) == [
+    assert on(servers, ServerAnswered(ONE.url, FITS), 0.1) == [
         Say(f"{ONE.url}: {DESCRIBED}"),
         Join(ONE, FITS, "tiny"),
     ]
@@ -66,23 +66,25 @@ def test_a_server_that_fits_gets_a_worker_and_is_said_to_serve_once_that_is_read
 def test_a_server_that_is_down_is_said_once_and_asked_again_after_a_back_off_with_a_bound() -> None:
     servers, now_s, waits_s = joined(), 0.0, []
     assert on(servers, Wanted([ONE, TWO]), 0.0) == [Ask(TWO)]
-    assert on(servers, Answered(TWO.url, None, "down"), 0.0) == [Say(f"{TWO.url}: left out: down")]
+    assert on(servers, ServerAnswered(TWO.url, None, "down"), 0.0) == [Say(f"{TWO.url}: left out: down")]
     for _ in range(6):
         begun_s = now_s
-        while on(servers, Tick(), now_s) != [Ask(TWO)]:
+        while on(servers, TimePassed(), now_s) != [Ask(TWO)]:
             now_s += 0.5
         waits_s.append(now_s - begun_s)
-        assert on(servers, Answered(TWO.url, None, "down"), now_s) == []
+        assert on(servers, ServerAnswered(TWO.url, None, "down"), now_s) == []
     assert waits_s == [1.0, 2.0, 4.0, 8.0, LAST_DELAY_S, LAST_DELAY_S]
-    assert on(servers, Tick(), now_s + 10.0) == [Ask(TWO)]
-    assert on(servers, Answered(TWO.url, FITS), now_s + 10.0)[-1:] == [Join(TWO, FITS, "tiny")]
+    assert on(servers, TimePassed(), now_s + 10.0) == [Ask(TWO)]
+    assert on(servers, ServerAnswered(TWO.url, FITS), now_s + 10.0)[-1:] == [Join(TWO, FITS, "tiny")]
 
 
 def test_another_model_or_block_size_is_left_out_and_named() -> None:
     servers = joined()
     on(servers, Wanted([ONE, TWO, THREE]), 0.0)
-    assert on(servers, Answered(TWO.url, OTHER), 1.0) == [Say(f"{TWO.url}: left out: has no model tiny; it has other")]
-    assert on(servers, Answered(THREE.url, LARGER), 1.0) == [
+    assert on(servers, ServerAnswered(TWO.url, OTHER), 1.0) == [
+        Say(f"{TWO.url}: left out: has no model tiny; it has other")
+    ]
+    assert on(servers, ServerAnswered(THREE.url, LARGER), 1.0) == [
         Say(f"{THREE.url}: left out: has blocks of 32 tokens, the others have 16: start it with --block-size")
     ]
 
@@ -90,18 +92,18 @@ def test_another_model_or_block_size_is_left_out_and_named() -> None:
 def test_without_a_name_any_model_will_do() -> None:
     servers = Servers(None)
     on(servers, Wanted([ONE]), 0.0)
-    assert on(servers, Answered(ONE.url, OTHER), 0.0)[-1:] == [Join(ONE, OTHER, "other")]
+    assert on(servers, ServerAnswered(ONE.url, OTHER), 0.0)[-1:] == [Join(ONE, OTHER, "other")]
 
 
 def test_what_was_said_before_the_model_was_known_is_not_said_again() -> None:
     former = Servers(None)
     on(former, Wanted([ONE, TWO]), 0.0)
-    on(former, Answered(TWO.url, None, "down"), 0.0)
-    on(former, Answered(ONE.url, FITS), 0.0)
+    on(former, ServerAnswered(TWO.url, None, "down"), 0.0)
+    on(former, ServerAnswered(ONE.url, FITS), 0.0)
     servers = Servers({"tiny"}, former)
     assert on(servers, Wanted([ONE, TWO]), 1.0)[:2] == [Ask(ONE), Ask(TWO)]
-    assert on(servers, Answered(TWO.url, None, "down"), 1.0) == []
-    assert on(servers, Answered(ONE.url, FITS), 1.0) == [Join(ONE, FITS, "tiny")]
+    assert on(servers, ServerAnswered(TWO.url, None, "down"), 1.0) == []
+    assert on(servers, ServerAnswered(ONE.url, FITS), 1.0) == [Join(ONE, FITS, "tiny")]
 
 
 def test_a_server_that_goes_away_is_said_and_asked_what_it_is_when_it_serves_again() -> None:
@@ -110,7 +112,7 @@ def test_a_server_that_goes_away_is_said_and_asked_what_it_is_when_it_serves_aga
     assert on(servers, away, 1.0) == [Say(f"{ONE.url}: left out: does not answer")]
     assert on(servers, away, 2.0) == []
     assert on(servers, Seen(ONE.url, ready=True), 3.0) == [Say(f"{ONE.url}: serves"), Ask(ONE)]
-    assert on(servers, Answered(ONE.url, FITS), 3.0) == []
+    assert on(servers, ServerAnswered(ONE.url, FITS), 3.0) == []
     assert servers.joined == [ONE, TWO]
 
 
@@ -118,31 +120,31 @@ def test_a_server_that_came_back_otherwise_gets_another_worker() -> None:
     servers = joined()
     on(servers, Seen(ONE.url, ready=False, reason="does not answer"), 1.0)
     on(servers, Seen(ONE.url, ready=True), 2.0)
-    assert on(servers, Answered(ONE.url, LARGER), 2.0) == [Leave(ONE)]
+    assert on(servers, ServerAnswered(ONE.url, LARGER), 2.0) == [LeaveServer(ONE)]
     assert servers.leaving == [ONE]
-    assert on(servers, Tick(), 100.0) == []
+    assert on(servers, TimePassed(), 100.0) == []
     assert on(servers, Gone(ONE.url), 101.0) == [Ask(ONE)]
-    assert on(servers, Answered(ONE.url, LARGER), 101.0)[-1:] == [Join(ONE, LARGER, "tiny")]
+    assert on(servers, ServerAnswered(ONE.url, LARGER), 101.0)[-1:] == [Join(ONE, LARGER, "tiny")]
 
 
 def test_a_worker_that_has_given_up_is_drained_and_its_server_asked_again_later() -> None:
     servers = joined(ONE, TWO)
     given_up = Seen(ONE.url, ready=False, reason="serves another model", given_up=True)
-    assert on(servers, given_up, 1.0) == [Say(f"{ONE.url}: left out: serves another model"), Leave(ONE)]
+    assert on(servers, given_up, 1.0) == [Say(f"{ONE.url}: left out: serves another model"), LeaveServer(ONE)]
     assert on(servers, given_up, 2.0) == []
     assert on(servers, Gone(ONE.url), 3.0) == []
-    assert on(servers, Tick(), 0.9 + GIVEN_UP_DELAY_S) == []
-    assert on(servers, Tick(), 1.0 + GIVEN_UP_DELAY_S) == [Ask(ONE)]
+    assert on(servers, TimePassed(), 0.9 + GIVEN_UP_DELAY_S) == []
+    assert on(servers, TimePassed(), 1.0 + GIVEN_UP_DELAY_S) == [Ask(ONE)]
 
 
 def test_a_server_that_is_not_wanted_any_more_is_drained_and_may_come_again_meanwhile() -> None:
     servers = joined(ONE, TWO)
-    assert on(servers, Wanted([TWO]), 1.0) == [Say(f"{ONE.url}: not wanted any more"), Leave(ONE)]
+    assert on(servers, Wanted([TWO]), 1.0) == [Say(f"{ONE.url}: not wanted any more"), LeaveServer(ONE)]
     assert on(servers, Wanted([TWO]), 2.0) == []
     assert on(servers, Wanted([ONE, TWO]), 3.0) == []
     assert on(servers, Gone(ONE.url), 4.0) == [Ask(ONE)]
     assert on(servers, Wanted([TWO]), 5.0) == [Say(f"{ONE.url}: not wanted any more")]
-    assert on(servers, Answered(ONE.url, FITS), 6.0) == []
+    assert on(servers, ServerAnswered(ONE.url, FITS), 6.0) == []
     assert servers.joined == [TWO]
 
 
@@ -150,10 +152,10 @@ def test_that_none_serves_is_said_once_each_has_been_asked_and_again_after_a_whi
     servers = Servers({"tiny"})
     line = Say("waiting: none of the servers (2) serves; they are asked again and again")
     on(servers, Wanted([ONE, TWO]), 0.0)
-    assert line not in on(servers, Answered(ONE.url, None, "down"), 0.0)
-    assert line in on(servers, Answered(TWO.url, None, "down"), 0.0)
-    assert line not in on(servers, Tick(), REMIND_S - 0.1)
-    assert line in on(servers, Tick(), REMIND_S)
+    assert line not in on(servers, ServerAnswered(ONE.url, None, "down"), 0.0)
+    assert line in on(servers, ServerAnswered(TWO.url, None, "down"), 0.0)
+    assert line not in on(servers, TimePassed(), REMIND_S - 0.1)
+    assert line in on(servers, TimePassed(), REMIND_S)
 
 
 class Route(RuleBasedStateMachine):
@@ -179,7 +181,7 @@ class Route(RuleBasedStateMachine):
                 case Join(target):
                     assert target.url not in self.workers
                     self.workers[target.url] = "joined"
-                case Leave(target):
+                case LeaveServer(target):
                     assert self.workers[target.url] == "joined"
                     self.workers[target.url] = "leaving"
                 case Say():
@@ -197,7 +199,7 @@ class Route(RuleBasedStateMachine):
     def a_server_answers(self, found: Found | None, choice: st.DataObject) -> None:
         url = choice.draw(st.sampled_from(self.asked))
         self.asked.remove(url)
-        self.do(Answered(url, found, "" if found else "down"))
+        self.do(ServerAnswered(url, found, "" if found else "down"))
 
     @precondition(lambda self: "joined" in self.workers.values())
     @rule(kind=st.sampled_from(("ready", "away", "starting", "given up")), choice=st.data())
@@ -216,7 +218,7 @@ class Route(RuleBasedStateMachine):
     @rule(passed_s=st.sampled_from((0.5, 10.0, 60.0)))
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
-        self.do(Tick())
+        self.do(TimePassed())
 
     @invariant()
     def the_workers_are_those_that_it_knows(self) -> None:
@@ -231,10 +233,10 @@ class Route(RuleBasedStateMachine):
                 del self.workers[url]
                 self.do(Gone(url))
             self.now_s += GIVEN_UP_DELAY_S
-            self.do(Tick())
+            self.do(TimePassed())
             for url in list(self.asked):
                 self.asked.remove(url)
-                self.do(Answered(url, FITS))
+                self.do(ServerAnswered(url, FITS))
         sizes = {one.url for one in self.servers.joined}
         assert sizes <= {target.url for target in self.wanted}
         assert bool(sizes) == bool(self.wanted), "not all may fit: the first to join may have larger blocks"
