@@ -183,8 +183,9 @@ class Process:
         """What it publishes of its cache is lost."""
         if self.worker is not None:
             mute = self.bus.broker.mute if muted else self.bus.broker.unmute
-            if self.bus.broker.publisher(self.worker.event_source.publish) is not None:
-                mute(self.worker.event_source)
+            source = self.worker.event_source
+            if source is not None and self.bus.broker.publisher(source.publish) is not None:
+                mute(source)
 
     def bury(self) -> None:
         """The simulation is over: what is left of the dead is taken apart."""
