@@ -13,7 +13,7 @@ from tests.worker.shell import WORKER, running_worker
 
 
 @pytest.mark.parametrize("events", ["", "tcp://127.0.0.1:9"])
-async def test_routers_are_told_of_events_only_if_the_server_publishes_some(tmp_path: Path, events: str) -> None:
+async def test_routers_hear_of_a_source_of_events_only_if_the_server_has_one(tmp_path: Path, events: str) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     async with answering(Peer(model)) as peer:
         attached = AttachedConfig(url=peer.url, events=events)
