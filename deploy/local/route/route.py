@@ -88,7 +88,7 @@ def _options(flags: RouteFlags) -> UpOptions:
     """Return the options of the stack, without its model and workers. Raise ConfigError."""
     read_key(flags.api_key_file)
     same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
-    options, _ = checked_options(UpFlags(**same | {"engine": "attached", "model": flags.model or "-"}))
+    options, _ = checked_options(replace(UpFlags(), **same | {"engine": "attached", "model": flags.model or "-"}))
     for setting, _ in options.overrides.get("worker", ()):
         name = setting.removeprefix("--").replace("-", "_")
         if name.removeprefix("attached.") in OWN and name.startswith("attached."):
