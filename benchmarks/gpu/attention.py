@@ -73,10 +73,8 @@ def _rows(config: ModelConfig, before: int, tokens: int, rounds: int) -> list[At
     end, size = before + tokens, llama.BLOCK_SIZE
     slots = -(-end // size)
     random = llama.Random(1.0)
-    queries, attended = (
-        random.array(tokens, config.heads, config.head_dim),
-        cp.empty(tokens * config.queries, cp.uint16),
-    )
+    queries = random.array(tokens, config.heads, config.head_dim)
+    attended = cp.empty(tokens * config.queries, cp.uint16)
     pages = random.array(slots, 1, 2, size, config.kv_heads, config.head_dim)
     table = np.random.default_rng(end).permutation(slots).astype(np.int32)
     tiles = [(first, min(PREFILL_ROWS, tokens - first)) for first in range(0, tokens, PREFILL_ROWS)]

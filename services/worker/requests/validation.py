@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from services.worker.contracts.messages import Ready
+from services.worker.limits import MAX_BIASES, MAX_TOP_LOGPROBS
 from shared import subjects
 from shared.hashing import token_array
 from shared.messages.generate import Generate, Sampling
@@ -17,8 +18,6 @@ _MAX_REQUEST_CHARACTERS = 256
 _MAX_SALT_CHARACTERS = 256
 _MAX_TIME_LEFT_S = 7 * 24 * 3600.0
 _MAX_STOP_TOKENS = 256
-_MAX_TOP_LOGPROBS = 20
-_MAX_BIASES = 300
 _MAX_ALLOWED_TOKENS = 1 << 14
 _MAX_BIAS = 100.0
 _MAX_REPETITION_PENALTY = 100.0
@@ -83,11 +82,11 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0),
         ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0),
         ("repetition_penalty", 0.0 < sampling.repetition_penalty <= _MAX_REPETITION_PENALTY),
-        ("logprobs", -1 <= sampling.logprobs <= _MAX_TOP_LOGPROBS),
-        ("prompt_logprobs", -1 <= sampling.prompt_logprobs <= _MAX_TOP_LOGPROBS),
+        ("logprobs", -1 <= sampling.logprobs <= MAX_TOP_LOGPROBS),
+        ("prompt_logprobs", -1 <= sampling.prompt_logprobs <= MAX_TOP_LOGPROBS),
         ("stop_token_ids", len(sampling.stop_token_ids) <= _MAX_STOP_TOKENS),
         ("stop_token_ids", all(0 <= token < facts.vocab_size for token in sampling.stop_token_ids)),
-        ("logit_bias", len({token for token, _ in sampling.logit_bias}) == len(sampling.logit_bias) <= _MAX_BIASES),
+        ("logit_bias", len({token for token, _ in sampling.logit_bias}) == len(sampling.logit_bias) <= MAX_BIASES),
         ("logit_bias", all(0 <= token < facts.vocab_size for token, _ in sampling.logit_bias)),
         ("logit_bias", all(-_MAX_BIAS <= bias <= _MAX_BIAS for _, bias in sampling.logit_bias)),
         ("allowed_tokens", _are_tokens(sampling.allowed_tokens, facts.vocab_size)),

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from services.worker.config import CudaConfig
 from services.worker.contracts.runner import Drawn, Work
+from services.worker.limits import MAX_BIASES, MAX_TOP_LOGPROBS
 from services.worker.native.cuda.buffers import kernel_address, pinned_array
 from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.linear import Array
@@ -34,8 +35,6 @@ from services.worker.transfer.cuda import Stream
 from shared.messages.frames import TokenLogprob
 from shared.messages.generate import Sampling
 
-MOST_LIKELIEST = 20
-"""The most likeliest tokens that are rated (`Sampling.logprobs`)."""
 _THREADS = 1024
 _ROW = np.dtype(
     [
@@ -49,8 +48,6 @@ _ROW = np.dtype(
 """`Row` of kernels/choose.cu."""
 _NEWS = np.dtype([(name, np.int32) for name in ("slot", "fresh", "first", "size", "prompt")])
 """`News` of kernels/choose.cu."""
-MOST_BIASES = 300
-"""The most biases of a row (`Sampling.logit_bias`)."""
 _ALL = 0xFFFFFFFF
 _NEW_TOKENS = 1 << 18
 """The most tokens that one launch counts."""
@@ -84,9 +81,9 @@ class CudaSampler:
         """The event of a step's end; `busy_wait_events` says whether a thread spins or sleeps until then."""
         self._rows = pinned_array(most_rows, _ROW)
         self._news = pinned_array(most_rows, _NEWS)
-        self._biased = pinned_array(most_rows * MOST_BIASES, np.int32)
+        self._biased = pinned_array(most_rows * MAX_BIASES, np.int32)
         """The tokens with biases of all rows, one row's after another's."""
-        self._biases = pinned_array(most_rows * MOST_BIASES, np.float32)
+        self._biases = pinned_array(most_rows * MAX_BIASES, np.float32)
         self._new_ids = pinned_array(_NEW_TOKENS, np.int32)
         words = -(-vocab // 32)
         self._masks = pinned_array(most_rows * words, np.uint32).reshape(most_rows, words)
@@ -94,8 +91,8 @@ class CudaSampler:
         self._rated = pinned_array(2 * most_rows, np.int32).reshape(2, most_rows)
         """Rows that are rated, and how many likeliest tokens of each."""
         self._logprobs = pinned_array(most_rows, np.float32)
-        self._top_ids = pinned_array(most_rows * MOST_LIKELIEST, np.int32)
-        self._top_logprobs = pinned_array(most_rows * MOST_LIKELIEST, np.float32)
+        self._top_ids = pinned_array(most_rows * MAX_TOP_LOGPROBS, np.int32)
+        self._top_logprobs = pinned_array(most_rows * MAX_TOP_LOGPROBS, np.float32)
         self._kept: dict[int, _Kept] = {}
         """By `Work.sequence`, of the sequences of the last step that are not plain."""
         self._slots = list(range(most_rows))
@@ -274,7 +271,7 @@ class CudaSampler:
         if rated:
             self._rated[:, : len(rated)] = np.array(rated, np.int32).T
             np.minimum(self._rated[1], self._vocab, out=self._rated[1])
-            self._rate(self._logits, tokens, len(rated), MOST_LIKELIEST)
+            self._rate(self._logits, tokens, len(rated), MAX_TOP_LOGPROBS)
         if self._copies is not None:
             self._chosen.record(self._stream)
             self._copies.wait_event(self._chosen)
@@ -306,8 +303,8 @@ class CudaSampler:
     def _logprobs_of(self, rated: Sequence[int], works: Sequence[Work]) -> list[TokenLogprob]:
         """Return what `score` has written for the rated rows."""
         own = self._logprobs[: len(rated)].tolist()
-        shape = len(rated), MOST_LIKELIEST
-        ids = self._top_ids[: len(rated) * MOST_LIKELIEST].reshape(shape)
-        top = self._top_logprobs[: len(rated) * MOST_LIKELIEST].reshape(shape).tolist()
+        shape = len(rated), MAX_TOP_LOGPROBS
+        ids = self._top_ids[: len(rated) * MAX_TOP_LOGPROBS].reshape(shape)
+        top = self._top_logprobs[: len(rated) * MAX_TOP_LOGPROBS].reshape(shape).tolist()
         counts = [min(works[row].sampling.logprobs, int(self._vocab)) for row in rated]
         return [TokenLogprob(own[n], ids[n, :count].tobytes(), tuple(top[n][:count])) for n, count in enumerate(counts)]

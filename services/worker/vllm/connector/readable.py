@@ -17,4 +17,4 @@ def readable(source: HasDescriptor, limit_s: float) -> bool:
     any number, while `select.select` takes none from 1024 on, which vLLM's process may well reach."""
     poll = select.poll()
     poll.register(source, select.POLLIN)
-    return bool(poll.poll(max(0, round(1000 * limit_s))))
+    return bool(poll.poll(1000 * limit_s))  # rounded up to milliseconds
