@@ -48,11 +48,34 @@ class StateFlags(Struct, frozen=True, kw_only=True):
         return StateDirectory((self.state or DEFAULT_HOME).absolute())
 
 
-class UpFlags(StateFlags, frozen=True, kw_only=True):
-    """Run everything on this machine, until Ctrl-C."""
+class StackFlags(StateFlags, frozen=True, kw_only=True):
+    """The flags of a command that runs services on this machine."""
 
     port: int = 8000
     """The port of the HTTP API on 127.0.0.1."""
+    frontends: int | None = None
+    """The number of frontends, on one port (2; with one or two cores 1)."""
+    routers: int | None = None
+    """The number of routers (2; with one or two cores 1)."""
+    chat_template: Annotated[str, "FILE|NAME"] = ""
+    """The chat template in place of the model's own: a file, or a name in docs/tools.md."""
+    policy: str = "kv"
+    """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
+    keys: File | None = None
+    """The file with API keys, one of which is required of clients (docs/access.md)."""
+    tls_cert: File | None = None
+    """The certificate, with its chain, of the API, which then has only TLS."""
+    tls_key: File | None = None
+    """The private key of that certificate."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The log level of all services."""
+    nats: Url = ""
+    """The URL of a NATS server that runs already."""
+
+
+class UpFlags(StackFlags, frozen=True, kw_only=True):
+    """Run everything on this machine, until Ctrl-C."""
+
     workers: int | None = None
     """The number of workers (2; with --engine attached 1)."""
     prefill: int | None = None
@@ -60,19 +83,11 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     One of the two is enough where --nats and --etcd name a fleet that has the other."""
     decode: int | None = None
     """The number of workers that decode what others hand over."""
-    frontends: int | None = None
-    """The number of frontends, on one port (2; with one or two cores 1)."""
-    routers: int | None = None
-    """The number of routers (2; with one or two cores 1)."""
     model: str = DEFAULT_MODEL
     """The model's directory, GGUF file, or name ORG/NAME[@REVISION][:FILE.gguf] on the hub (SmolLM2-135M-Instruct,
     fetched once)."""
     model_name: str = ""
     """The name of the model for clients (the file's name)."""
-    chat_template: Annotated[str, "FILE|NAME"] = ""
-    """The chat template in place of the model's own: a file, or a name in docs/tools.md."""
-    policy: str = "kv"
-    """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
     engine: Literal["native", "vllm", "attached", "simulated", "echo"] = "native"
@@ -96,58 +111,28 @@ class UpFlags(StateFlags, frozen=True, kw_only=True):
     """The directory for blocks that do not fit into that memory (none)."""
     kvbm_disk_bytes: Size = ""
     """The size of the blocks in that directory (10G)."""
-    keys: File | None = None
-    """The file with API keys, one of which is required of clients (docs/access.md)."""
-    tls_cert: File | None = None
-    """The certificate, with its chain, of the API, which then has only TLS."""
-    tls_key: File | None = None
-    """The private key of that certificate."""
     set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
     """A setting of all frontends, routers or workers, or of the kvbm: frontend.limits.requests=64,
     worker.max_running=8, …; `.venv/bin/python -m services.frontend --help` lists those of a service."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The log level of all services."""
-    nats: Url = ""
-    """The URL of a NATS server that runs already."""
     etcd: Address = ""
     """The address of an etcd server that runs already."""
 
 
-class RouteFlags(StateFlags, frozen=True, kw_only=True):
+class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """Run a fleet in front of vLLM servers that run already, until Ctrl-C (docs/route.md)."""
 
     servers: Words = []
     """The URLs of the servers, without /v1."""
     file: File | None = None
     """The file with these URLs, one a line, in place of arguments. It is read again when it changes."""
-    port: int = 8000
-    """The port of the HTTP API on 127.0.0.1."""
     model: str = ""
     """The model's tokenizer and config.json: a directory, or a name on the hub (what the first server names)."""
     model_name: str = ""
     """The name of the model for clients, and the one that servers must have (that of the first server)."""
     api_key_file: File | None = None
     """The file that contains only the servers' API key (none)."""
-    chat_template: Annotated[str, "FILE|NAME"] = ""
-    """The chat template in place of the model's own: a file, or a name in docs/tools.md."""
-    frontends: int | None = None
-    """The number of frontends, on one port (2; with one or two cores 1)."""
-    routers: int | None = None
-    """The number of routers (2; with one or two cores 1)."""
-    policy: str = "kv"
-    """The routing policy: kv, round-robin, random, least-loaded, power-of-two or module:attribute."""
-    keys: File | None = None
-    """The file with API keys, one of which is required of clients (docs/access.md)."""
-    tls_cert: File | None = None
-    """The certificate, with its chain, of the API, which then has only TLS."""
-    tls_key: File | None = None
-    """The private key of that certificate."""
     set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
     """A setting of all frontends, routers or workers, such as worker.attached.grammars=true."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The log level of all services."""
-    nats: Url = ""
-    """The URL of a NATS server that runs already."""
     etcd: Address = ""
     """The address of an etcd server that runs already (discovery is in files)."""
 
