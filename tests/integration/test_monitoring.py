@@ -288,7 +288,8 @@ def start_worker(
     more: Mapping[str, str] | None = None,
 ) -> None:
     own = ("--model", str(model), "--model-name", model_name, "--threads", "1", "--capacity-blocks", "400")
-    bounds = ("--stall-s", "120", "--health-limit-s", "120", "--kvbm-wait-s", "20")
+    # A stopped engine must outlive the wait for its alerts; one that stalls may be killed after half of stall_s.
+    bounds = ("--stall-s", str(4 * LIMIT_S), "--health-limit-s", str(4 * LIMIT_S), "--kvbm-wait-s", "20")
     services.start("worker", name, *own, *bounds, *flags, "--kvbm-pool", str(pool), module=module, more=more)
 
 
