@@ -169,7 +169,7 @@ def launched(
             command = list(launch.arguments)
             if profile and name in (profile, f"{profile}-0"):
                 command[2:2] = ["-m", "cProfile", "-o", str(table)]
-            child = children.enter_context(_child(name, command, state_dir, settings.get(service, {})))
+            child = children.enter_context(child_process(name, command, state_dir, settings.get(service, {})))
             kinds[child.pid] = "shell" if service == "worker" else service
             started.append(child)
         for url in observed.values():
@@ -180,7 +180,7 @@ def launched(
 
 
 @contextmanager
-def _child(
+def child_process(
     name: str, command: list[str], state_dir: StateDirectory, settings: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program that is ended by SIGTERM, and dies with this process."""
