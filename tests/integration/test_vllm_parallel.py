@@ -26,7 +26,7 @@ PROMPT = [5 + (index * 7 + 3) % 290 for index in range(400)]
 STORED = 12
 """Blocks of the prompt that can be loaded."""
 TOKENS = 300
-SIZES = {"tensor_parallel_size": b"Worker_TP1"}
+SIZES = {"tensor_parallel_size": b"Worker_TP1", "pipeline_parallel_size": b"Worker_PP1"}
 """Size → the name of its second rank's process."""
 
 
