@@ -37,12 +37,13 @@ def violations(processes: Sequence[Process]) -> Iterator[str]:
 
 def troubles(processes: Sequence[Process]) -> Iterator[str]:
     """What had to heal, though nothing went wrong."""
+    crowded = any(process.scheduler and process.scheduler.load().preemptions for process in processes)
     for process in processes:
         for model in () if process.router is None else process.router.models.values():
             forgotten = model.load.statistics().forgotten
             if forgotten:
                 yield f"{process.instance} gave up {forgotten} reservations that nobody ended"
-        lost = 0 if process.frontend is None else sum(_lost(process.frontend))
+        lost = 0 if process.frontend is None else sum(_lost(process.frontend, crowded=crowded))
         if lost:
             yield f"{process.instance} lost {lost:g} attempts"
         for worker, feed in () if process.router is None else process.router.feeds.items():
@@ -50,10 +51,13 @@ def troubles(processes: Sequence[Process]) -> Iterator[str]:
                 yield f"{process.instance} had {feed.source.gaps} gaps and {feed.source.resyncs} resyncs with {worker}"
 
 
-def _lost(frontend: RequestService) -> Iterator[float]:
-    """The attempts that a frontend has lost, by cause."""
+def _lost(frontend: RequestService, *, crowded: bool) -> Iterator[float]:
+    """The attempts that a frontend has lost, by cause. In a `crowded` fleet, a preempted one may wait for as long as
+    makes it stall."""
     for metric in frontend._metrics.lost.collect():
-        yield from (sample.value for sample in metric.samples if sample.name.endswith("_total"))
+        for sample in metric.samples:
+            if sample.name.endswith("_total") and not (crowded and "stalled" in sample.labels.values()):
+                yield sample.value
 
 
 def _frontend(process: Process) -> Iterator[str]:

@@ -9,7 +9,7 @@ from tests.simulation.plan import plan
 from tests.simulation.world import run
 from tests.tiers import Tier
 
-REGRESSIONS = (3315,)
+REGRESSIONS = (3315, 659332734608, 659332738877)
 """Seeds that once found a fault. Add one together with the mend of what it found."""
 NEW: Mapping[Tier, int] = {"check": 200, "all": 300, "long": 4500}
 """How many seeds each tier draws that no run had before."""

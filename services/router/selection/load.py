@@ -113,6 +113,9 @@ class _CandidateSums:
     reported_requests: int = 0
     """Number of attempts in the last report that have no reservation here."""
     reported_tokens: int = 0
+    waiting: int = 0
+    """Number of reservations that are not prefilled and in the last report, if no other attempt waits there: once their
+    first tokens have come, the reported tokens are computed, however many they were. Else 0."""
     reported_blocks: int = 0
     new_tokens: int = 0
     """Uncached tokens of reservations that the report does not have and that are not prefilled."""
@@ -233,7 +236,7 @@ class LoadTracker:
             sums.new_tokens = sums.new_blocks = 0
             sums.queued.clear()
             sums.loads.clear()
-            ours = 0
+            ours = sums.waiting = 0
             for attempt in list(sums.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
@@ -246,6 +249,7 @@ class LoadTracker:
                 else:
                     reservation.known = False
                 ours += reservation.known
+                sums.waiting += reservation.known and not reservation.prefilled
                 if not reservation.known:
                     sums.new_blocks += reservation.reserved.blocks
                     sums.new_tokens += reservation.queued_tokens
@@ -255,6 +259,8 @@ class LoadTracker:
                 sums.reported_tokens = max(figures.waiting_tokens, 0)
                 sums.reported_blocks = max(figures.held_blocks, 0)
                 sums.reported_requests = max(figures.waiting + figures.running - ours, 0)
+            if figures is None or sums.reported_requests or figures.waiting > sums.waiting:
+                sums.waiting = 0
 
     def _update_worker(self, report: LoadReport, now_s: float) -> None:
         # The engine's own counts are those of its last step: one that stopped while idle knows of no attempt.
@@ -345,10 +351,12 @@ class LoadTracker:
         tokens = reservation.queued_tokens
         sums.queue(reservation, -tokens)
         sums.loads.clear()
-        if reservation.known:
-            sums.reported_tokens = max(sums.reported_tokens - tokens, 0)
-        else:
+        if not reservation.known:
             sums.new_tokens -= tokens
+            return
+        last = sums.waiting == 1 and not reservation.prefilled
+        sums.waiting -= bool(sums.waiting and not reservation.prefilled)
+        sums.reported_tokens = 0 if last else max(sums.reported_tokens - tokens, 0)
 
     def _release(self, attempt: AttemptId) -> None:
         reservation = self._reservations[attempt]
@@ -387,6 +395,7 @@ class LoadTracker:
             assert all(reservation.candidate == candidate for reservation in here)
             new = [reservation for reservation in here if not reservation.known]
             assert sums.new_blocks == sum(reservation.reserved.blocks for reservation in new)
+            assert sums.waiting in (0, len(here) - len(new) - sum(each.known and each.prefilled for each in here))
             assert sums.new_tokens == sum(reservation.queued_tokens for reservation in new)
             assert sum(sums.queued.values()) == sum(reservation.queued_tokens for reservation in here)
             assert all(tokens > 0 for tokens in sums.queued.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -34,6 +35,7 @@ def report(
     *requests: str,
     tokens: int = 0,
     blocks: int = 0,
+    waiting: int = 0,
     running: int | None = None,
     progress: int = 1,
     speed: WorkerSpeed = UNKNOWN_SPEED,
@@ -42,7 +44,7 @@ def report(
         instance=instance,
         epoch=1,
         progress=progress,
-        waiting=0,
+        waiting=waiting,
         running=len(requests) if running is None else running,
         waiting_tokens=tokens,
         total_blocks=1000,
@@ -164,6 +166,32 @@ def test_a_report_replaces_the_reservations_that_it_has_and_keeps_the_others() -
     assert load.load_of(A) == CandidateLoad(2, 7, 13)
     load.mark_finished(("old", 1))
     assert load.load_of(A) == CandidateLoad(1, 7, 3)
+    load.validate()
+
+
+def test_no_token_waits_once_all_that_the_report_lets_wait_have_had_their_first() -> None:
+    load = LoadTracker(LoadConfig())
+    for name in ("r", "s"):  # their blocks were to come from elsewhere, but the worker has to compute them
+        load.add_reservation(reservation(name, tokens=2), 0.0)
+    load.apply_report(report("a", "r", "s", tokens=500, waiting=2, running=0), 1.0)
+    load.mark_prefilled(("r", 1))
+    assert load.load_of(A).queued_tokens == 498
+    load.mark_prefilled(("s", 1))
+    assert load.load_of(A).queued_tokens == 0
+    load.validate()
+
+
+@pytest.mark.parametrize(("waiting", "running"), [(2, 0), (1, 2)])
+def test_tokens_of_a_preempted_attempt_and_of_strangers_wait_on_when_ours_are_computed(
+    waiting: int, running: int
+) -> None:
+    load = LoadTracker(LoadConfig())
+    load.add_reservation(reservation("r", tokens=2), 0.0)
+    load.add_reservation(reservation("s", tokens=2), 0.0)
+    load.mark_prefilled(("s", 1))
+    load.apply_report(report("a", "r", "s", tokens=500, waiting=waiting, running=running), 1.0)
+    load.mark_prefilled(("r", 1))
+    assert load.load_of(A).queued_tokens == 498
     load.validate()
 
 
