@@ -36,7 +36,7 @@ from services.kvbm.peers.stream import PeerStream
 from shared.messages.kvbm import Fetched
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.peer_rig import PEERS, faults, rests
-from tests.kvbm.store_rig import LAYOUT, LIMIT_S, Engine, Store, payload, serving
+from tests.kvbm.store_rig import LAYOUT, LIMIT_S, Engine, Store, payload, serving, until
 
 CONTENTS = chain(*range(1, 9))
 
@@ -164,7 +164,7 @@ async def test_a_reader_that_does_not_read_is_cut_when_its_time_is_over(tmp_path
         lent = await one.borrow()
         await one.send(Take(3, one.hello.epoch, lent.loan, list(range(8))))
         await rests(store)
-        assert faults(store, "late", "lend") + faults(store, "closed", "lend") == 1
+        await until(lambda: faults(store, "late", "lend") + faults(store, "closed", "lend") == 1)
 
 
 async def test_a_loan_ends_with_its_time_even_if_its_reader_asks_on(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ async def test_garbage_ends_a_connection_and_nothing_else(tmp_path: Path, garbag
             one.stream._knife.shutdown(socket.SHUT_WR)
         await one.closed()
         assert await other.ask(Return(1, lent.loan)) == Counted(1, 0)
-        assert faults(store, "garbage", "lend") + faults(store, "closed", "lend") == 1
+        await until(lambda: faults(store, "garbage", "lend") + faults(store, "closed", "lend") == 1)
 
 
 async def test_a_connection_beyond_the_bound_is_closed_if_none_is_idle(tmp_path: Path) -> None:
