@@ -4,6 +4,7 @@ the kvbm, after the engine was killed too, and answers are those of a vLLM witho
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,19 @@ def test_blocks_come_back_and_the_answer_stays(
         serve.start()
         serve.attach()
         before = committed()
-        assert serve.ask(PROMPT)[0] == right
-        eventually(lambda: committed() - before >= BLOCKS, limit_s=LIMIT_S, what="the blocks are stored")
+
+        def stored() -> bool:
+            serve.forget()
+            assert serve.ask(PROMPT)[0] == right
+            with suppress(AssertionError):  # the ranks leave the kvbm no core: its answer is too late, so ask again
+                eventually(lambda: committed() - before >= BLOCKS, limit_s=2 * TIMEOUT_S, what="the blocks are stored")
+            return committed() - before >= BLOCKS
+
+        eventually(stored, limit_s=LIMIT_S, what="the blocks are stored")
         serve.forget()
+        loaded = serve.metric("headrace_loaded_blocks_total")
         assert serve.ask(PROMPT) == (right, BLOCKS * BLOCK)
-        assert serve.metric("headrace_loaded_blocks_total") == BLOCKS
+        assert serve.metric("headrace_loaded_blocks_total") == loaded + BLOCKS
         serve.kill()
         serve.start()
         serve.attach()
