@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shared.config import ServiceConfig
 
 EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
+_ADDRESS = re.compile(r"([^\s:@/?#\[\]]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
 ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -183,6 +184,8 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     url: str = ""
     """URL of the server, http or https, without the /v1 of its paths."""
+    address: str = ""
+    """HOST:PORT at which a gateway reaches the server. Empty means that of `url`."""
     kind: Literal["vllm", "sglang"] = "vllm"
     """What the server is: vllm or sglang."""
     model: str = ""
@@ -211,6 +214,8 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError("url is no http or https URL")
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("url has a user or a query; a key belongs in api_key_file")
+        if self.address and not (_ADDRESS.fullmatch(self.address) and urlsplit(f"//{self.address}").port):
+            raise ValueError(f"address is {self.address[:128]}, not HOST:PORT, such as 10.0.0.5:8001 or [fd00::5]:8001")
         for name, endpoint in (("events", self.events), ("replay", self.replay)):
             if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
                 raise ValueError(f"{name} is {endpoint}, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557")

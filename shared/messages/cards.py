@@ -171,6 +171,9 @@ class ModelCard(Struct, frozen=True):
     """The text of the template that `chat_template` names, so that each frontend renders the same. Empty if there is
     none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its
     digest."""
+    address: str = ""
+    """IP:PORT of the server that an attached instance stands for, as a gateway reaches it. Empty if there is none, or
+    an older worker wrote this."""
 
     @property
     def decodes(self) -> bool:

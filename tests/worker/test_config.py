@@ -35,6 +35,11 @@ WRONG = [
         "--attached-events localhost:5557",
         "attached: events is localhost:5557, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557",
     ),
+    (
+        "--attached-address http://localhost:1",
+        "attached: address is http://localhost:1, not HOST:PORT, such as 10.0.0.5:8001 or [fd00::5]:8001",
+    ),
+    ("--attached-address localhost:70000", "attached: Port out of range 0-65535"),
     ("--attached-replay tcp://localhost:1", "attached: replay is set without events"),
     (
         "--attached-kind sglang --attached-grammars true",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -122,7 +124,22 @@ class Server:
             biases=True,
             allowed_tokens=config.attached.kind == "vllm",
             embedding_size=0,
+            address=await self._find_address(),
         )
+
+    async def _find_address(self) -> str:
+        """Return IP:PORT at which a gateway reaches the server. Raise Unavailable."""
+        given, url = self._config.address, urlsplit(self._url)
+        place = urlsplit(f"//{given}") if given else url
+        setting = "address" if given else "url"
+        try:
+            port = place.port or (443 if url.scheme == "https" else 80)
+            async with asyncio.timeout(self._config.limit_s):
+                found = await asyncio.get_running_loop().getaddrinfo(place.hostname, port, type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as wrong:  # TimeoutError and UnicodeError are among them
+            raise Unavailable(f"attached.{setting}: {place.netloc} has no address: {wrong}"[:500]) from None
+        host = min(found, key=lambda one: one[0] != socket.AF_INET)[4][0]  # of a name with both, IPv4
+        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
     async def _find_model(self, local: Ready, name: str) -> None:
         listed = self._decoded("/v1/models", await self.ask("/v1/models")).get("data")

@@ -180,6 +180,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether other engines of the machine can copy its blocks."""
     gpus: tuple[str, ...] = ()
     """The NVIDIA GPUs that it computes on, each by its PCI bus id or its UUID. Empty if there are none."""
+    address: str = ""
+    """IP:PORT of the server that the engine is attached to. Empty if it is not attached to one."""
 
 
 class EngineLoad(Struct, frozen=True):

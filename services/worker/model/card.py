@@ -71,6 +71,7 @@ def card_of(
         chat_template=chat_template if named else str(template_file(chat_template).resolve()),
         template_digest=templates.digest,
         template_text=_carried(templates.chat) if chat_template else "",
+        address=facts.address,
     )
 
 

@@ -75,6 +75,14 @@ async def test_facts_are_the_servers_where_it_says_them(peer: Peer, model: Path)
     assert (found.vocab_size, found.embedding_size, found.grammars, found.biases) == (320, 0, False, True)
 
 
+async def test_a_gateway_is_given_the_address_of_the_url_or_another_one_that_is_set(peer: Peer, model: Path) -> None:
+    assert (await facts(peer, model)).address == peer.url.removeprefix("http://")
+    assert (await facts(peer, model, address="localhost:80")).address == "127.0.0.1:80"
+    assert (await facts(peer, model, address="[::1]:81")).address == "[::1]:81"
+    with pytest.raises(Unavailable, match=r"attached.address: nowhere.invalid:80 has no address"):
+        await facts(peer, model, address="nowhere.invalid:80")
+
+
 async def test_tokens_come_and_no_more_are_asked_for_than_the_context_has_room_for(peer: Peer, model: Path) -> None:
     assert await generated(peer, model) == [5, 6]
     long = Submit("r", 1, "f", pack_tokens([1] * 90), 90, Sampling(max_tokens=50), 9.0)
