@@ -39,6 +39,9 @@ class Select(Struct, frozen=True, tag="select"):
     whole: bool = False
     """Whether one worker must compute the whole request: an embedding, log-probabilities of the prompt, or an answer
     that a worker of the model cannot continue exactly."""
+    unreported: bool = False
+    """Whether the worker's reports never have the attempt, because a gateway sends the request to the server that the
+    worker is attached to. Then only Finished, or the end of the frontend's lease, releases its reservation."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
@@ -125,6 +128,8 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     delay_s: float = 0.0
     """The longest time, in seconds, until the worker hears of the attempt, which another one hands over. 0 if it hears
     of it at once."""
+    unreported: bool = False
+    """Whether the worker's reports never have the attempt, as `Select.unreported` says."""
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):
@@ -133,6 +138,7 @@ class Prefilled(Struct, frozen=True, tag="prefilled"):
     request: str
     attempt: int
     cached_tokens: int
+    """-1 if unknown."""
     first_token_s: float = 0.0
     """The time from the request's arrival at the frontend to its first token, in seconds. 0 if unknown."""
     instance: str = ""

@@ -100,17 +100,18 @@ class DecisionLog:
         return entry is not None and (entry.selected.instance, entry.selected.rank) == candidate
 
     def record_first_token(self, event: Prefilled) -> Prediction | None:
-        """Record a reported first token. Return None if it was recorded before, or if the log has no such choice: a
-        frontend may ask two routers and use only the first answer."""
+        """Record a reported first token. Return None if it was recorded before, if what was cached is unknown, or if
+        the log has no such choice: a frontend may ask two routers and use only the first answer."""
         decision = self._entries.get((event.request, event.attempt))
         if decision is None or decision.actual_cached_tokens is not None:
             return None
         if event.instance not in ("", decision.selected.instance):
             return None
-        prompt_tokens, block_size = decision.request.prompt_tokens, decision.request.block_size
-        actual_tokens = min(max(event.cached_tokens, 0), prompt_tokens)
-        decision.actual_cached_tokens = actual_tokens
         decision.first_token_s = event.first_token_s if event.first_token_s > 0 else None
+        if event.cached_tokens < 0:
+            return None
+        prompt_tokens, block_size = decision.request.prompt_tokens, decision.request.block_size
+        decision.actual_cached_tokens = actual_tokens = min(event.cached_tokens, prompt_tokens)
         return Prediction(
             prompt_tokens,
             decision.predicted_cached_tokens,

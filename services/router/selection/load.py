@@ -2,6 +2,7 @@
 
     reserved ──▶ prefill ──▶ decode ──▶ released
                         Prefilled   Finished, a lease that ended, or a worker that does not know the attempt
+                                    and whose reports would have it
 
 A candidate's load is its last report, updated by the events since:
 
@@ -9,6 +10,9 @@ A candidate's load is its last report, updated by the events since:
                     + uncached tokens of reservations that the report does not know yet and that are not prefilled
     active blocks = reported held blocks - those of known attempts that ended since
                     + blocks of reservations that the report does not know yet
+
+Reports never have an *unreported* attempt, which a gateway sends to the server that the worker is attached to. The
+server's own counts have its blocks, but not its tokens, once the worker has looked again.
 
 For a request with a priority, prompt tokens reserved at a lower priority are not ahead of it: workers compute the
 higher priority first.
@@ -90,6 +94,8 @@ class PromptReservation(Struct):
     """Whether the candidate's last report has the attempt."""
     known_s: float = 0.0
     """When a report last had the attempt."""
+    held: bool = False
+    """Whether the candidate's last report counts its blocks."""
 
     @property
     def candidate(self) -> CandidateId:
@@ -120,7 +126,7 @@ class _CandidateSums:
     new_tokens: int = 0
     """Uncached tokens of reservations that the report does not have and that are not prefilled."""
     new_blocks: int = 0
-    """Blocks of reservations that the report does not have."""
+    """Blocks of reservations that the report does not count."""
     queued: dict[int, int] = field(default_factory=dict)
     """Priority → tokens of all reservations that are not prefilled."""
     loads: dict[int, CandidateLoad] = field(default_factory=dict)
@@ -240,18 +246,21 @@ class LoadTracker:
             for attempt in list(sums.attempts):
                 reservation = self._reservations[attempt]
                 if attempt in running:
-                    reservation.known = figures is not None
+                    reservation.known = reservation.held = figures is not None
                     reservation.known_s = now_s
+                elif reservation.reserved.unreported:
+                    reservation.held = figures is not None and now_s >= reservation.due_s + grace_s
                 elif now_s - max(reservation.due_s + grace_s, reservation.known_s) >= unknown_s:
                     self._forgotten += 1
                     self._drop(attempt)
                     continue
                 else:
-                    reservation.known = False
-                ours += reservation.known
+                    reservation.known = reservation.held = False
+                ours += reservation.held
                 sums.waiting += reservation.known and not reservation.prefilled
-                if not reservation.known:
+                if not reservation.held:
                     sums.new_blocks += reservation.reserved.blocks
+                if not reservation.known:
                     sums.new_tokens += reservation.queued_tokens
                 if not reservation.prefilled:
                     sums.queue(reservation, reservation.queued_tokens)
@@ -363,7 +372,7 @@ class LoadTracker:
         self._unqueue(reservation)
         sums = self._sums[reservation.candidate]
         blocks = reservation.reserved.blocks
-        if reservation.known:
+        if reservation.held:
             sums.reported_blocks = max(sums.reported_blocks - blocks, 0)
         else:
             sums.new_blocks -= blocks
@@ -393,10 +402,9 @@ class LoadTracker:
         for candidate, sums in self._sums.items():
             here = [self._reservations[attempt] for attempt in sums.attempts]
             assert all(reservation.candidate == candidate for reservation in here)
-            new = [reservation for reservation in here if not reservation.known]
-            assert sums.new_blocks == sum(reservation.reserved.blocks for reservation in new)
-            assert sums.waiting in (0, len(here) - len(new) - sum(each.known and each.prefilled for each in here))
-            assert sums.new_tokens == sum(reservation.queued_tokens for reservation in new)
+            assert sums.new_blocks == sum(reservation.reserved.blocks for reservation in here if not reservation.held)
+            assert sums.waiting in (0, sum(each.known and not each.prefilled for each in here))
+            assert sums.new_tokens == sum(reservation.queued_tokens for reservation in here if not reservation.known)
             assert sum(sums.queued.values()) == sum(reservation.queued_tokens for reservation in here)
             assert all(tokens > 0 for tokens in sums.queued.values())
             assert min(sums.reported_requests, sums.reported_tokens, sums.reported_blocks) >= 0

@@ -320,6 +320,7 @@ class ModelRouter:
             router=self._router,
             priority=select.priority,
             delay_s=delay_s,
+            unreported=select.unreported,
         )
         self.load.withdraw((select.request, select.attempt))
         return reserved if self.load.add_reservation(reserved, now_s) else None

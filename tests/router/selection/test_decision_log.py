@@ -92,6 +92,13 @@ def test_a_first_token_is_recorded_once_and_its_count_is_clamped() -> None:
     assert (decision.actual_cached_tokens, decision.first_token_s) == (32, 0.5)
 
 
+def test_a_first_token_with_an_unknown_count_of_cached_tokens_is_recorded_without_a_prediction() -> None:
+    decisions = kept("a")
+    assert decisions.record_first_token(Prefilled("a", 1, -1, 0.5)) is None
+    (decision,) = decisions.find("a", latest=1)
+    assert (decision.actual_cached_tokens, decision.first_token_s) == (None, 0.5)
+
+
 def test_a_first_token_from_another_instance_is_not_recorded_for_a_choice_that_came_too_late() -> None:
     decisions = kept("a")
     chosen = decisions.find("a", latest=1)[0].selected.instance

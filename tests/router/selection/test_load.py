@@ -25,9 +25,16 @@ A, B = ("a", 0), ("b", 0)
 
 
 def reservation(
-    request: str, instance: str = "a", *, tokens: int = 100, blocks: int = 10, frontend: str = "f", priority: int = 0
+    request: str,
+    instance: str = "a",
+    *,
+    tokens: int = 100,
+    blocks: int = 10,
+    frontend: str = "f",
+    priority: int = 0,
+    unreported: bool = False,
 ) -> Reserved:
-    return Reserved(request, 1, frontend, instance, 0, tokens, blocks, priority=priority)
+    return Reserved(request, 1, frontend, instance, 0, tokens, blocks, priority=priority, unreported=unreported)
 
 
 def report(
@@ -87,6 +94,35 @@ def test_once_a_worker_has_heard_of_it_a_delay_that_is_over_keeps_nothing() -> N
     assert load.candidate_of(("r", 1)) == A
     load.apply_report(report(), 33.0)
     assert load.candidate_of(("r", 1)) is None
+
+
+def test_an_attempt_that_a_gateway_sends_outlives_reports_without_it_until_its_end() -> None:
+    load = LoadTracker(LoadConfig(grace_s=2.0, unknown_s=3.0))
+    load.add_reservation(reservation("r", unreported=True), 0.0)
+    load.apply_report(report(running=1, blocks=11), 1.9)
+    assert load.load_of(A) == CandidateLoad(2, 100, 21), "the server may not have been looked at since"
+    load.apply_report(report(running=1, blocks=11), 2.0)
+    assert load.load_of(A) == CandidateLoad(1, 100, 11), "the server's own counts have it, but for its tokens"
+    load.apply_report(report(running=1, blocks=11), 900.0)
+    load.mark_prefilled(("r", 1))
+    assert load.load_of(A) == CandidateLoad(1, 0, 11)
+    load.mark_finished(("r", 1))
+    assert load.load_of(A) == CandidateLoad(0, 0, 1), "its blocks go at once, and not only with the next report"
+    assert load.statistics().forgotten == 0
+    load.validate()
+
+
+def test_an_attempt_that_a_gateway_sends_ends_with_its_worker_and_with_its_frontend() -> None:
+    for end in ("worker", "frontend"):
+        load = LoadTracker(LoadConfig(grace_s=0.0))
+        load.add_reservation(reservation("r", unreported=True), 0.0)
+        load.apply_report(report(), 1.0)
+        if end == "worker":
+            load.remove_instance("a")
+        else:
+            load.remove_frontend("f")
+        assert load.load_of(A) == IDLE
+        load.validate()
 
 
 def test_a_delay_does_not_outlive_the_end_of_the_attempt_its_worker_or_its_frontend() -> None:
@@ -378,9 +414,11 @@ class LoadMachine(RuleBasedStateMachine):
         instance=st.sampled_from("ab"),
         frontend=st.sampled_from("fg"),
         priority=st.integers(-1, 1),
+        unreported=st.booleans(),
     )
-    def reserve(self, request: str, instance: str, frontend: str, priority: int) -> None:
-        self.load.add_reservation(reservation(request, instance, frontend=frontend, priority=priority), self.now_s)
+    def reserve(self, request: str, instance: str, frontend: str, priority: int, unreported: bool) -> None:
+        reserved = reservation(request, instance, frontend=frontend, priority=priority, unreported=unreported)
+        self.load.add_reservation(reserved, self.now_s)
 
     @rule(request=st.sampled_from("pqrstuvw"))
     def prefill(self, request: str) -> None:

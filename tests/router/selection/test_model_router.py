@@ -236,6 +236,15 @@ def test_a_repeated_select_for_another_instance_moves_its_reservation() -> None:
     router.validate()
 
 
+def test_the_reservation_of_an_attempt_that_reports_never_have_says_so() -> None:
+    router = model()
+    router.add_card(card("a"))
+    for unreported in (False, True):
+        reserved = router.select(select(f"r{unreported}", [1], unreported=unreported), 0.0).reserved
+        assert reserved is not None
+        assert reserved.unreported == unreported
+
+
 def test_an_attempt_that_has_ended_is_answered_and_not_reserved() -> None:
     router = model()
     router.add_card(card("a"))
