@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages.generate import GENERATE, GENERATE_REPLY, Generate
-from shared.messages.select import SELECT, SELECT_REPLY, Select
+from shared.messages.select import SELECT, SELECT_REPLY, Select, SelectReply
 from shared.runtime.runtime import Runtime
 
 SELECT_LIMIT_S = 5.0
@@ -48,19 +48,42 @@ class BusCalls:
 
     async def select_worker(self, stream: Stream, action: SelectWorker) -> None:
         """Ask routers which worker computes the request."""
-        request, runtime = stream.request, self._runtime
-        loop = asyncio.get_running_loop()
+        select = self._select(stream, action, asyncio.get_running_loop().time())
+        session = stream.session
+        answer = await self.ask_routers(
+            select,
+            stream.request.deadline,
+            is_wanted=lambda: session.is_choosing(action.attempt),
+            missed=lambda: self._feed(stream, AnswerMissed(action.attempt)),
+            headers=None if stream.spans is None else stream.spans.select_headers,
+            log_fields=stream.log_fields,
+        )
+        if answer is not None:
+            self._feed(stream, answer)
+
+    async def ask_routers(
+        self,
+        select: Select,
+        deadline: float,
+        *,
+        is_wanted: Callable[[], bool] = lambda: True,
+        missed: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
+        log_fields: Mapping[str, str] | None = None,
+    ) -> SelectReply | Unrouted | None:
+        """Ask one router after another until one answers, or for SELECT_LIMIT_S. Return None once the answer is no
+        longer wanted. `missed` is called for each answer that is too late."""
+        runtime, loop = self._runtime, asyncio.get_running_loop()
         begun = loop.time()
-        payload = SELECT.encode(self._select(stream, action, begun))
-        headers = None if stream.spans is None else stream.spans.select_headers
-        until_s = min(begun + SELECT_LIMIT_S, request.deadline)
+        payload = SELECT.encode(select)
         routers = partial(sample_routers, runtime)
-        tries = RouterTries(request.model, request.lora, self._limits.select_timeout_s, until_s, routers)
+        until_s = min(begun + SELECT_LIMIT_S, deadline)
+        tries = RouterTries(select.model, select.lora, self._limits.select_timeout_s, until_s, routers)
         while (asked := tries.next_try(loop.time())) is not None:
             if asked.pause_s:
                 await asyncio.sleep(asked.pause_s)
-            if not stream.session.is_choosing(action.attempt):
-                return
+            if not is_wanted():
+                return None
             if asked.is_retry:
                 self._metrics.router_retries.inc()
             subject = subjects.select(runtime.namespace, asked.addressee)
@@ -70,15 +93,14 @@ class BusCalls:
             except (Unavailable, ProtocolError) as why:
                 if isinstance(why, RequestTimeout):
                     tries.record_timeout()
-                    self._feed(stream, AnswerMissed(action.attempt))
+                    missed()
                 level = logging.ERROR if isinstance(why, ProtocolError) else logging.WARNING
-                _log.log(level, "request %s: router %s: %s", request.id, asked.addressee, why, extra=stream.log_fields)
+                _log.log(level, "request %s: router %s: %s", select.request, asked.addressee, why, extra=log_fields)
                 continue
             if tries.accepts(answer, runtime.directory.cards.values()):
                 self._metrics.hops["select"].observe(loop.time() - begun)
-                self._feed(stream, answer)
-                return
-        self._feed(stream, tries.stale or self._unrouted(action.attempt))
+                return answer
+        return tries.stale or self._unrouted(select.attempt)
 
     def _unrouted(self, attempt: int) -> Unrouted:
         """Return why no router answered. Routers that are registered but do not answer will be back: NATS is frozen, or

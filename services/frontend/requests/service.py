@@ -63,7 +63,7 @@ class RequestService:
         self._outbox = Outbox(runtime.bus, runtime.namespace, runtime.registry, batch_s=BATCH_S)
         self._running: dict[str, Stream] = {}
         self._cancel_latency = CancelLatency(metrics.cancellation)
-        self._calls = BusCalls(runtime, limits, metrics, self._feed)
+        self.calls = BusCalls(runtime, limits, metrics, self._feed)
         self._watchdog = Watchdog(runtime, limits, metrics, self._running, self._feed)
         self.admission = Admission(limits, lambda bound: metrics.rejections.labels(bound).inc())
         metrics.inflight.set_function(lambda: len(self.admission.permits))
@@ -123,6 +123,10 @@ class RequestService:
         arriving = sum(permit.tokenising or not permit.admitted for permit in self.admission.permits)
         now = self._now()
         return self.ways.report(self._runtime.instance, arriving, len(self._running), now)
+
+    def publish_load(self, model: str, event: LoadEvent) -> None:
+        """Publish a load event of a request that has no stream here."""
+        self._outbox.publish_load(model, event)
 
     async def wait_idle(self) -> None:
         """Wait until no request is running and the outbox is empty, or NATS is away."""
@@ -252,7 +256,7 @@ class RequestService:
                 case actions.EmitPromptLogprobs():
                     stream.add_prompt_logprobs(action.given)
                 case actions.SelectWorker():
-                    tasks.create_task(self._calls.select_worker(stream, action), name=f"select {name}")
+                    tasks.create_task(self.calls.select_worker(stream, action), name=f"select {name}")
                 case actions.RetryLater():
                     self._note(stream, action.attempt, actions.no_worker_note(action))
                     tasks.create_task(self._retry_later(stream, action), name=f"wait {name}")
@@ -260,9 +264,9 @@ class RequestService:
                     if action.attempt > 1 and not handed_over:
                         stream.metrics.migrations.inc()
                     stream.worker = action.instance
-                    tasks.create_task(self._calls.dispatch(stream, action), name=f"generate {name}")
+                    tasks.create_task(self.calls.dispatch(stream, action), name=f"generate {name}")
                 case actions.AnnounceAttempt():
-                    tasks.create_task(self._calls.announce(stream, action), name=f"announce {name}")
+                    tasks.create_task(self.calls.announce(stream, action), name=f"announce {name}")
                 case actions.HandOver():
                     handed_over = True
                     stream.waiting_since = self._now()

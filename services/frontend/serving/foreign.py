@@ -61,9 +61,7 @@ class ServingForeign(Struct, frozen=True):
                 async with generating as reply:
                     yield reply
             case "count_tokens":
-                counted, table = self._as_chat(
-                    decode_body(anthropic.CountTokensRequest, body, context.ignored), context
-                )
+                counted, table = self.as_chat(decode_body(anthropic.CountTokensRequest, body, context.ignored), context)
                 with renaming(table):
                     yield msgspec.json.encode({"input_tokens": await self.chat.count_prompt(counted, context)})
             case "ollama_embed":
@@ -89,7 +87,7 @@ class ServingForeign(Struct, frozen=True):
     def _message(self, body: bytes, context: RequestContext) -> Generating:
         request = decode_body(anthropic.MessagesRequest, body, context.ignored)
         writer = MessageWriter(f"msg_{context.id.unique}", request.model)
-        asked, table = self._as_chat(request, context)
+        asked, table = self.as_chat(request, context)
         return self._generate(asked, writer, context, table)
 
     def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> Generating:
@@ -121,7 +119,8 @@ class ServingForeign(Struct, frozen=True):
                 reply = EventReply(writer, choices.streams[0], context.received_s)
                 yield reply if plan.streamed else await reply.full_body()
 
-    def _as_chat(self, request: anthropic.CountTokensRequest, context: RequestContext) -> tuple[ChatRequest, Names]:
+    def as_chat(self, request: anthropic.CountTokensRequest, context: RequestContext) -> tuple[ChatRequest, Names]:
+        """Return a message as a chat, and the names of a chat's fields in it. Raise InvalidRequest and Unavailable."""
         support = self._support(request.model, tools=bool(request.tools))
         return anthropic.as_chat(request, support, context.ignored)
 
