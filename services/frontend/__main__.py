@@ -27,6 +27,7 @@ def check_files(config: FrontendConfig) -> None:
     """Check the address of the port, its certificate and the keys file. Raise ConfigError or ModelError."""
     http, keys_file = config.http, config.access.keys_file
     check_host("http.host", http.host)
+    check_host("picker.host", config.picker.host)
     for name, file in (("tls_cert", http.tls_cert), ("tls_key", http.tls_key)):
         if file:
             _read(f"http.{name}", file)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -42,6 +43,9 @@ from shared.discovery.contract import Registration
 from shared.runtime.lifecycle import settle_memory
 from shared.runtime.observe import add_routes
 from shared.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from services.frontend.picker.server import PickerPort
 
 _THREADS = 2
 """The number of threads for loading models and for long prompts; the tokenizer has threads of its own."""
@@ -86,14 +90,14 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         if page is not None:
             page_app = app
             if place == "port":
-                settings = page_port(config)
-                own = Port(settings, metrics, "ui")
-                apps[own] = page_app = http.chat_app(own, Middleware(access, settings, keyless, config.ui.hosts))
+                own = Port(page_port(config), metrics, "ui")
+                apps[own] = page_app = http.chat_app(
+                    own, Middleware(access, page_port(config), keyless, config.ui.hosts)
+                )
             page.add_routes(page_app)
             await page.start()
         await access.start(runtime.tasks)
-        for each in apps:
-            await each.start(runtime.tasks)
+        await asyncio.gather(*(each.start(runtime.tasks) for each in apps))
         await service.start()
         await directory.start()
         Readiness(runtime, models).start()
@@ -102,6 +106,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             urls = [await opened.enter_async_context(each.open(served)) for each, served in apps.items()]
             http.url, http.page_url = urls[0], urls[-1] if page is not None else ""
             await nats.start()
+            pickers = await _pickers(runtime, config, chat, dispatcher)
             # Not awaited, because a frontend serves also while etcd is away.
             registering = runtime.tasks.create_task(_register(runtime, http.url), name="register")
             try:
@@ -111,13 +116,29 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 runtime.health.drain(partial(_left, service, config.limits.drain_s))
                 if page is not None:
                     page.close()
-                await _drain(service, apps, config.limits.drain_s)
+                await _drain(service, apps, pickers, config.limits.drain_s)
                 await _end_registration(registering)
 
 
-async def _drain(service: RequestService, ports: Collection[Port], drain_s: float) -> None:
+async def _pickers(
+    runtime: Runtime, config: FrontendConfig, chat: ServingChat, dispatcher: Dispatcher
+) -> list[PickerPort]:
+    """Start the endpoint picker, if there is to be one. Raise ConfigError if its port cannot be had."""
+    if not config.picker.port:
+        return []
+    from services.frontend.picker.server import PickerPort  # loads gRPC, which nothing else may need
+
+    picker = PickerPort(runtime, config, chat, dispatcher.foreign)
+    await picker.start()
+    return [picker]
+
+
+async def _drain(
+    service: RequestService, ports: Collection[Port], pickers: Collection[PickerPort], drain_s: float
+) -> None:
     """Let the requests that run end, and refuse new ones. After `drain_s` seconds fail those that are left."""
     await asyncio.gather(*(port.announce_closing() for port in ports))
+    stops = asyncio.gather(*(picker.stop(drain_s) for picker in pickers))
     try:
         async with asyncio.timeout(drain_s):
             await asyncio.gather(*(port.drain() for port in ports))
@@ -130,6 +151,7 @@ async def _drain(service: RequestService, ports: Collection[Port], drain_s: floa
         with suppress(TimeoutError):  # for clients that do not read, or do not send
             async with asyncio.timeout(ABANDONED_S):
                 await service.wait_idle()
+    await stops
 
 
 def page_port(config: FrontendConfig) -> HttpConfig:

@@ -166,6 +166,26 @@ class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
     a request that asks for none has 0, or this if it is higher."""
 
 
+class PickerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The endpoint picker: a gateway asks over gRPC, by Envoy's ext_proc, which attached server gets a request. The
+    port has neither TLS nor keys: only gateways should reach it."""
+
+    host: str = "127.0.0.1"
+    """Address of the port."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port number; 0 means no picker. Frontends of one machine share it if `http.reuse_port` is on."""
+    endpoints: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Largest number of endpoints in an answer, best first. More than 1 needs a gateway that tries them in turn; one
+    whose cluster is of the type ORIGINAL_DST reads no list."""
+    streams: Positive = 4096
+    """Largest number of requests of gateways that are open at once; beyond it 429."""
+    body_s: SomeSeconds = 30.0
+    """Seconds that a gateway may take to send a request; then 408."""
+    unseen_s: Seconds = 1.0
+    """Seconds after the headers of a streamed answer for which its prompt counts as not computed yet, if the gateway
+    does not show the answer's text; also for which the load stays reserved, if the gateway ends its stream there."""
+
+
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Responses that one frontend keeps in memory, to be continued (`previous_response_id`) and retrieved. At a limit,
     the least recently used one is removed, of the key that has the most."""
@@ -190,6 +210,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     limits: LimitsConfig = LimitsConfig()
     responses: ResponsesConfig = ResponsesConfig()
     ui: UiConfig = UiConfig()
+    picker: PickerConfig = PickerConfig()
     access_log: bool = False
     """Whether each request has a line in the log. Those that fail in the service, with 500 or more, always have one."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"

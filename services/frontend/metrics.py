@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from shared.metrics import (
     REQUEST_SECONDS,
+    ROUND_TRIP_SECONDS,
     STEP_SECONDS,
     TOKENS,
     DistributionSeries,
@@ -141,6 +142,17 @@ class Metrics:
     unauthorized = counter("headrace_unauthorized_requests", "reason",
         "Requests refused with 401: missing (no key), unknown (a key that the keys file does not have)",
         "A client has an old key, or a stranger tries keys.")
+    picker_choice = histogram("headrace_picker_choice_seconds", "by", ROUND_TRIP_SECONDS,
+        "Time from a gateway's whole request to its endpoints, by what they were chosen by: prompt, or load (the "
+        "prompt was not read)",
+        "`load`: `headrace explain` says why a prompt was not read. Slow: compare with `headrace_hop_seconds`.")
+    picker_streams = gauge("headrace_picker_streams", "",
+        "Requests of gateways that are open", "It is bounded by `picker.streams`.")
+    picker_moves = counter("headrace_picker_moves", "",
+        "Requests that a gateway sent to another endpoint than the first one of its answer",
+        "An endpoint is dead, or the gateway ignores the answer.")
+    picker_faults = counter("headrace_picker_faults", "",
+        "Streams of gateways that did not keep to the protocol", "The log says what was wrong.")
     kept_responses = gauge("headrace_kept_responses", "", "Stored responses", "It is bounded by `responses.kept`.")
     kept_response_bytes = gauge("headrace_kept_response_bytes", "",
         "Bytes of the stored responses", "It is bounded by `responses.kept_bytes`.")

@@ -110,8 +110,10 @@ def card_entry(
     template: Path | None = None,
     template_text: str = "",
     lora: tuple[str, ...] = (),
+    address: str = "",
 ) -> dict[str, bytes]:
     card = ModelCard(
+        address=address,
         lora=lora,
         template_text=template_text,
         sampling=sampling or SamplingDefaults(),
@@ -368,6 +370,8 @@ class World:
         self.url = ""
         self.page_url = ""
         """URL of the page at /ui."""
+        self.picker = ""
+        """HOST:PORT of the endpoint picker, if a test has one."""
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -20,7 +20,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.frontend.__main__ import check_files, drain_limit_s
-from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig
+from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig, PickerConfig
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
 from shared.bus.nats_bus import connect
@@ -232,6 +232,10 @@ def test_the_check_names_each_file_that_the_frontend_cannot_use(tmp_path: Path) 
         (with_files(keys=pipe), f"access.keys_file {pipe}: not a regular file"),
         (with_files(keys=text), f"access.keys_file {text}: the file is not TOML"),
         (with_files(host="192.0.2.1"), "http.host: 192.0.2.1 is no address of this machine"),
+        (
+            FrontendConfig(picker=PickerConfig(host="192.0.2.1")),
+            "picker.host: 192.0.2.1 is no address of this machine",
+        ),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             check_files(config)
