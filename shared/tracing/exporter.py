@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
 from shared.errors import ConfigError
+from shared.installation import install_command
 from shared.metrics import counter, register_metrics
 from shared.tracing.spans import SpanRecord
 
@@ -167,7 +168,7 @@ class OtlpExporter:
         except ImportError as missing:
             raise ConfigError(
                 f"trace.endpoint: tracing needs the packages of the extra `{EXTRA}` ({missing.name} is missing): "
-                "pip install --require-hashes -r requirements-otel.lock, or leave trace.endpoint empty"
+                f"{install_command('otel')}, or leave trace.endpoint empty"
             ) from None
         headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
         self._exporter = OTLPSpanExporter(

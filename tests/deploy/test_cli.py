@@ -241,7 +241,7 @@ def test_install_nixl_says_what_to_set_where_nixl_is_and_refuses_where_it_is_not
 ) -> None:
     if importlib.util.find_spec("nixl_cu13") is None:
         assert cli.main(["install-nixl"]) == 2
-        assert "`./headrace install-nixl` in a checkout" in capsys.readouterr().err
+        assert "is not installed here: ./headrace install-nixl" in capsys.readouterr().err
     (tmp_path / "nixl_cu13.py").touch()  # found, and not imported
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["install-nixl"]) == 0

@@ -22,9 +22,11 @@ from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 from services.worker.vllm.version import check
 from shared.config import ServiceConfig, load
+from tests.changed import imports_of
 from tests.monitoring.prometheus import ALERTS, PROMTOOL
 
-HERE = Path(__file__).resolve().parents[2] / "deploy" / "compose"
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "deploy" / "compose"
 OURS = {"frontend": FrontendConfig, "router": RouterConfig, "kvbm": KvbmConfig, "worker": WorkerConfig}
 
 
@@ -102,6 +104,20 @@ def test_our_image_is_without_what_only_people_at_a_terminal_need() -> None:
     [line] = re.findall(r"pip uninstall -y -q (.*)$", (HERE / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     locals_only = {re.split("[<>=]", each)[0] for each in project["optional-dependencies"]["local"]}
     assert locals_only < set(line.split())
+
+
+def test_the_stage_that_fetches_the_model_has_all_modules_that_this_imports() -> None:
+    text = (HERE / "Dockerfile").read_text(encoding="utf-8")
+    [stage] = re.findall(r"^FROM packages AS model$(.*?)^FROM ", text, re.M | re.S)
+    copied = {file for line in re.findall(r"^COPY (.*) \S+$", stage, re.M) for file in line.split()}
+    needed, left = set[str](), {"deploy.local.stack.model"}
+    while left:
+        module = left.pop()
+        file = f"{module.replace('.', '/')}.py"
+        if file not in needed and (ROOT / file).is_file():
+            needed.add(file)
+            left |= {*imports_of((ROOT / file).read_text(encoding="utf-8"))}
+    assert {file for file in copied if not file.endswith("__init__.py")} == needed
 
 
 @pytest.mark.parametrize("name", ["worker", "router", "frontend"])

@@ -20,7 +20,7 @@ def test_others_are_not(version: str) -> None:
 
 
 def test_a_refusal_is_one_line_with_the_first_missing_name_and_what_works() -> None:
-    works = "this worker works with 0.32 and 0.33: ./headrace install-vllm"
+    works = "this worker works with 0.32 and 0.33"
     assert refusal("0.34.0", "this worker") == f"vLLM 0.34.0 is not supported; {works}"
     assert refusal("0.31.0", "this worker", ["a.B has no c"]) == (
         f"vLLM 0.31.0 is not supported: a.B has no c; {works}"

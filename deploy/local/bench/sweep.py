@@ -26,6 +26,7 @@ from deploy.local.bench.rows import BenchRow, Result, render, row_of
 from deploy.local.terminal import Terminal
 from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError, Unavailable
+from shared.installation import BIN
 
 REFUSED_WAIT_S = 0.5
 """Wait of a closed loop's slot after a refusal without Retry-After."""
@@ -83,7 +84,7 @@ def _draw(rows: Sequence[BenchRow], out: str) -> None:
     try:
         from deploy.local.bench import plot  # imported here because matplotlib is optional
     except ImportError:
-        print(f"{out}.json is written; to draw it as well, run `.venv/bin/pip install matplotlib`", file=sys.stderr)
+        print(f"{out}.json is written; to draw it as well, run `{BIN}pip install matplotlib`", file=sys.stderr)
         return
     plot.draw(rows, Path(f"{out}.png"))
     print(f"{out}.json and {out}.png are written", file=sys.stderr)

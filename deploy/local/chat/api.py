@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from shared.deadline import Deadline, cut_connection
 from shared.errors import ConfigError, HeadraceError
+from shared.installation import COMMAND
 
 CONNECT_LIMIT_S = 10.0
 SILENCE_LIMIT_S = 600.0
@@ -56,7 +57,7 @@ class ChatApi(Struct, frozen=True):
         if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
             raise ChatError(f"{self.url}/models does not answer with a list of models: is it an OpenAI endpoint?")
         if not models:
-            raise ChatError(f"no model is served{self._why_unready()}; see ./headrace status")
+            raise ChatError(f"no model is served{self._why_unready()}; see {COMMAND} status")
         return [str(model["id"]) for model in models]
 
     def _why_unready(self) -> str:
@@ -115,7 +116,7 @@ class ChatApi(Struct, frozen=True):
                 except (OSError, http.client.HTTPException) as wrong:
                     reason = getattr(wrong, "strerror", None) or wrong
                     raise ChatError(
-                        f"nothing answers at {self.url}: {reason}; does `./headrace up` run? (--state)"
+                        f"nothing answers at {self.url}: {reason}; does `{COMMAND} up` run? (--state)"
                     ) from None
                 if answer.status != HTTPStatus.OK and not any_status:
                     status = f"status {answer.status} from {self.url}{path}"

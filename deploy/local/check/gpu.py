@@ -11,6 +11,7 @@ from typing import Any
 from deploy.local.check.disk import unnamed
 from deploy.local.check.measurements import GpuMeasured, GpusMeasured, Unmeasured
 from deploy.local.check.memory import DRIVER, existing
+from shared.installation import install_command
 
 COPY_BYTES, COPIES = 256 << 20, 4
 PINNED_BYTES = 16 << 20
@@ -25,7 +26,7 @@ def measure(pool: Path) -> GpusMeasured | Unmeasured:
     if not DRIVER.exists():
         return Unmeasured("There is no NVIDIA driver here")
     if importlib.util.find_spec("cupy") is None:
-        return Unmeasured("CuPy is not installed", advice="./headrace install-gpu (0.6 GB), then check again")
+        return Unmeasured("CuPy is not installed", advice=f"{install_command('gpu')} (0.6 GB), then check again")
     import cupy  # pyright: ignore[reportMissingImports]
     from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 

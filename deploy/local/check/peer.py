@@ -13,6 +13,7 @@ from deploy.local.check import frames
 from deploy.local.check.measurements import ClockSample, PeerMeasured, Rate, Road, Unmeasured, clock_bounds
 from deploy.local.check.wire import Address, Wire
 from shared.errors import ProtocolError
+from shared.installation import COMMAND, install_command
 from shared.version import VERSION
 
 LIMIT_S = 12.0
@@ -36,7 +37,7 @@ def measure(address: Address) -> PeerMeasured | Unmeasured:
         return Unmeasured(f"{shown}: {refused}", wanted=True)
     except (OSError, EOFError, ProtocolError, UnicodeError) as wrong:
         said = getattr(wrong, "strerror", None) or str(wrong) or "it did not answer in time"
-        advice = f"on the other machine: ./headrace check --serve 0.0.0.0:{address[1]}; a firewall may be between"
+        advice = f"on the other machine: {COMMAND} check --serve 0.0.0.0:{address[1]}; a firewall may be between"
         return Unmeasured(f"{shown}: {said}", wanted=True, advice=advice)
 
 
@@ -132,7 +133,7 @@ def _echo(wire: Wire, number: int) -> float:
 def _roads(welcome: frames.ProbeWelcome) -> tuple[Road, ...]:
     packages = (("here", importlib.util.find_spec("nixl") is not None), ("there", welcome.nixl))
     lacking = " and ".join(where for where, has in packages if not has)
-    install = f"The package nixl is not installed {lacking}: ./headrace install-nixl"
+    install = f"The package nixl is not installed {lacking}: {install_command('nixl')}"
     why = install if lacking else "Its rate is not measured here"
     return (
         Road("sockets", there=True),

@@ -24,6 +24,7 @@ from msgspec import Struct
 from deploy.local.check import frames
 from deploy.local.check.wire import Address, Wire
 from shared.errors import ConfigError, ProtocolError
+from shared.installation import COMMAND
 from shared.version import VERSION
 
 MOST_CONNECTIONS = 2 * frames.MOST_STREAMS
@@ -174,7 +175,7 @@ def serve(address: Address) -> int:
     host, port = server.address
     reached = socket.gethostname() if host in EVERYWHERE else f"[{host}]" if ":" in host else host
     print(
-        f"port {port} answers until Ctrl-C; on the other machine: ./headrace check --peer {reached}:{port}", flush=True
+        f"port {port} answers until Ctrl-C; on the other machine: {COMMAND} check --peer {reached}:{port}", flush=True
     )
     if host in LOOPBACK:
         print("no other machine reaches loopback: use --serve 0.0.0.0:PORT while you measure", file=sys.stderr)

@@ -18,6 +18,7 @@ from deploy.local.stack.stack import Launch, Stack
 from deploy.local.stack.supervise import Supervisor
 from deploy.local.state import DEFAULT_HOME, StateDirectory
 from deploy.local.terminal import Terminal, paint
+from shared.installation import COMMAND
 
 PROBE_EVERY_S = 0.1
 HAND_OVER_WAIT_S = 30.0
@@ -145,7 +146,7 @@ class Announcer:
             f"""
 The workers of this machine are in the fleet, but no request is served yet: {why}.
 On another machine, start `up` with --{self._stack.other_role} and the same NATS and etcd. This one then says `ready`.
-status:  ./headrace status{state}
+status:  {COMMAND} status{state}
 logs:    {self._state_dir.logs}
 stop:    Ctrl-C
 """,
@@ -178,9 +179,9 @@ stop:    Ctrl-C
         print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
         print(
             f"""
-ask:     {trust}./headrace chat{state}{by_file} --temperature 0 "What is the capital of France?"
+ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
-status:  ./headrace status{state}{page}
+status:  {COMMAND} status{state}{page}
 logs:    {self._state_dir.logs}
 stop:    Ctrl-C
 """,

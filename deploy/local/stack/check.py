@@ -21,6 +21,7 @@ from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports
 from deploy.local.state import StateDirectory
 from shared.chat_templates import NAMES
 from shared.errors import ConfigError
+from shared.installation import help_command
 
 LIMIT_S = 600.0
 """Limit of all checks together. On a busy machine, the vocabulary of a large GGUF file takes a minute."""
@@ -149,4 +150,4 @@ def _translated_line(service: ServiceName, line: str, aside: str) -> str:
         line = re.sub(rf"(frontend\.)?\b{re.escape(setting)}\b", flag, line)
     if service == "kvbm" and ": no such setting; " in line:
         line += "; those of workers for it begin with worker.kvbm"
-    return line.replace("`--help`", f"`.venv/bin/python -m services.{service} --help`")
+    return line.replace("`--help`", f"`{help_command(service)}`")

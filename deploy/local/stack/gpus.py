@@ -19,6 +19,7 @@ from typing import Any
 
 from shared.config import environment
 from shared.errors import ConfigError
+from shared.installation import install_command
 
 DRIVER = "libcuda.so.1"
 MIN_CUDA = 13000
@@ -60,10 +61,7 @@ def ask_driver(asker: str, least_cuda: int) -> int:
 def require_cupy() -> None:
     """Raise ConfigError if CuPy is not installed."""
     if importlib.util.find_spec("cupy") is None:
-        raise ConfigError(
-            "--device cuda needs CuPy, which is not installed: ./headrace install-gpu (0.6 GB),"
-            " or in an environment of your own pip install '.[gpu]', from a checkout"
-        )
+        raise ConfigError(f"--device cuda needs CuPy, which is not installed: {install_command('gpu')} (0.6 GB)")
 
 
 def count_of_driver(driver: Any, least_cuda: int = MIN_CUDA) -> int:

@@ -25,6 +25,7 @@ from deploy.local.stack.hub_files import HubFile, HubModel
 from shared.config import environment
 from shared.deadline import Deadline
 from shared.errors import ModelError
+from shared.installation import BIN
 from shared.version import VERSION
 
 REDIRECTS = 5
@@ -254,7 +255,7 @@ class HubClient:
         """Raise what an answer that is no success means, and what to do."""
         status, code = answer.status_code, answer.headers.get("X-Error-Code", "")
         page = f"{self._page}/{model.repository}"
-        log_in = "set HF_TOKEN, or log in with `.venv/bin/hf auth login`"
+        log_in = f"set HF_TOKEN, or log in with `{BIN}hf auth login`"
         if status in (200, 206):
             return
         if status in _AGAIN:

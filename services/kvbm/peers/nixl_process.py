@@ -33,6 +33,7 @@ from services.kvbm.peers.nixl_messages import (
 )
 from shared.config import environment
 from shared.errors import ConfigError, ProtocolError
+from shared.installation import install_command
 
 MODULE = "nixl_cu13"
 SEGMENT_BYTES = 1 << 18
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 def require_nixl() -> None:
     """Raise ConfigError unless NIXL is installed."""
     if importlib.util.find_spec(MODULE) is None:
-        raise ConfigError("peers.backend nixl needs NIXL, which is not installed: ./headrace install-nixl (210 MB)")
+        raise ConfigError(f"peers.backend nixl needs NIXL, which is not installed: {install_command('nixl')} (210 MB)")
 
 
 def nixl_environment(config: PeersConfig) -> dict[str, str]:

@@ -24,6 +24,7 @@ from services.worker.contracts.messages import EngineOrder, EngineReport, Prefet
 from services.worker.engine.channel import ChannelClosed, ShellEnd
 from shared.config import environment
 from shared.errors import ModelError, ProtocolError
+from shared.installation import COMMAND, TREE
 from shared.runtime import logs
 
 PROGRAMS = {
@@ -34,8 +35,6 @@ PROGRAMS = {
     "vllm": "services.worker.vllm.main",
 }
 """Engine → its program's module."""
-_CHECKOUT = str(Path(__file__).parents[3])
-"""Directory of the packages services and shared, which vLLM's Python does not know."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 PACKAGES = ("vllm", "torch", "msgspec", "zmq")
@@ -43,7 +42,7 @@ PACKAGES = ("vllm", "torch", "msgspec", "zmq")
 LEAST_PYTHON = (3, 11)
 LIMIT_S = 60.0
 """Seconds within which the check must end; on a slow disk Python's own start may take some."""
-_REMEDY = "./headrace install-vllm makes an environment"
+_REMEDY = f"{COMMAND} install-vllm makes an environment"
 _QUESTION = f"""
 import importlib.util, json, sys
 lacking = [name for name in {PACKAGES!r} if importlib.util.find_spec(name) is None]
@@ -139,7 +138,8 @@ def engine_environment(config: WorkerConfig, instance: str = "") -> dict[str, st
         return kernels | kept | counts
     kept.pop("PROMETHEUS_MULTIPROC_DIR", None)  # other workers, and engines that have ended, would be counted with it
     chosen = {"CUDA_VISIBLE_DEVICES": config.vllm_gpus} if config.vllm_gpus else {}
-    fixed = counts | chosen | _tracing(config, instance) | {"PYTHONPATH": _CHECKOUT}
+    ours = {"PYTHONPATH": str(TREE)}  # vLLM's Python does not know the packages services and shared
+    fixed = counts | chosen | _tracing(config, instance) | ours
     return _vllm_defaults(config) | kept | fixed
 
 

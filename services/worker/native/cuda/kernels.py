@@ -16,6 +16,7 @@ from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.hopper import HEAD_DIM, SHARED_BYTES, THREADS, compile_prefill, is_hopper
 from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
+from shared.installation import install_command
 
 Kernel = Any
 """A cupy.RawKernel; CuPy has no types."""
@@ -79,7 +80,7 @@ def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int, *
         raise
     except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
         raise ConfigError(
-            "the GPU's kernels do not compile; `./headrace install-gpu` installs the compiler and CUDA's headers:"
+            f"the GPU's kernels do not compile; `{install_command('gpu')}` installs the compiler and CUDA's headers:"
             f" {wrong}"
         ) from wrong
 
