@@ -38,6 +38,8 @@ COMMAND = _command()
 
 def install_command(extra: Literal["gpu", "nixl", "otel"]) -> str:
     """Return the command that installs an extra."""
+    if PACKAGED and extra == "nixl":
+        return "pip install --no-deps nixl-cu13"  # without the torch that it names (pyproject.toml)
     if PACKAGED:
         return f"pip install 'headrace[{extra}]'"
     if extra == "otel":

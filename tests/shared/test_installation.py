@@ -52,6 +52,8 @@ def test_the_package_has_programs_and_extras(tmp_path: Path) -> None:
     assert tmp_path / "site packages" / "headrace" / "tree" == there.TREE
     assert there.help_command("router") == "headrace-router --help"
     assert there.install_command("otel") == "pip install 'headrace[otel]'"
+    assert "torch" not in there.install_command("nixl")
+    assert there.install_command("nixl").endswith(" --no-deps nixl-cu13")
     said = there.as_here("try `.venv/bin/python -m services.frontend --help` or ./headrace up")
     assert said == f"try `headrace-frontend --help` or {there.COMMAND} up"
 
