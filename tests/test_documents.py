@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.version import VERSION
-from tests import where_page
+from tests import llms_page, where_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -84,6 +84,13 @@ def headings(document: Path) -> set[str]:
 def test_where_is_what_its_program_writes() -> None:
     page = where_page.PAGE.read_text(encoding="utf-8")
     assert where_page.written(page) == page, "run `python -m tests.where_page`"
+
+
+def test_llms_txt_is_what_its_program_writes_and_has_every_document() -> None:
+    page = llms_page.PAGE.read_text(encoding="utf-8")
+    assert llms_page.written() == page, "run `python -m tests.llms_page`"
+    linked = set(re.findall(r"\]\((docs/\w[\w-]*\.md)\)", page))
+    assert linked == {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} - {"docs/README.md"}
 
 
 def test_the_readme_says_how_large_the_core_and_the_whole_are() -> None:

@@ -75,6 +75,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             _key(flags)
         case usage.CompletionFlags() as flags:
             _completion(flags)
+        case usage.DocsFlags() as flags:
+            _docs(flags)
         case usage.InstallGpuFlags():
             _install_gpu()
         case usage.InstallNixlFlags():
@@ -127,6 +129,12 @@ def _completion(flags: usage.CompletionFlags) -> None:
     from deploy.local.completion import script
 
     print(script(flags.shell), end="")
+
+
+def _docs(flags: usage.DocsFlags) -> None:
+    from deploy.local.docs import show
+
+    show(flags.topic)
 
 
 def _up(flags: usage.UpFlags) -> int:

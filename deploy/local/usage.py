@@ -346,6 +346,13 @@ class InstallVllmFlags(Struct, frozen=True, kw_only=True):
     """The version to install, of 0.32 or 0.33 (0.32.0)."""
 
 
+class DocsFlags(Struct, frozen=True, kw_only=True):
+    """Print a document of Headrace as Markdown, or list them."""
+
+    topic: Word | None = None
+    """The topic, such as gpu, or the path of a document, such as docs/gpu.md (all topics are listed)."""
+
+
 class VersionFlags(Struct, frozen=True, kw_only=True):
     """Print the version."""
 
@@ -421,6 +428,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "install-nixl": InstallNixlFlags,
     "install-vllm": InstallVllmFlags,
     "completion": CompletionFlags,
+    "docs": DocsFlags,
     "version": VersionFlags,
 }
 GROUPS = {"key": "Make, list and revoke API keys.", "lora": "Load and unload LoRAs."}

