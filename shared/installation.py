@@ -52,6 +52,13 @@ def help_command(service: str) -> str:
     return f"headrace-{service} --help" if PACKAGED else f".venv/bin/python -m services.{service} --help"
 
 
+def service_program(service: str) -> tuple[str, ...]:
+    """Return the program of a service, with its absolute path."""
+    if PACKAGED:
+        return (str(Path(sys.executable).with_name(f"headrace-{service}")),)
+    return (sys.executable, "-P", "-m", f"services.{service}")
+
+
 def as_here(text: str) -> str:
     """Return the text of a help, which names commands of a checkout, with the names that they have here."""
     listed = ".venv/bin/python -m services.frontend --help"

@@ -45,6 +45,7 @@ FILES: Mapping[str, Tier] = {
     "tests/deploy/test_cli.py": "all",
     "tests/deploy/test_etcd_users.py": "all",
     "tests/deploy/test_install_vllm.py": "all",
+    "tests/deploy/test_unit.py": "all",
     "tests/deploy/test_usage.py": "all",
     "tests/deploy/test_user_documents.py": "all",
     "tests/deploy/top/test_app.py": "all",

@@ -75,6 +75,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             _key(flags)
         case usage.CompletionFlags() as flags:
             _completion(flags)
+        case usage.UnitFlags() as flags:
+            _unit(flags)
         case usage.DocsFlags() as flags:
             _docs(flags)
         case usage.InstallGpuFlags():
@@ -129,6 +131,12 @@ def _completion(flags: usage.CompletionFlags) -> None:
     from deploy.local.completion import script
 
     print(script(flags.shell), end="")
+
+
+def _unit(flags: usage.UnitFlags) -> None:
+    from deploy.local.unit import unit
+
+    print(unit(flags.service, flags.settings, of_user=flags.user), end="")
 
 
 def _docs(flags: usage.DocsFlags) -> None:

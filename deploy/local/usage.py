@@ -346,6 +346,17 @@ class InstallVllmFlags(Struct, frozen=True, kw_only=True):
     """The version to install, of 0.32 or 0.33 (0.32.0)."""
 
 
+class UnitFlags(Struct, frozen=True, kw_only=True):
+    """Print a systemd unit that runs a service from here (docs/operations.md)."""
+
+    service: Annotated[Literal["frontend", "router", "worker", "kvbm"], WORD]
+    """The name of the service."""
+    settings: Words = []
+    """Its settings: NAME=VALUE, such as limits.requests=64 or config=FILE, and no secrets."""
+    user: bool = False
+    """Write it for `systemctl --user`. This flag comes last."""
+
+
 class DocsFlags(Struct, frozen=True, kw_only=True):
     """Print a document of Headrace as Markdown, or list them."""
 
@@ -428,6 +439,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "install-nixl": InstallNixlFlags,
     "install-vllm": InstallVllmFlags,
     "completion": CompletionFlags,
+    "unit": UnitFlags,
     "docs": DocsFlags,
     "version": VersionFlags,
 }

@@ -183,6 +183,11 @@ def test_the_documents_are_in_the_package(installed: Environment) -> None:
     assert installed.run("headrace", "docs", "gpu").stdout == (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
+def test_a_unit_starts_the_program_of_the_environment(installed: Environment) -> None:
+    shown = installed.run("headrace", "unit", "router", "policy=random")
+    assert f'\nExecStart="{installed.program("headrace-router")}" --policy=random\n' in shown.stdout, shown.stderr
+
+
 def test_a_service_starts_by_its_own_name_and_says_its_settings(installed: Environment) -> None:
     for service in ("frontend", "router", "worker", "kvbm"):
         assert f"headrace-{service}" in installed.run(f"headrace-{service}", "--help").stdout

@@ -75,7 +75,7 @@ def check(
             files = f"the model {options.model_name}" if model and service == "worker" else "its files"
             said = _said(service, program, until_s, partial(notice, f"{service}: checking its settings and {files}"))
             if program.returncode:
-                wrong = _translated(service, said, aside)
+                wrong = translated(service, said, aside)
                 raise ConfigError(wrong or f"{service}: its check ended with status {program.returncode}")
 
 
@@ -133,7 +133,7 @@ def _said(service: ServiceName, program: subprocess.Popen[str], until_s: float, 
         raise ConfigError(f"{service}: its check did not end within {LIMIT_S:g} s") from None
 
 
-def _translated(service: ServiceName, said: str, aside: str) -> str:
+def translated(service: ServiceName, said: str, aside: str) -> str:
     """Return the last lines of a service's output, one a fault, with its flags as `--set` names them."""
     lines, prefix = said.strip().splitlines(), f"headrace-{service}: "
     faults = list(takewhile(lambda line: line.startswith(prefix), reversed(lines))) or lines[-1:]
