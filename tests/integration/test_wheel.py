@@ -37,10 +37,10 @@ UV = str(Path(sys.executable).with_name("uv"))
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the source distribution and of the wheel."""
+    """The directory of what a release publishes."""
     directory = tmp_path_factory.mktemp("built")
-    command = [UV, "build", "--python", sys.executable, "--out-dir", str(directory), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    command = [sys.executable, "-m", "deploy.package.release", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return directory
 
@@ -124,6 +124,19 @@ def test_the_wheel_has_every_file_of_the_product_and_its_documents(built: Path, 
     [sources] = built.glob("*.tar.gz")
     with tarfile.open(sources) as archive_of_sources:
         assert f"headrace-{VERSION}/headrace" in archive_of_sources.getnames()
+
+
+def test_the_release_has_an_sbom_of_the_tested_packages_and_the_digests_of_all(built: Path) -> None:
+    bill = json.loads((built / f"headrace-{VERSION}.cdx.json").read_text(encoding="utf-8"))
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["version"] == VERSION
+    locked = re.findall(r"^([a-z0-9][\w.-]*)==([^ ]+)", (ROOT / "requirements.lock").read_text("utf-8"), re.M)
+    assert len(locked) > 30
+    assert set(locked) <= {(each["name"], each["version"]) for each in bill["components"]}
+    checked = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=built, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    named = {line.split()[1] for line in (built / "SHA256SUMS").read_text().splitlines()}
+    assert named == {file.name for file in built.iterdir() if not file.name.startswith((".", "SHA"))}
 
 
 def test_site_packages_gets_one_name_and_the_checkout_is_not_there(installed: Environment) -> None:
