@@ -1,12 +1,108 @@
 """Headrace serves language models from many workers: `python -m headrace --help`.
 
+    from headrace import local
+
+    with local("--engine", "echo") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="any")
+
 This is `headrace/__init__.py` of the wheel.
 """
 
 from __future__ import annotations
 
+import atexit
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
 from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+__all__ = ["TREE", "Local", "local"]
 
 TREE = Path(__file__).resolve().with_name("tree")
 """The directory of Headrace's own packages, which only its own programs have on their path. A `vllm serve` that uses
 the KV connector needs it in PYTHONPATH."""
+STOP_LIMIT_S = 60.0
+"""The seconds that running requests and processes have to end."""
+LEAST = ("--discovery", "file", "--frontends", "1", "--routers", "1", "--workers", "1", "--kvbm-bytes", "0")
+"""The flags of the smallest `up`; those of the caller come after them."""
+
+
+class Local:
+    """A running `headrace up` for notebooks and tests of applications. It ends with `close`, with its `with` block, or
+    with this process."""
+
+    def __init__(self, flags: tuple[str, ...], limit_s: float) -> None:
+        """Start it, and wait until it is ready. Raise RuntimeError with its last line if it ends before that."""
+        self._state = tempfile.TemporaryDirectory(prefix="headrace-local-")
+        said = Path(self._state.name, "up.log")
+        command = [sys.executable, "-P", "-m", "headrace", "up", "--state", self._state.name, "--port", _free_port()]
+        with said.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [*command, *LEAST, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,  # Ctrl-C reaches this process alone, which then ends it
+            )
+        atexit.register(self.close)
+        limit = threading.Timer(limit_s, self._process.kill)
+        limit.start()
+        try:
+            assert self._process.stdout is not None
+            self.url = _ready(self._process.stdout, said)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            limit.cancel()
+
+    def close(self) -> None:
+        """End it, as Ctrl-C does. A second call does nothing."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # its programs die with it
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._state.cleanup()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        """Return the running server."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the server."""
+        self.close()
+
+
+def local(*flags: str, limit_s: float = 600.0) -> Local:
+    """Start `headrace up` with these flags, on a free port and with a temporary state directory; its `url` is the base
+    URL for an OpenAI client. Raise RuntimeError if it is not ready within `limit_s`."""
+    return Local(flags, limit_s)
+
+
+def _ready(output: IO[str], said: Path) -> str:
+    """Return the URL that it prints once requests are served. Raise RuntimeError if it prints none."""
+    word, _, url = output.readline().strip().partition(" ")
+    if word != "ready":
+        lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else "headrace up was not ready in time")
+    return url
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

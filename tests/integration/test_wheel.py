@@ -192,6 +192,33 @@ def test_up_from_a_wheel_answers_and_leaves_no_process(installed: Environment, t
     assert list(installed.elsewhere.iterdir()) == []
 
 
+ASK = """
+import json, sys, urllib.request
+from headrace import local
+
+with local("--engine", "echo", "--model", sys.argv[1]) as server:
+    body = json.dumps({"prompt": "The mill turns", "max_tokens": 4}).encode()
+    with urllib.request.urlopen(server.url + "/completions", body) as answer:
+        print(json.load(answer)["usage"]["completion_tokens"])
+try:
+    urllib.request.urlopen(server.url + "/models")
+except OSError:
+    print("ended")
+try:
+    local("--engine", "echo", "--model", "/no/such")
+except RuntimeError as wrong:
+    print(wrong)
+"""
+
+
+def test_a_notebook_gets_a_server_of_its_own(installed: Environment, tmp_path: Path) -> None:
+    asked = installed.run("python", "-c", ASK, str(write_tiny_model(tmp_path / "tiny")), TMPDIR=str(tmp_path))
+    answered, ended, refused = asked.stdout.splitlines()
+    assert (answered, ended) == ("4", "ended"), asked.stderr
+    assert refused.startswith("error: --model /no/such: no such file or directory; a model on the hub is ")
+    assert list(tmp_path.glob("headrace-local-*")) == []
+
+
 def test_the_documents_are_in_the_package(installed: Environment) -> None:
     assert installed.run("headrace", "docs", "gpu").stdout == (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
