@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -186,6 +187,9 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """URL of the server, http or https, without the /v1 of its paths."""
     address: str = ""
     """HOST:PORT at which a gateway reaches the server. Empty means that of `url`."""
+    ip: str = ""
+    """IP address that the worker connects to, if its URL has a name with several addresses. The name still is what its
+    certificate must be of. Empty means an address of the URL's host."""
     kind: Literal["vllm", "sglang"] = "vllm"
     """What the server is: vllm or sglang."""
     model: str = ""
@@ -216,6 +220,8 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError("url has a user or a query; a key belongs in api_key_file")
         if self.address and not (_ADDRESS.fullmatch(self.address) and urlsplit(f"//{self.address}").port):
             raise ValueError(f"address is {self.address[:128]}, not HOST:PORT, such as 10.0.0.5:8001 or [fd00::5]:8001")
+        if self.ip:
+            ip_address(self.ip)
         for name, endpoint in (("events", self.events), ("replay", self.replay)):
             if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
                 raise ValueError(f"{name} is {endpoint}, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557")

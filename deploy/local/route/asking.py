@@ -16,6 +16,7 @@ import msgspec
 from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, read_sizes
 from deploy.local.route.targets import Target
 from shared.errors import ConfigError, Unavailable
+from shared.outbound import open_connector
 
 ASK_LIMIT_S = 5.0
 """Seconds for each answer of a server."""
@@ -38,20 +39,24 @@ def read_key(file: Path | None) -> str:
     return key
 
 
-def check_host(target: Target) -> None:
-    """Raise ConfigError if the server's host has no address."""
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses of a name: those of IPv4, or if it has none those of IPv6, since both kinds lead to the same
+    servers. It blocks. Raise Unavailable."""
     try:
-        socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as wrong:
-        reason = getattr(wrong, "strerror", None) or wrong
-        raise ConfigError(f"{target.given}: the host {target.host} has no address: {reason}") from None
+        raise Unavailable(str(getattr(wrong, "strerror", None) or wrong)) from None
+    of_ipv4 = [address for family, _, _, _, address in found if family == socket.AF_INET]
+    return [str(address[0]) for address in of_ipv4 or [address for *_, address in found]]
 
 
 async def ask(target: Target, key_file: Path | None) -> Found:
     """Return what a server says. Raise Unavailable, and ConfigError for what it will not mend by itself."""
     key = read_key(key_file)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S)) as http:
+    limit = aiohttp.ClientTimeout(total=ASK_LIMIT_S)
+    connector = open_connector(target.address)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=limit) as http:
         listed = await _get(http, target, "/v1/models")
         try:
             models = MODEL_LIST.decode(listed or b"")
@@ -68,7 +73,7 @@ async def ask(target: Target, key_file: Path | None) -> Found:
         kv_events = None if sources is None else EVENT_SOURCES.decode(sources)
     except msgspec.MsgspecError:
         kv_events = None
-    events, replay, lacks = find_events(target.host, kv_events, ranks)
+    events, replay, lacks = find_events(target.address or target.host, kv_events, ranks)
     for endpoint in filter(None, (events, replay)):
         if not await _listens(endpoint):
             events, replay, lacks = "", "", f"nothing answers at {endpoint}, where its KV events are"

@@ -7,14 +7,16 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from deploy.local.route.answers import pick, translate
-from deploy.local.route.asking import ask, check_host, read_key
+from deploy.local.route.asking import addresses_of, ask, read_key
+from deploy.local.route.names import Names
 from deploy.local.route.servers import (
     Ask,
     Event,
@@ -25,6 +27,7 @@ from deploy.local.route.servers import (
     Seen,
     ServerAnswered,
     Servers,
+    TimePassed,
     Wanted,
 )
 from deploy.local.route.targets import Target, parse_file, parse_targets
@@ -43,7 +46,9 @@ from shared.errors import ConfigError, Unavailable
 LOOK_S = 1.0
 """Seconds between two looks at the workers and at the file of servers."""
 FILE_LIMIT_BYTES = 1 << 20
-OWN = ("url", "kind", "model", "api_key_file", "events", "replay")
+LOOKUP_LIMIT_S = 4.0
+"""Seconds for a lookup of a name: less than until the next one."""
+OWN = ("url", "ip", "kind", "model", "api_key_file", "events", "replay")
 """Settings of a worker's table `attached` that `route` sets itself."""
 CHECKED_URL: Setting = ("--attached.url", "http://127.0.0.1:1")
 """The URL with which a worker's settings are checked; nothing is sent there."""
@@ -100,30 +105,63 @@ def _options(flags: RouteFlags) -> UpOptions:
 class WantedServers:
     """The servers of the arguments, or of a file that is read again when it changes."""
 
-    def __init__(self, flags: RouteFlags) -> None:
-        """Raise ConfigError for what is wrong with them."""
+    def __init__(self, flags: RouteFlags, look_up: Callable[[str], list[str]] = addresses_of) -> None:
+        """`look_up` returns the addresses of a name, or raises Unavailable; it may block. Raise ConfigError for what is
+        wrong with the servers."""
         self._file = flags.file
         if bool(flags.servers) == (self._file is not None):
             raise ConfigError(
                 "route: give URLs of servers, such as http://127.0.0.1:8001, or a file of them with --file"
             )
         self._text, self._said = "", ""
-        self.targets = parse_targets(flags.servers)
+        self._given = parse_targets(flags.servers)
         if self._file is not None:
             self._text = self._read(self._file)
-            self.targets = parse_file(f"--file {self._file}", self._text)
-        for target in self.targets:
-            check_host(target)
+            self._given = parse_file(f"--file {self._file}", self._text)
+        self._look_up, self._names = look_up, Names()
+        given = {target.host: target.given for target in self._given}
+        for host in self.due_names():
+            try:
+                self._names.looked_up(host, look_up(host))
+            except Unavailable as wrong:
+                raise ConfigError(f"{given[host]}: the host {host} has no address: {wrong}") from None
+        self.targets, self._news = self._names.servers(self._given)
 
-    def look(self) -> str:
-        """Read the file again. Return why it cannot be used, and the former servers stay; empty if that was said."""
+    def look(self) -> list[str]:
+        """Read the file again, and return what is to be said: why it cannot be used, and the former servers stay, or
+        what is wrong with names. Each is said once, while it holds."""
+        news, self._news = self._news, []
+        if fault := self._look_at_file():
+            news.append(fault)
+        self.targets, of_names = self._names.servers(self._given)
+        return news + of_names
+
+    def due_names(self) -> list[str]:
+        """Return the names of hosts that are to be looked up now."""
+        return self._names.due(self._given, time.monotonic())
+
+    async def look_up(self, host: str) -> None:
+        """Look a name up, which changes `targets` at the next `look`."""
+        addresses: list[str] = []
+        fault = ""
+        try:
+            async with asyncio.timeout(LOOKUP_LIMIT_S):
+                addresses = await asyncio.to_thread(self._look_up, host)
+        except TimeoutError:
+            fault = f"no answer in {LOOKUP_LIMIT_S:g} s"
+        except Unavailable as wrong:
+            fault = str(wrong)
+        self._names.looked_up(host, addresses, fault)
+
+    def _look_at_file(self) -> str:
+        """Read the file again. Return why it cannot be used; empty if it can, or if that was said."""
         if self._file is None:
             return ""
         try:
             text = self._read(self._file)
             if text != self._text:
-                targets = parse_file(f"--file {self._file}", text)
-                self._text, self.targets = text, targets
+                given = parse_file(f"--file {self._file}", text)
+                self._text, self._given = text, given
             said, self._said = self._said, ""
         except ConfigError as wrong:
             said, self._said = self._said, f"{wrong}; the servers stay as they are"
@@ -147,7 +185,7 @@ class Keeper:
 
     def __init__(self, wanted: WantedServers, servers: Servers, key_file: Path | None, terminal: Terminal) -> None:
         self._wanted, self.servers, self._key_file, self._terminal = wanted, servers, key_file, terminal
-        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each server that was asked
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each question
         self._asking: set[asyncio.Task[None]] = set()
 
     async def first(self) -> Join:
@@ -174,9 +212,10 @@ class Keeper:
 
     async def _turn(self, seen: Sequence[Event]) -> list[Join | LeaveServer]:
         """Pass on what has happened, ask and say what follows, and return what else does. Wait if nothing does."""
-        fault = self._wanted.look()
-        if fault:
-            self._terminal.notice(fault)
+        for line in self._wanted.look():
+            self._terminal.notice(line)
+        for host in self._wanted.due_names():
+            self._begin(self._look_up(host))
         events: list[Event] = [Wanted(self._wanted.targets), *seen]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
@@ -186,37 +225,46 @@ class Keeper:
             for action in self.servers.on(event, time.monotonic()):
                 match action:
                     case Ask(target):
-                        task = asyncio.ensure_future(self._ask(target))
-                        self._asking.add(task)
-                        task.add_done_callback(self._asking.discard)
+                        self._begin(self._ask(target))
                     case Say(line):
                         self._terminal.notice(line)
                     case _:
                         left.append(action)
         return left
 
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
     async def _ask(self, target: Target) -> None:
         try:
-            self._events.put_nowait(ServerAnswered(target.url, await ask(target, self._key_file)))
+            self._events.put_nowait(ServerAnswered(target.name, await ask(target, self._key_file)))
         except (ConfigError, Unavailable) as wrong:
-            self._events.put_nowait(ServerAnswered(target.url, None, str(wrong)))
+            self._events.put_nowait(ServerAnswered(target.name, None, str(wrong)))
+
+    async def _look_up(self, host: str) -> None:
+        await self._wanted.look_up(host)
+        self._events.put_nowait(TimePassed())  # the next turn has its addresses
 
     async def _look(self, shell: Shell) -> list[Event]:
         """Return what the workers say."""
-        events: list[Event] = [Gone(target.url) for target in self.servers.leaving if shell.find(target.worker) is None]
+        events: list[Event] = [
+            Gone(target.name) for target in self.servers.leaving if shell.find(target.worker) is None
+        ]
         joined = [(target, launch) for target in self.servers.joined if (launch := shell.find(target.worker))]
         said = await asyncio.gather(*(health(launch) for _, launch in joined))
         for (target, _), (ready, reason) in zip(joined, said, strict=True):
             if why := shell.given_up(target.worker):
-                events.append(Seen(target.url, ready=False, reason=translate(why, target.url), given_up=True))
+                events.append(Seen(target.name, ready=False, reason=translate(why, target.url), given_up=True))
             else:
                 lost = translate(reason, target.url) if "was lost" in reason else ""
-                events.append(Seen(target.url, ready, lost))
+                events.append(Seen(target.name, ready, lost))
         return events
 
     def _worker(self, options: UpOptions, shell: Shell, join: Join) -> tuple[Launch, dict[Path, str]]:
         found, key_file = join.found, self._key_file
-        attached: dict[str, Value] = {"url": join.target.url, "model": join.model}
+        attached: dict[str, Value] = {"url": join.target.url, "ip": join.target.address, "model": join.model}
         attached |= {"events": found.events, "replay": found.replay}
         attached |= {"api_key_file": "" if key_file is None else str(key_file.absolute())}
         (port,) = programs.free_ports(1)

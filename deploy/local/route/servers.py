@@ -38,7 +38,7 @@ class Wanted(Struct, frozen=True):
 class ServerAnswered(Struct, frozen=True):
     """A server that was asked has answered: what was found, or why it is left out."""
 
-    url: str
+    name: str
     found: Found | None
     fault: str = ""
 
@@ -46,7 +46,7 @@ class ServerAnswered(Struct, frozen=True):
 class Seen(Struct, frozen=True):
     """What the worker of a joined server says."""
 
-    url: str
+    name: str
     ready: bool
     reason: str = ""
     """Why it is not ready; empty if it says nothing yet."""
@@ -57,7 +57,7 @@ class Seen(Struct, frozen=True):
 class Gone(Struct, frozen=True):
     """The worker of a server that leaves has ended."""
 
-    url: str
+    name: str
 
 
 class TimePassed(Struct, frozen=True):
@@ -139,15 +139,15 @@ class Servers:
         match event:
             case Wanted(targets):
                 actions += self._want(targets, now_s)
-            case ServerAnswered(url, found, fault):
-                if url in self._servers:
-                    actions += self._answered(self._servers[url], found, fault, now_s)
+            case ServerAnswered(name, found, fault):
+                if name in self._servers:
+                    actions += self._answered(self._servers[name], found, fault, now_s)
             case Seen():
-                actions += self._seen(self._servers[event.url], event, now_s)
-            case Gone(url):
-                self._servers[url].state = "out"
-                if not self._servers[url].wanted:
-                    del self._servers[url]
+                actions += self._seen(self._servers[event.name], event, now_s)
+            case Gone(name):
+                self._servers[name].state = "out"
+                if not self._servers[name].wanted:
+                    del self._servers[name]
             case TimePassed():
                 pass
             case _:
@@ -170,8 +170,8 @@ class Servers:
 
     def validate(self) -> None:
         """Assert every invariant."""
-        for url, server in self._servers.items():
-            assert server.target.url == url
+        for name, server in self._servers.items():
+            assert server.target.name == name
             assert server.state == "joined" or not server.ready
             assert server.wanted or server.state in ("asked", "leaving")
             assert FIRST_DELAY_S <= server.delay_s <= LAST_DELAY_S
@@ -180,23 +180,23 @@ class Servers:
     def _want(self, targets: Sequence[Target], now_s: float) -> list[Action]:
         actions: list[Action] = []
         for target in targets:
-            server = self._servers.get(target.url)
+            server = self._servers.get(target.name)
             if server is None:
-                server = self._servers[target.url] = _Server(target, now_s)
-                if before := self._former.pop(target.url, None):
+                server = self._servers[target.name] = _Server(target, now_s)
+                if before := self._former.pop(target.name, None):
                     server.fault, server.described = before.fault, before.described
             if not server.wanted:  # it is being drained, or asked still
                 server.wanted, server.due_s = True, now_s
-        wanted = {target.url for target in targets}
-        for url, server in list(self._servers.items()):
-            if url in wanted or not server.wanted:
+        wanted = {target.name for target in targets}
+        for name, server in list(self._servers.items()):
+            if name in wanted or not server.wanted:
                 continue
             server.wanted = False
-            actions.append(Say(f"{url}: not wanted any more"))
+            actions.append(Say(f"{name}: not wanted any more"))
             if server.state == "joined":
                 actions += self._leave(server)
             elif server.state == "out":
-                del self._servers[url]
+                del self._servers[name]
         return actions
 
     def _answered(self, server: _Server, found: Found | None, fault: str, now_s: float) -> list[Action]:
@@ -206,7 +206,7 @@ class Servers:
             return []
         server.state = "out"
         if not server.wanted:
-            del self._servers[server.target.url]
+            del self._servers[server.target.name]
             return []
         model = None
         if found is not None:
@@ -218,7 +218,7 @@ class Servers:
         described, before = describe(found, model.id), server.described
         server.described = described
         return [
-            *([] if described == before else [Say(f"{server.target.url}: {described}")]),
+            *([] if described == before else [Say(f"{server.target.name}: {described}")]),
             Join(server.target, found, model.id),
         ]
 
@@ -231,7 +231,7 @@ class Servers:
             again = server.away and not server.asked_again
             server.ready, server.away, server.fault, server.delay_s = True, False, "", FIRST_DELAY_S
             server.asked_again = server.asked_again or again
-            return [Say(f"{server.target.url}: serves"), *([Ask(server.target)] if again else [])]
+            return [Say(f"{server.target.name}: serves"), *([Ask(server.target)] if again else [])]
         if seen.ready or not seen.reason:
             return []
         server.ready, server.away = False, True
@@ -254,7 +254,7 @@ class Servers:
         if server.fault == fault:
             return []
         server.fault = fault
-        return [Say(f"{server.target.url}: left out: {fault}")]
+        return [Say(f"{server.target.name}: left out: {fault}")]
 
     def _leave(self, server: _Server) -> list[Action]:
         server.state, server.ready, server.away, server.found = "leaving", False, False, None

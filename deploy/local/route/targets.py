@@ -23,11 +23,18 @@ class Target(Struct, frozen=True):
     """Its URL with its port, and without a path: the same for each way to write it."""
     host: str
     port: int
+    address: str = ""
+    """The address of the host that is meant, if the host is a name."""
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        return f"{self.url} at {self.address}" if self.address else self.url
 
     @property
     def worker(self) -> str:
         """The name of its worker, and of that worker's log."""
-        return f"worker-{self.url.replace('://', '-')}"
+        return f"worker-{self.url.replace('://', '-')}{self.address and f'-{self.address}'}"
 
 
 def parse_targets(texts: Iterable[str], of: str = "") -> tuple[Target, ...]:

@@ -20,6 +20,7 @@ from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
 from shared.errors import ConfigError, InvalidRequest, Unavailable
+from shared.outbound import open_connector
 
 ANSWER_LIMIT_BYTES = 8 << 20
 """Most bytes of an answer, or of a line of a stream, whose first one repeats the prompt."""
@@ -36,7 +37,7 @@ class Server:
         self._model, self._context_length, self._vocab_size = config.model, 0, 0
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {_read_key(config.api_key_file)}"} if config.api_key_file else {},
-            connector=aiohttp.TCPConnector(limit=connections),
+            connector=open_connector(config.ip, most=connections),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.limit_s),
             read_bufsize=ANSWER_LIMIT_BYTES // 2,  # aiohttp's lines may be twice as long
         )
@@ -131,15 +132,16 @@ class Server:
         """Return IP:PORT at which a gateway reaches the server. Raise Unavailable."""
         given, url = self._config.address, urlsplit(self._url)
         place = urlsplit(f"//{given}") if given else url
+        host = place.hostname if given else self._config.ip or place.hostname
         setting = "address" if given else "url"
         try:
             port = place.port or (443 if url.scheme == "https" else 80)
             async with asyncio.timeout(self._config.limit_s):
-                found = await asyncio.get_running_loop().getaddrinfo(place.hostname, port, type=socket.SOCK_STREAM)
+                found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as wrong:  # TimeoutError and UnicodeError are among them
             raise Unavailable(f"attached.{setting}: {place.netloc} has no address: {wrong}"[:500]) from None
-        host = min(found, key=lambda one: one[0] != socket.AF_INET)[4][0]  # of a name with both, IPv4
-        return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+        ip = min(found, key=lambda one: one[0] != socket.AF_INET)[4][0]  # of a name with both, IPv4
+        return f"[{ip}]:{port}" if ":" in str(ip) else f"{ip}:{port}"
 
     async def _find_model(self, local: Ready, name: str) -> None:
         listed = self._decoded("/v1/models", await self.ask("/v1/models")).get("data")

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from deploy.local.route import asking
-from deploy.local.route.asking import ask, check_host, read_key
+from deploy.local.route.asking import addresses_of, ask, read_key
 from deploy.local.route.targets import Target, parse_targets
 from shared.errors import ConfigError, Unavailable
 from tests.servers import free_port
@@ -116,7 +116,15 @@ async def test_a_server_that_is_slow_endless_or_not_there_takes_no_longer_than_t
         await ask(secure, None)
 
 
-def test_a_key_that_cannot_be_read_and_a_host_without_an_address_are_named(tmp_path: Path) -> None:
+def test_a_name_has_its_addresses_of_ipv4_and_one_without_any_is_a_fault() -> None:
+    assert addresses_of("localhost") == ["127.0.0.1"]
+    assert addresses_of("::1") == ["::1"]
+    for host in ("no.such.host.invalid", "a" * 70, "a..b"):
+        with pytest.raises(Unavailable):
+            addresses_of(host)
+
+
+def test_a_key_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert read_key(None) == ""
     key = tmp_path / "key"
     for content, said in ((b"", "not one line"), (b"two words", "not one line"), (b"\xff", "not ASCII")):
@@ -125,8 +133,3 @@ def test_a_key_that_cannot_be_read_and_a_host_without_an_address_are_named(tmp_p
             read_key(key)
     with pytest.raises(ConfigError, match=rf"^--api-key-file {tmp_path}: Is a directory"):
         read_key(tmp_path)
-    (nowhere,) = parse_targets(["http://no.such.host.invalid:8001"])
-    with pytest.raises(
-        ConfigError, match=r"^http://no\.such\.host\.invalid:8001: the host no\.such\.host\.invalid has"
-    ):
-        check_host(nowhere)

@@ -54,13 +54,13 @@ class Peer:
 
 
 @asynccontextmanager
-async def answering(peer: Peer) -> AsyncIterator[Peer]:
-    """Let it answer at its URL."""
+async def answering(peer: Peer, address: str = "127.0.0.1") -> AsyncIterator[Peer]:
+    """Let it answer at an address, and the port of its URL."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", peer.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", int(peer.url.rpartition(":")[2])).start()
+    await web.TCPSite(runner, address, int(peer.url.rpartition(":")[2])).start()
     try:
         yield peer
     finally:

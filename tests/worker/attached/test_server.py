@@ -102,6 +102,16 @@ async def test_the_key_comes_from_its_file(peer: Peer, model: Path, tmp_path: Pa
         await facts(peer, model, api_key_file="/none")
 
 
+async def test_a_name_is_reached_at_the_address_of_the_settings(model: Path) -> None:
+    peer = Peer(model)
+    async with answering(peer, "127.0.0.2"):
+        peer.url = peer.url.replace("127.0.0.1", "vllm.test")
+        assert (await facts(peer, model, ip="127.0.0.2")).address == f"127.0.0.2:{peer.url.rpartition(':')[2]}"
+    assert {headers["Host"] for headers in peer.seen} == {peer.url.removeprefix("http://")}
+    with pytest.raises(ValueError, match="vllm"):
+        AttachedConfig(url=peer.url, ip="vllm.test")
+
+
 async def test_another_model_is_refused(peer: Peer, model: Path) -> None:
     peer.tokens = [1, 2]
     with pytest.raises(ConfigError, match=r"attached\.url: .*serves another model: its tokenizer"):
