@@ -131,6 +131,12 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """The name of the model for clients, and the one that servers must have (that of the first server)."""
     api_key_file: File | None = None
     """The file that contains only the servers' API key (none)."""
+    ca_file: File | None = None
+    """The authorities of the servers' https certificates, in PEM (those of the system)."""
+    client_cert: File | None = None
+    """The certificate that is shown to https servers which ask for one, in PEM (none)."""
+    client_key: File | None = None
+    """The key of --client-cert, in PEM without a passphrase (none)."""
     set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
     """A setting of all frontends, routers or workers, such as worker.attached.grammars=true."""
     etcd: Address = ""

@@ -47,6 +47,10 @@ def check_files(config: WorkerConfig) -> None:
         check_source(source, Path(config.cache))
     if source.is_dir():
         _check_directory(source, config)
+    if config.engine == "attached":
+        from services.worker.attached.server import read_files  # here: it imports HTTP's client
+
+        read_files(config.attached)
     if config.simulated.table:
         from services.worker.simulated.runner import read_times
 

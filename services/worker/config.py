@@ -196,6 +196,12 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Name of the model on the server. Empty means the one that is named as the worker's model is."""
     api_key_file: str = ""
     """Path of a file with the server's API key. Empty if it needs none."""
+    ca_file: str = ""
+    """Path of a PEM file with the authorities of the server's https certificate. Empty means those of the system."""
+    client_cert: str = ""
+    """Path of a PEM file with the certificate that is shown to a server which asks for one. Empty if there is none."""
+    client_key: str = ""
+    """Path of a PEM file with the key of `client_cert`, without a passphrase."""
     events: str = ""
     """ZeroMQ endpoint on which the server publishes its KV events, such as tcp://host:5557. If it is empty, routers
     predict what it caches from their own choices."""
@@ -218,6 +224,8 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError("url is no http or https URL")
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("url has a user or a query; a key belongs in api_key_file")
+        if bool(self.client_cert) != bool(self.client_key):
+            raise ValueError("client_cert and client_key need each other")
         if self.address and not (_ADDRESS.fullmatch(self.address) and urlsplit(f"//{self.address}").port):
             raise ValueError(f"address is {self.address[:128]}, not HOST:PORT, such as 10.0.0.5:8001 or [fd00::5]:8001")
         if self.ip:

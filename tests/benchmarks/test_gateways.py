@@ -14,6 +14,7 @@ from benchmarks.gateways_server import BLOCK_SIZE, BLOCKS, WORDS, Answers, Conne
 from benchmarks.serving_load import GeneratorReport
 from deploy.local.route.asking import ask
 from deploy.local.route.targets import parse_targets
+from shared.outbound import TlsFiles
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -45,7 +46,7 @@ async def test_a_server_is_one_for_route_and_answers_chats_text_and_token_ids(tm
     server = await asyncio.get_running_loop().create_server(lambda: Connection(answers, engine), "127.0.0.1", port)
     url = f"http://127.0.0.1:{port}"
     async with server, aiohttp.ClientSession(url) as http:
-        found = await ask(parse_targets([url])[0], None)
+        found = await ask(parse_targets([url])[0], None, TlsFiles())
         assert (found.version, found.block_size, found.blocks, found.events) == ("0.32.0", BLOCK_SIZE, BLOCKS, "")
         assert [each.root for each in found.models.data] == [str(model)]
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,13 +108,16 @@ def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iter
 
 
 @contextlib.contextmanager
-def started(state: Path, command: str, *flags: str, variables: Mapping[str, str] = {}) -> Iterator[Up]:
-    """`headrace up` or `route` on free ports; ended afterwards."""
+def started(
+    state: Path, command: str, *flags: str, variables: Mapping[str, str] = {}, within: Sequence[str] = ()
+) -> Iterator[Up]:
+    """`headrace up` or `route` on free ports; ended afterwards. `within` are the words of a program that becomes it."""
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     environment |= {"HEADRACE_CACHE": str(state / "models"), **variables}
     process = subprocess.Popen(
         [
+            *within,
             sys.executable,
             "-m",
             "deploy.local.cli",

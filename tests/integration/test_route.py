@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.authority import Authority, needs_openssl, serving
 from tests.integration.stack import Up, eventually, started
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
@@ -23,6 +26,11 @@ from tests.worker.vllm.environment import LIMIT_S as VLLM_LIMIT_S
 from tests.worker.vllm.environment import needs_vllm
 
 LIMIT_S = 240.0
+BIND = 'mount --bind "$0" /etc/hosts && exec "$@"'
+"""Gives a program another file of hosts."""
+MOUNTS = bool(shutil.which("unshare")) and not (
+    subprocess.run(["unshare", "-m", "sh", "-c", BIND, "/etc/hosts", "true"], capture_output=True).returncode
+)
 
 
 def post(url: str, body: dict[str, Any], limit_s: float = LIMIT_S, key: str = "") -> dict[str, Any]:
@@ -87,6 +95,39 @@ async def test_servers_that_are_away_or_others_are_named_and_come_in_by_themselv
             before = len(other.bodies)
             await answered(up)
             assert len(other.bodies) == before + 1
+            up.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(up.process.wait, LIMIT_S) == 0
+
+
+@needs_openssl
+@pytest.mark.skipif(not MOUNTS, reason="no right to mount, so that a name could have other addresses")
+async def test_each_address_of_a_name_is_a_server_that_comes_and_goes_also_over_https(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", context_length=512)
+    authority, hosts, port = Authority(tmp_path), tmp_path / "hosts", free_port()
+    tls, url = serving(*authority.sign("vllm.test")), f"https://vllm.test:{port}"
+    peers = {address: Peer(model, port) for address in ("127.0.0.2", "127.0.0.3", "127.0.0.4")}
+
+    def name(*addresses: str) -> None:
+        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} vllm.test\n" for address in addresses))
+
+    name("127.0.0.2", "127.0.0.3")
+    with_hosts = ("unshare", "-m", "sh", "-c", BIND, str(hosts))
+    flags = ("--model", str(model), "--ca-file", str(authority.pem))
+    async with AsyncExitStack() as servers:
+        for address, peer in peers.items():
+            await servers.enter_async_context(answering(peer, address, tls))
+        with started(tmp_path / "state", "route", url, *flags, within=with_hosts) as up:
+            await said(up, f"{url} at 127.0.0.2: serves\n", f"{url} at 127.0.0.3: serves\n", "\nready ")
+            name("127.0.0.3", "127.0.0.4")
+            await said(up, f"{url} at 127.0.0.4: serves\n", f"{url} at 127.0.0.2: not wanted any more\n")
+            gone = f"worker-https-vllm.test:{port}-127.0.0.2"
+            await asyncio.to_thread(
+                eventually, lambda: gone not in up.record["programs"], limit_s=LIMIT_S, what="its worker has ended"
+            )
+            before = {address: len(peer.bodies) for address, peer in peers.items()}
+            for _ in range(4):
+                assert (await answered(up))["usage"]["completion_tokens"] == 2
+            assert len(peers["127.0.0.2"].bodies) == before["127.0.0.2"]
             up.process.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(up.process.wait, LIMIT_S) == 0
 

@@ -40,6 +40,8 @@ WRONG = [
         "attached: address is http://localhost:1, not HOST:PORT, such as 10.0.0.5:8001 or [fd00::5]:8001",
     ),
     ("--attached-address localhost:70000", "attached: Port out of range 0-65535"),
+    ("--attached-client-key k", "attached: client_cert and client_key need each other"),
+    ("--attached-ip vllm.svc", "attached: 'vllm.svc' does not appear to be an IPv4 or IPv6 address"),
     ("--attached-replay tcp://localhost:1", "attached: replay is set without events"),
     (
         "--attached-kind sglang --attached-grammars true",

@@ -147,9 +147,11 @@ def describe(found: Found, model: str) -> str:
 def translate(reason: str, url: str) -> str:
     """Return a worker's reason, without what its line on the server has said already, and with the flag of `route`."""
     reason = re.sub(r"^headrace-worker: |^.*\bwas lost(?: and is starting again)?: ", "", reason)
-    reason = reason.replace("attached.api_key_file: ", "--api-key-file: ").removeprefix("attached.url: ")
+    for setting in ("api_key_file", "ca_file", "client_cert", "client_key"):
+        reason = reason.replace(f"attached.{setting}", f"--{setting.replace('_', '-')}")
+    reason = reason.removeprefix("attached.url: ")
     reason = reason.removeprefix(f"{url} ").removeprefix(url)
-    return re.sub(r"^/\S+ (does not answer): .*", r"\1", reason)  # which path it was, and an address that is known
+    return re.sub(r"^/\S+ does not answer: ", "does not answer: ", reason)  # whichever path it was
 
 
 MODEL_LIST = msgspec.json.Decoder(ServerModels)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,12 +14,13 @@ import msgspec
 from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, read_sizes
 from deploy.local.route.targets import Target
 from shared.errors import ConfigError, Unavailable
-from shared.outbound import open_connector
+from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_tls
 
 ASK_LIMIT_S = 5.0
 """Seconds for each answer of a server."""
 ANSWER_LIMIT_BYTES = 8 << 20
 """Most bytes of an answer."""
+TLS_NAMES = TlsNames("--ca-file", "--client-cert", "--client-key")
 CONNECT_LIMIT_S = 2.0
 """Seconds for a connection to the port of its KV events."""
 
@@ -50,12 +49,12 @@ def addresses_of(host: str) -> list[str]:
     return [str(address[0]) for address in of_ipv4 or [address for *_, address in found]]
 
 
-async def ask(target: Target, key_file: Path | None) -> Found:
+async def ask(target: Target, key_file: Path | None, tls: TlsFiles) -> Found:
     """Return what a server says. Raise Unavailable, and ConfigError for what it will not mend by itself."""
-    key = read_key(key_file)
+    key, context = read_key(key_file), read_tls(tls, TLS_NAMES)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=ASK_LIMIT_S)
-    connector = open_connector(target.address)
+    connector = open_connector(target.address, context)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=limit) as http:
         listed = await _get(http, target, "/v1/models")
         try:
@@ -99,12 +98,8 @@ async def _get(http: aiohttp.ClientSession, target: Target, path: str) -> bytes 
                     raise ConfigError(f"{path} answers more than {ANSWER_LIMIT_BYTES} bytes")
     except TimeoutError:
         raise Unavailable(f"{path} did not answer in {ASK_LIMIT_S:g} s") from None
-    except aiohttp.ClientConnectorError as wrong:
-        known = wrong.os_error.errno in errno.errorcode  # its text repeats the address
-        reason = os.strerror(wrong.os_error.errno or 0) if known else str(wrong.os_error)
-        raise Unavailable(f"does not answer: {reason}") from None
     except (aiohttp.ClientError, OSError, ValueError) as wrong:
-        raise Unavailable(f"does not answer: {' '.join(str(wrong).split())[:200]}") from None
+        raise Unavailable(f"does not answer: {describe_fault(wrong, TLS_NAMES.ca_file)}") from None
     return bytes(content)
 
 

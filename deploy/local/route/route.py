@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from deploy.local.route.answers import pick, translate
-from deploy.local.route.asking import addresses_of, ask, read_key
+from deploy.local.route.asking import TLS_NAMES, addresses_of, ask, read_key
 from deploy.local.route.names import Names
 from deploy.local.route.servers import (
     Ask,
@@ -42,13 +42,14 @@ from deploy.local.state import CACHE_VARIABLE
 from deploy.local.terminal import Terminal
 from deploy.local.usage import RouteFlags, UpFlags
 from shared.errors import ConfigError, Unavailable
+from shared.outbound import TlsFiles, read_tls
 
 LOOK_S = 1.0
 """Seconds between two looks at the workers and at the file of servers."""
 FILE_LIMIT_BYTES = 1 << 20
 LOOKUP_LIMIT_S = 4.0
 """Seconds for a lookup of a name: less than until the next one."""
-OWN = ("url", "ip", "kind", "model", "api_key_file", "events", "replay")
+OWN = ("url", "ip", "kind", "model", "api_key_file", "events", "replay", *TlsFiles.__struct_fields__)
 """Settings of a worker's table `attached` that `route` sets itself."""
 CHECKED_URL: Setting = ("--attached.url", "http://127.0.0.1:1")
 """The URL with which a worker's settings are checked; nothing is sent there."""
@@ -74,7 +75,7 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
         servers, names, name = None, {flags.model_name}, flags.model_name
         if source is None:
             servers = Servers({name} if name else None)
-            join = asyncio.run(Keeper(wanted, servers, flags.api_key_file, terminal).first())
+            join = asyncio.run(Keeper(wanted, servers, flags, terminal).first())
             source = _source_of(join)
             listed = pick(join.found, {join.model})
             names |= listed.names if listed else set()
@@ -85,13 +86,14 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
         check_options(str(path))
         names |= {name, source.name, path.name}
         options = replace(options, model=str(path), workers=0)
-        keeper = Keeper(wanted, Servers(names - {""}, servers), flags.api_key_file, terminal)
+        keeper = Keeper(wanted, Servers(names - {""}, servers), flags, terminal)
         return up(options, flags.state_dir, terminal, partial(keeper.keep, options))
 
 
 def _options(flags: RouteFlags) -> UpOptions:
     """Return the options of the stack, without its model and workers. Raise ConfigError."""
     read_key(flags.api_key_file)
+    read_tls(tls_files(flags), TLS_NAMES)
     same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
     options, _ = checked_options(replace(UpFlags(), **same | {"engine": "attached", "model": flags.model or "-"}))
     for setting, _ in options.overrides.get("worker", ()):
@@ -100,6 +102,15 @@ def _options(flags: RouteFlags) -> UpOptions:
             raise ConfigError(f"--set worker.{name}: `route` sets that itself")
     cache = str(cache_directory(flags.state_dir))
     return replace(options, discovery="etcd" if flags.etcd else "file", cache=cache, workers=1)
+
+
+def tls_files(flags: RouteFlags) -> TlsFiles:
+    """Return the files of TLS towards servers."""
+    return TlsFiles(_path(flags.ca_file), _path(flags.client_cert), _path(flags.client_key))
+
+
+def _path(file: Path | None) -> str:
+    return "" if file is None else str(file.absolute())
 
 
 class WantedServers:
@@ -183,8 +194,9 @@ class WantedServers:
 class Keeper:
     """Asks the servers that are wanted, and keeps a worker for each that fits."""
 
-    def __init__(self, wanted: WantedServers, servers: Servers, key_file: Path | None, terminal: Terminal) -> None:
-        self._wanted, self.servers, self._key_file, self._terminal = wanted, servers, key_file, terminal
+    def __init__(self, wanted: WantedServers, servers: Servers, flags: RouteFlags, terminal: Terminal) -> None:
+        self._wanted, self.servers, self._terminal = wanted, servers, terminal
+        self._key_file, self._tls = flags.api_key_file, tls_files(flags)
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each question
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -239,7 +251,7 @@ class Keeper:
 
     async def _ask(self, target: Target) -> None:
         try:
-            self._events.put_nowait(ServerAnswered(target.name, await ask(target, self._key_file)))
+            self._events.put_nowait(ServerAnswered(target.name, await ask(target, self._key_file, self._tls)))
         except (ConfigError, Unavailable) as wrong:
             self._events.put_nowait(ServerAnswered(target.name, None, str(wrong)))
 
@@ -266,7 +278,7 @@ class Keeper:
         found, key_file = join.found, self._key_file
         attached: dict[str, Value] = {"url": join.target.url, "ip": join.target.address, "model": join.model}
         attached |= {"events": found.events, "replay": found.replay}
-        attached |= {"api_key_file": "" if key_file is None else str(key_file.absolute())}
+        attached |= {"api_key_file": _path(key_file), **asdict(self._tls)}
         (port,) = programs.free_ports(1)
         name, python = join.target.worker, sys.executable
         return plan_attached(options, shell.stack, shell.state_dir, name, attached, port, python=python)

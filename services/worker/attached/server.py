@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
 from shared.errors import ConfigError, InvalidRequest, Unavailable
-from shared.outbound import open_connector
+from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_tls
 
 ANSWER_LIMIT_BYTES = 8 << 20
 """Most bytes of an answer, or of a line of a stream, whose first one repeats the prompt."""
+TLS_NAMES = TlsNames("attached.ca_file", "attached.client_cert", "attached.client_key")
 TEXT = "Grüße, 世界! 1234 tokens\n\tof <b>one</b> tokenizer."
 """What both sides tokenise, to compare them."""
 
@@ -32,12 +34,13 @@ class Server:
     """One server. `close` ends it."""
 
     def __init__(self, config: AttachedConfig, api: Api, connections: int) -> None:
-        """`connections` is the most requests at once. Raise ConfigError for the file of the key."""
+        """`connections` is the most requests at once. Raise ConfigError for the files of the key and of TLS."""
         self._config, self._api, self._url = config, api, config.url.rstrip("/")
         self._model, self._context_length, self._vocab_size = config.model, 0, 0
+        key, tls = read_files(config)
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {_read_key(config.api_key_file)}"} if config.api_key_file else {},
-            connector=open_connector(config.ip, most=connections),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            connector=open_connector(config.ip, tls, most=connections),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.limit_s),
             read_bufsize=ANSWER_LIMIT_BYTES // 2,  # aiohttp's lines may be twice as long
         )
@@ -60,8 +63,8 @@ class Server:
                         raise self._fault(path, f"answers more than {ANSWER_LIMIT_BYTES} bytes")
         except TimeoutError:
             raise self._fault(path, f"did not answer in {self._config.limit_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as wrong:
-            raise self._fault(path, f"does not answer: {wrong}") from None
+        except (aiohttp.ClientError, OSError, HttpProcessingError, ValueError) as wrong:
+            raise self._fault(path, f"does not answer: {describe_fault(wrong, TLS_NAMES.ca_file)}") from None
         return bytes(content)
 
     async def generate(self, submit: Submit) -> AsyncGenerator[ServerOutput]:
@@ -89,7 +92,7 @@ class Server:
                         seen += len(output.tokens)
                         yield output
         except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as wrong:  # a line too long, or no JSON
-            raise self._fault(self._api.path, f"broke off: {wrong}") from None
+            raise self._fault(self._api.path, f"broke off: {describe_fault(wrong, TLS_NAMES.ca_file)}") from None
 
     async def load(self) -> ServerLoad | None:
         """Return the load of a healthy server; None if it shows no metrics. Raise as `ask`."""
@@ -194,6 +197,12 @@ class Server:
         if status in (400, 413, 422):
             raise InvalidRequest(said)
         raise Unavailable(f"attached.url: {said}")
+
+
+def read_files(config: AttachedConfig) -> tuple[str, ssl.SSLContext | None]:
+    """Return the server's key, empty if it needs none, and the TLS to it. Raise ConfigError."""
+    tls = read_tls(TlsFiles(config.ca_file, config.client_cert, config.client_key), TLS_NAMES)
+    return _read_key(config.api_key_file) if config.api_key_file else "", tls
 
 
 def _read_key(path: str) -> str:

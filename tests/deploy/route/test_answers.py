@@ -120,6 +120,7 @@ def test_a_workers_reason_is_said_in_the_words_of_route() -> None:
         (f"attached.api_key_file: {url}/v1/models answers 401", f"--api-key-file: {url}/v1/models answers 401"),
         (f"the engine was lost and is starting again: attached.url: {url}/health answers 503", "/health answers 503"),
         (f"loading: 10 %; the engine before this one was lost: attached.url: {url} was started again", "was started"),
-        (f"attached.url: {url}/health does not answer: Cannot connect to host", "does not answer"),
+        (f"attached.url: {url}/health does not answer: Connection refused", "does not answer: Connection refused"),
+        (f"attached.ca_file /none: No such file: {url}", "--ca-file /none: No such file"),
     ):
         assert translate(reason, url).startswith(said)

@@ -13,6 +13,7 @@ from deploy.local.route import asking
 from deploy.local.route.asking import addresses_of, ask, read_key
 from deploy.local.route.targets import Target, parse_targets
 from shared.errors import ConfigError, Unavailable
+from shared.outbound import TlsFiles
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.peer import Peer, answering, says
@@ -37,7 +38,7 @@ def target(peer: Peer) -> Target:
 async def test_a_server_says_what_it_is(peer: Peer, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesame\n")
-    found = await ask(target(peer), key)
+    found = await ask(target(peer), key, TlsFiles())
     assert [one.id for one in found.models.bases] == ["tiny"]
     assert (found.version, found.block_size, found.blocks, found.ranks) == ("0.32.0", 32, 64, 1)
     assert (found.events, found.replay) == ("", "")
@@ -48,11 +49,11 @@ async def test_a_server_says_what_it_is(peer: Peer, tmp_path: Path) -> None:
 async def test_events_are_found_where_something_listens(peer: Peer) -> None:
     port = int(peer.url.rpartition(":")[2])
     peer.events = {"0": {"endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port}"}}
-    found = await ask(target(peer), None)
+    found = await ask(target(peer), None, TlsFiles())
     assert (found.events, found.replay, found.lacks) == (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port}", "")
     closed = free_port()
     peer.events = {"0": {"endpoint": f"tcp://*:{closed}"}}
-    found = await ask(target(peer), None)
+    found = await ask(target(peer), None, TlsFiles())
     assert found.events == ""
     assert found.lacks == f"nothing answers at tcp://127.0.0.1:{closed}, where its KV events are"
 
@@ -60,11 +61,11 @@ async def test_events_are_found_where_something_listens(peer: Peer) -> None:
 async def test_an_older_server_lacks_what_it_does_not_say(peer: Peer) -> None:
     for path in ("/version", "/metrics", "/kv_event_sources"):
         peer.said[path] = says(404)
-    found = await ask(target(peer), None)
+    found = await ask(target(peer), None, TlsFiles())
     assert (found.version, found.block_size) == ("", 0)
     assert found.lacks == "it says nothing of KV events, as vLLM does from 0.32 on"
     peer.said["/version"] = peer.said["/kv_event_sources"] = says(200, "<html>")
-    assert (await ask(target(peer), None)).version == ""
+    assert (await ask(target(peer), None, TlsFiles())).version == ""
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ async def test_an_older_server_lacks_what_it_does_not_say(peer: Peer) -> None:
 async def test_what_is_no_such_server_gets_one_line(peer: Peer, status: int, text: str, said: str) -> None:
     peer.said["/v1/models"] = says(status, text)
     with pytest.raises((ConfigError, Unavailable)) as wrong:
-        await ask(target(peer), None)
+        await ask(target(peer), None, TlsFiles())
     assert str(wrong.value).startswith(said)
     assert "\n" not in str(wrong.value)
 
@@ -107,13 +108,13 @@ async def test_a_server_that_is_slow_endless_or_not_there_takes_no_longer_than_t
 
     peer.said["/v1/models"] = endless
     with pytest.raises(Unavailable, match=r"^/v1/models did not answer in 0\.2 s$"):
-        await ask(target(peer), None)
+        await ask(target(peer), None, TlsFiles())
     (gone,) = parse_targets([f"http://127.0.0.1:{free_port()}"])
     with pytest.raises(Unavailable, match=r"^does not answer: Connection refused$"):
-        await ask(gone, None)
+        await ask(gone, None, TlsFiles())
     (secure,) = parse_targets([peer.url.replace("http:", "https:")])
     with pytest.raises(Unavailable, match=r"^does not answer: "):
-        await ask(secure, None)
+        await ask(secure, None, TlsFiles())
 
 
 def test_a_name_has_its_addresses_of_ipv4_and_one_without_any_is_a_fault() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from deploy.local.route.servers import Servers
 from deploy.local.terminal import Terminal
 from deploy.local.usage import RouteFlags
 from shared.errors import ConfigError, Unavailable
+from tests.authority import Authority, needs_openssl, serving
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.peer import Peer, answering
 
+LIMIT_S = 120.0
 ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 
 
@@ -81,14 +85,57 @@ async def test_a_name_with_several_addresses_is_several_servers_and_asked_at_eac
         assert host == "vllm.test"
         return list(addresses)
 
-    wanted = WantedServers(RouteFlags(servers=[url]), look_up)
-    keeper = Keeper(wanted, Servers({"tiny"}), None, Terminal())
+    flags = RouteFlags(servers=[url])
+    keeper = Keeper(WantedServers(flags, look_up), Servers({"tiny"}), flags, Terminal())
     async with answering(peer, "127.0.0.3"):
         addresses.append("127.0.0.3")
         join = await keeper.first()
     assert (join.target.name, join.target.url) == (f"{url} at 127.0.0.3", url)
     assert {headers["Host"] for headers in peer.seen} == {url.removeprefix("http://")}
     assert f"{url} at 127.0.0.2: left out: does not answer: Connection refused\n" in capsys.readouterr().err
+
+
+@needs_openssl
+async def test_servers_whose_certificates_are_wrong_are_named_and_come_in_once_mended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, others = Authority(tmp_path), Authority(tmp_path, "others")
+    wrong = {
+        "certificate has expired": ours.sign("localhost", "expired", days=-1),
+        "Hostname mismatch, certificate is not valid for 'localhost'": ours.sign("other.test", "named"),
+        "unable to get local issuer certificate; --ca-file names an authority": others.sign("localhost", "unknown"),
+    }
+    model = write_tiny_model(tmp_path / "tiny")
+    peers = {why: Peer(model) for why in wrong}
+    urls = {why: peer.url.replace("http://127.0.0.1", "https://localhost") for why, peer in peers.items()}
+    flags = RouteFlags(servers=[*urls.values()], ca_file=ours.pem)
+    first = asyncio.ensure_future(Keeper(WantedServers(flags), Servers({"tiny"}), flags, Terminal()).first())
+    try:
+        async with AsyncExitStack() as before, asyncio.timeout(LIMIT_S):
+            for why, pair in wrong.items():
+                await before.enter_async_context(answering(peers[why], tls=serving(*pair)))
+            said = ""
+            while not all(
+                f"{url}: left out: does not answer: its certificate is refused: {why}\n" in said
+                for why, url in urls.items()
+            ):
+                assert not first.done()
+                said += capsys.readouterr().err
+                await asyncio.sleep(0.01)
+        why, url = next(iter(urls.items()))
+        async with answering(peers[why], tls=serving(*ours.sign("localhost", "mended"))), asyncio.timeout(LIMIT_S):
+            assert (await first).target.name == url
+    finally:
+        first.cancel()
+
+
+def test_files_of_tls_that_do_not_fit_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    for flags, said in (
+        (RouteFlags(servers=[ONE], ca_file=tmp_path / "none"), r"^--ca-file .*/none: No such file or directory$"),
+        (RouteFlags(servers=[ONE], client_key=tmp_path), r"^--client-cert, --client-key: a certificate and its key "),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            route.route(flags, Terminal())
 
 
 async def test_a_lookup_that_hangs_or_fails_changes_nothing_and_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

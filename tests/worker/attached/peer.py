@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,13 +55,13 @@ class Peer:
 
 
 @asynccontextmanager
-async def answering(peer: Peer, address: str = "127.0.0.1") -> AsyncIterator[Peer]:
-    """Let it answer at an address, and the port of its URL."""
+async def answering(peer: Peer, address: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[Peer]:
+    """Let it answer at an address, and the port of its URL; with `tls` over https."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", peer.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, address, int(peer.url.rpartition(":")[2])).start()
+    await web.TCPSite(runner, address, int(peer.url.rpartition(":")[2]), ssl_context=tls).start()
     try:
         yield peer
     finally:

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from services.worker.attached.server import Server
+from services.worker.attached.server import Server, read_files
 from services.worker.attached.vllm_api import VLLM
 from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
@@ -18,6 +19,7 @@ from services.worker.model.facts import facts_of
 from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages.generate import Sampling
+from tests.authority import Authority, needs_openssl, serving
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.peer import SIZES, Peer, answering, says
@@ -112,6 +114,25 @@ async def test_a_name_is_reached_at_the_address_of_the_settings(model: Path) -> 
         AttachedConfig(url=peer.url, ip="vllm.test")
 
 
+@needs_openssl
+async def test_https_is_checked_with_the_files_of_the_settings(model: Path, tmp_path: Path) -> None:
+    authority, peer = Authority(tmp_path), Peer(model)
+    cert, key = authority.sign("client", "client")
+    files: dict[str, Any] = {"ca_file": str(authority.pem), "client_cert": str(cert), "client_key": str(key)}
+    async with answering(peer, tls=serving(*authority.sign("127.0.0.1"), authority.pem)):
+        peer.url = peer.url.replace("http:", "https:")
+        assert (await facts(peer, model, **files)).block_size == 32
+        with pytest.raises(
+            Unavailable, match=r"^attached\.url: https:.*its certificate is refused: .*; attached\.ca_file names an"
+        ):
+            await facts(peer, model)
+        peer.url = peer.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(Unavailable, match=r"its certificate is refused: Hostname mismatch"):
+            await facts(peer, model, ip="127.0.0.1", **files)
+    with pytest.raises(ConfigError, match=r"^attached\.ca_file /none: No such file"):
+        read_files(AttachedConfig(ca_file="/none"))
+
+
 async def test_another_model_is_refused(peer: Peer, model: Path) -> None:
     peer.tokens = [1, 2]
     with pytest.raises(ConfigError, match=r"attached\.url: .*serves another model: its tokenizer"):
@@ -155,7 +176,7 @@ async def test_a_server_that_is_slow_or_not_there_may_come_back(peer: Peer, mode
     with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models did not answer in 0\.2 s"):
         await facts(peer, model, limit_s=0.2)
     peer.url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models does not answer: Cannot connect"):
+    with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models does not answer: Connection refused"):
         await facts(peer, model)
 
 
