@@ -51,7 +51,7 @@ from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages.frames import UNFOLLOWABLE
 from shared.messages.generate import Sampling
-from shared.messages.kv_events import AllBlocksCleared, KvEvent
+from shared.messages.kv_events import AllBlocksCleared, BlockStored, KvEvent
 
 MOST_BLOCKS_TIMES = 4
 """Times the server's blocks that its events may leave before all are forgotten: its host memory may hold some, too."""
@@ -100,7 +100,10 @@ class ServerEngine:
         self._end = AsyncEnd(channel, connection, handle=self._handle, report=self._report)
         self._capacity = facts.capacity_blocks
         self._attempts = AttemptTable()
+        self._block_size = facts.block_size
         self._blocks = EngineBlocks(facts.block_size, orphans=False)
+        self._said = False
+        """True once it was said that the events are of blocks of another size."""
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._load: ServerLoad | None = None
         self._new_events: list[KvEvent] = [AllBlocksCleared()]
@@ -171,11 +174,13 @@ class ServerEngine:
 
     async def _stream(self, key: str, submit: Submit) -> None:
         """Follow one attempt to its end. Raise ConfigError, which ends the engine."""
-        why = "the server ended the answer without a reason"
+        why, loop = "the server ended the answer without a reason", asyncio.get_running_loop()
         try:
-            async with aclosing(self._server.generate(submit)) as outputs:
+            async with asyncio.timeout(None) as open_end, aclosing(self._server.generate(submit)) as outputs:
                 async for output in outputs:
                     self._active_s = time.monotonic()
+                    if (output.error or output.finish) and open_end.when() is None:
+                        open_end.reschedule(loop.time() + self._config.attached.limit_s)
                     if output.error:
                         why = f"the server ended the answer: {output.error}"
                     elif output.tokens or output.finish:
@@ -187,6 +192,8 @@ class ServerEngine:
                             logprobs=output.logprobs,
                         )
                         self._end.flush_soon()
+        except TimeoutError:
+            pass  # the answer has ended, and its connection has not
         except InvalidRequest as wrong:
             continued = len(submit.tokens) // 4 > submit.prompt_tokens  # another engine may continue a grammar
             why = f"{UNFOLLOWABLE}: {wrong}" if submit.sampling.grammar and not continued else f"refused: {wrong}"
@@ -213,11 +220,20 @@ class ServerEngine:
 
     def _apply_events(self, events: list[KvEvent]) -> None:
         self._blocks.notes.now_s = time.monotonic()
+        if not (self._said or len(self._blocks)):
+            self._check_sizes({event.block_size for event in events if isinstance(event, BlockStored)})
         self._new_events.extend(self._blocks.apply(events))
         if len(self._blocks) > MOST_BLOCKS_TIMES * self._capacity:
             _log.error("attached.events: these leave more blocks than the server can have; all are forgotten")
             self._new_events.extend(self._blocks.apply([AllBlocksCleared()]))
         self._end.flush_soon()
+
+    def _check_sizes(self, sizes: set[int]) -> None:
+        if sizes and self._block_size not in sizes:
+            self._said = True
+            named = ", ".join(map(str, sorted(sizes)))[:64]
+            what = "attached.events: blocks of %s tokens, and the server has %d: they are left out"
+            _log.error(f"{what}, and nothing counts as cached", named, self._block_size)
 
     async def _look(self) -> None:
         """Look at the server again and again. Raise ConfigError, Unavailable if it does not serve."""

@@ -76,6 +76,7 @@ class Server:
             raise InvalidRequest(fault or f"lora: {submit.lora}: an attached server's LoRAs are not served")
         room, seen = self._context_length - submit.prompt_tokens, 0
         limits = {"max_tokens": min(sampling.max_tokens, room), "min_tokens": min(sampling.min_tokens, room)}
+        allowed = limits["max_tokens"] - continued
         params: dict[str, Any] = {}
         for row in self._api.rows.values():
             params |= row(replace(sampling, **limits), continued)
@@ -90,6 +91,8 @@ class Server:
                         if not all(0 <= token < self._vocab_size for token in output.tokens):
                             raise ValueError(f"token ids are 0 to {self._vocab_size - 1}, not {output.tokens}"[:200])
                         seen += len(output.tokens)
+                        if seen > allowed:
+                            raise ValueError(f"it sends more than the {allowed} tokens that it was asked for")
                         yield output
         except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as wrong:  # a line too long, or no JSON
             raise self._fault(self._api.path, f"broke off: {describe_fault(wrong, TLS_NAMES.ca_file)}") from None
@@ -153,7 +156,7 @@ class Server:
         found = [one for one in models if one in wanted or (not self._model and Path(one).name in wanted)]
         if not found:
             said = f"{self._url} has no model {' or '.join(sorted(wanted))}; it has {', '.join(models) or 'none'}"
-            raise ConfigError(f"attached.model: {said}")
+            raise ConfigError(f"attached.model: {said}"[:500])
         self._model, length = found[0], models[found[0]].get("max_model_len")
         if length is not None and (type(length) is not int or length < 1):
             raise ConfigError(f"attached.url: {self._url}/v1/models: max_model_len is {str(length)[:64]}")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
 
 from services.worker.config import AttachedConfig, WorkerConfig
+from shared.messages.generate import Accepted
+from shared.messages.kv_events import BlockStored, EventBatch
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.peer import Peer, answering
-from tests.worker.shell import WORKER, running_worker
+from tests.worker.shell import LIMIT_S, WORKER, request, running_worker
 
 
 @pytest.mark.parametrize("events", ["", "tcp://127.0.0.1:9"])
@@ -20,3 +27,59 @@ async def test_routers_hear_of_a_source_of_events_only_if_the_server_has_one(tmp
         async with running_worker(WorkerConfig(model=str(model), engine="attached", attached=attached)) as shell:
             await shell.peer.until(lambda: bool(shell.directory.cards) and WORKER in shell.directory.instances)
             assert (shell.directory.instances[WORKER].events is not None) == bool(events)
+
+
+async def test_an_answer_that_has_ended_frees_its_connection_even_if_the_server_keeps_it_open(tmp_path: Path) -> None:
+    model, closed = write_tiny_model(tmp_path / "tiny"), asyncio.Event()
+    peer = Peer(model)
+
+    async def stays_open(asked: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(asked)
+        await answer.write(f"data: {peer.lines[0]}\n\n".encode())
+        try:
+            while True:
+                await answer.write(b": still here\n\n")
+                await asyncio.sleep(0)
+        finally:
+            closed.set()
+
+    attached = AttachedConfig(url=peer.url, limit_s=2.0)
+    async with (
+        answering(peer),
+        running_worker(
+            WorkerConfig(model=str(model), model_name="model", engine="attached", attached=attached)
+        ) as shell,
+    ):
+        await shell.peer.until(lambda: bool(shell.directory.cards))
+        peer.said["/v1/completions"] = stays_open
+        assert isinstance(await shell.peer.generate(request("r", [5, 6], max_tokens=2)), Accepted)
+        assert await shell.peer.ended("r") == "length"
+        assert shell.peer.tokens("r") == [5, 6]
+        await asyncio.wait_for(closed.wait(), LIMIT_S)
+
+
+async def test_events_of_blocks_of_another_size_are_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, context = write_tiny_model(tmp_path / "tiny"), zmq.asyncio.Context()
+    publisher = context.socket(zmq.XPUB)
+    publisher.bind(f"ipc://{tmp_path}/e")
+    batch = EventBatch(0.0, [BlockStored([1], None, [3] * 16, 16, medium="GPU")])
+    try:
+        async with answering(Peer(model)) as peer:
+            attached = AttachedConfig(url=peer.url, events=f"ipc://{tmp_path}/e")
+            async with (
+                running_worker(WorkerConfig(model=str(model), engine="attached", attached=attached)),
+                asyncio.timeout(LIMIT_S),
+            ):
+                assert await publisher.recv() == b"\x01"
+                for number in range(2):
+                    await publisher.send_multipart([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch)])
+                said = ""
+                while "blocks of 16 tokens, and the server has 32: they are left out" not in said:
+                    said += capfd.readouterr().err
+                    await asyncio.sleep(0.01)
+    finally:
+        context.destroy(linger=0)
+    assert (said + capfd.readouterr().err).count("blocks of 16 tokens") == 1

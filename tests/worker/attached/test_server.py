@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,10 @@ async def test_another_model_is_refused(peer: Peer, model: Path) -> None:
         await facts(peer, model)
     with pytest.raises(ConfigError, match=r"attached\.model: .*has no model other; it has org/large"):
         await facts(peer, model, model="other")
+    peer.models = [{"id": f"org/large-{number}"} for number in range(10_000)]
+    with pytest.raises(ConfigError, match=r"attached\.model: .*has no model other; it has org/large-0, ") as wrong:
+        await facts(peer, model, model="other")
+    assert len(str(wrong.value)) <= 500
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,30 @@ async def test_a_server_that_is_slow_or_not_there_may_come_back(peer: Peer, mode
         await facts(peer, model)
 
 
+async def test_an_answer_without_an_end_is_read_to_a_limit_of_bytes_and_of_time(peer: Peer, model: Path) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        with suppress(ConnectionError):
+            while True:
+                await answer.write(b" " * 65536)
+        return answer
+
+    async def trickles(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await answer.write(b" ")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    peer.said["/v1/models"] = endless
+    with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models answers more than 8388608 bytes"):
+        await facts(peer, model)
+    peer.said["/v1/models"] = trickles
+    with pytest.raises(Unavailable, match=r"^attached\.url: .*/v1/models did not answer in 0\.2 s"):
+        await facts(peer, model, limit_s=0.2)
+
+
 async def test_an_unhealthy_server_says_so(peer: Peer, model: Path) -> None:
     async with connected(peer) as server:
         assert await server.load() is not None
@@ -201,6 +229,9 @@ async def test_answers_of_another_kind_are_named(peer: Peer, model: Path) -> Non
         peer.lines = [f'{{"choices": [{{"token_ids": [5, {token}]}}]}}']
         with pytest.raises(Unavailable, match="token ids are 0 to 319"):
             await generated(peer, model)
+    peer.lines = ['{"choices": [{"token_ids": [5, 6, 7]}]}'] * 2
+    with pytest.raises(Unavailable, match="broke off: it sends more than the 4 tokens that it was asked for"):
+        await generated(peer, model)
     peer.said["/v1/completions"] = says(400, '{"error": "too long"}')
     with pytest.raises(InvalidRequest, match=r"answers 400 .*too long"):
         await generated(peer, model)
