@@ -235,7 +235,7 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ValueError(f"{name} is {endpoint}, no ZeroMQ endpoint, such as tcp://127.0.0.1:5557")
         if self.replay and not self.events:
             raise ValueError("replay is set without events")
-        for name in ("events", "grammars", "priorities"):
+        for name in ("grammars", "priorities"):
             if self.kind == "sglang" and getattr(self, name):
                 raise ValueError(f"{name} is set, but kind is sglang, for which it is not built")
 

@@ -12,6 +12,7 @@ from services.worker.contracts.messages import Submit
 from shared.errors import ConfigError
 from shared.messages.frames import TokenLogprob
 from shared.messages.generate import Sampling
+from shared.messages.kv_events import KvEvent
 
 Row = Callable[[Sampling, int], dict[str, Any]]
 """A field's part of a request, from the parameters and the number of earlier tokens. It raises InvalidRequest for what
@@ -52,8 +53,14 @@ class Api(NamedTuple):
     """Returns what a line brings to an attempt that has N tokens (the last argument). Raises `text_only`, and
     msgspec.MsgspecError."""
     metrics: ServerMetrics
+    sizes: tuple[str, Callable[[str], Sizes]]
+    """The path whose answer says the sizes of its cache, and what reads them."""
+    events: Callable[[bytes], list[KvEvent]]
+    """Reads a batch of its KV events. Raises msgspec.MsgspecError."""
 
 
+Sizes = tuple[int, int, int]
+"""Tokens of a block, number of blocks, data-parallel ranks; 0 is unknown."""
 ServerMetrics = tuple[str, str, str, str]
 """The names of the metrics of a ServerLoad, in its order."""
 
@@ -82,8 +89,8 @@ def read_metrics(text: str, names: ServerMetrics) -> ServerLoad:
     return ServerLoad(running, waiting, usage / max(1, len(found[names[2]])), steps)
 
 
-def read_sizes(text: str) -> tuple[int, int, int]:
-    """Return (tokens of a block, number of blocks, data-parallel ranks) of vLLM's metrics; 0 is unknown."""
+def read_sizes(text: str) -> Sizes:
+    """Return the sizes in vLLM's metrics."""
     lines = re.findall(r"^vllm:cache_config_info\{.*", text, re.MULTILINE)
     sizes = {name: int(size) for name, size in re.findall(r'\b(block_size|num_gpu_blocks)="(\d+)"', "".join(lines))}
     return sizes.get("block_size", 0), sizes.get("num_gpu_blocks", 0), len(lines)

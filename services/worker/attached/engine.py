@@ -101,7 +101,7 @@ class ServerEngine:
         self._capacity = facts.capacity_blocks
         self._attempts = AttemptTable()
         self._block_size = facts.block_size
-        self._blocks = EngineBlocks(facts.block_size, orphans=False)
+        self._blocks = EngineBlocks(facts.block_size, orphans=False, engine=config.attached.kind)
         self._said = False
         """True once it was said that the events are of blocks of another size."""
         self._streams: dict[str, asyncio.Task[None]] = {}
@@ -117,7 +117,8 @@ class ServerEngine:
         Unavailable."""
         tasks = [asyncio.ensure_future(self._tick()), asyncio.ensure_future(self._look())]
         if self._config.attached.events:
-            tasks.append(asyncio.ensure_future(read_events(self._config.attached, self._apply_events)))
+            events = read_events(self._config.attached, self._server.decode_events, self._apply_events)
+            tasks.append(asyncio.ensure_future(events))
         try:
             with self._end.receiving():
                 ends: list[asyncio.Future[Any]] = [self._end.ended, *tasks]

@@ -15,12 +15,16 @@ import zmq
 import zmq.asyncio
 
 from services.worker.config import AttachedConfig
-from services.worker.vllm.events import EVENT_BATCHES, UNREAD_LIMIT, replay
+from services.worker.vllm.events import UNREAD_LIMIT, replay
 from shared.errors import ConfigError, Unavailable
 from shared.messages.kv_events import AllBlocksCleared, KvEvent
 
+_KINDS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
 
-async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], None]) -> None:
+
+async def read_events(
+    config: AttachedConfig, decode: Callable[[bytes], list[KvEvent]], apply: Callable[[list[KvEvent]], None]
+) -> None:
     """Read until cancelled, and pass each batch on. Raise Unavailable if the server was started again, ConfigError
     for an endpoint or for a batch that cannot be read."""
     context = zmq.asyncio.Context()
@@ -37,7 +41,7 @@ async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], N
                     if following and number > following:
                         apply([AllBlocksCleared()])
                     following = number + 1
-                    apply(EVENT_BATCHES.decode(payload).events)
+                    apply(decode(payload))
             _, sequence, payload = await socket.recv_multipart()
             number = int.from_bytes(sequence, "big")
             if number <= latest:
@@ -49,7 +53,7 @@ async def read_events(config: AttachedConfig, apply: Callable[[list[KvEvent]], N
         raise ConfigError(f"attached.events: {config.events}, attached.replay: {config.replay}: {wrong}") from None
     except (msgspec.MsgspecError, ValueError) as wrong:  # a ValueError also for a message of other frames
         raise ConfigError(
-            f"attached.events: {config.events} publishes no events as vLLM 0.32 has them: {wrong}"
+            f"attached.events: {config.events} publishes no events as {_KINDS[config.kind]} has them: {wrong}"
         ) from None
     finally:
         context.destroy(linger=0)

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from services.worker.attached.api import Api, ServerLoad, ServerOutput, read_metrics, read_sizes
+from services.worker.attached.api import Api, ServerLoad, ServerOutput, read_metrics
 from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
@@ -37,6 +37,8 @@ class Server:
         """`connections` is the most requests at once. Raise ConfigError for the files of the key and of TLS."""
         self._config, self._api, self._url = config, api, config.url.rstrip("/")
         self._model, self._context_length, self._vocab_size = config.model, 0, 0
+        self.decode_events = api.events
+        """Reads a batch of its KV events. Raises msgspec.MsgspecError."""
         key, tls = read_files(config)
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -110,7 +112,8 @@ class Server:
         """Return what the server serves, as far as one can ask, and from here on use its model. `local` is what the
         worker's files say, `name` the model's name. Raise ConfigError, Unavailable."""
         await self._find_model(local, name)
-        block_size, blocks, ranks = read_sizes((await self.ask("/metrics", optional=True)).decode(errors="replace"))
+        path, read = self._api.sizes
+        block_size, blocks, ranks = read((await self.ask(path, optional=True)).decode(errors="replace"))
         if config.attached.events and ranks > 1:
             raise ConfigError(f"attached.events: leave it out: {self._url} has {ranks} data-parallel ranks")
         if block_size and config.block_size not in (WorkerConfig(model="").block_size, block_size):

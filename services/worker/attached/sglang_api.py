@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.worker.attached.api import Api, Row, ServerOutput, same, text_only
+from services.worker.attached.api import Api, Row, ServerOutput, Sizes, same, text_only
+from services.worker.attached.sglang_events import read_batch
 from services.worker.attached.vllm_api import ROWS as VLLM_ROWS
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
@@ -60,7 +61,18 @@ class _Line(Struct):
     error: _Error | None = None
 
 
+class _Publisher(Struct):
+    dp_size: int = 0
+
+
+class _Info(Struct):
+    page_size: int | None = None
+    max_total_num_tokens: int | None = None
+    kv_events: _Publisher | None = None
+
+
 _LINE = msgspec.json.Decoder(_Line)
+_INFO = msgspec.json.Decoder(_Info)
 
 
 def _body(submit: Submit, _config: AttachedConfig, _model: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -86,6 +98,15 @@ def _read(payload: bytes, _submit: Submit, seen: int) -> ServerOutput:
     return ServerOutput(new, word, meta.cached_tokens)
 
 
+def _read_info(text: str) -> Sizes:
+    try:
+        info = _INFO.decode(text)
+    except msgspec.MsgspecError:
+        return 0, 0, 0
+    size, ranks = max(0, info.page_size or 0), 0 if info.kv_events is None else info.kv_events.dp_size
+    return size, max(0, info.max_total_num_tokens or 0) // size if size else 0, ranks
+
+
 SGLANG = Api(
     path="/generate",
     rows=ROWS,
@@ -97,4 +118,6 @@ SGLANG = Api(
         "sglang:token_usage",
         "sglang:generation_tokens_total",
     ),
+    sizes=("/server_info", _read_info),
+    events=read_batch,
 )

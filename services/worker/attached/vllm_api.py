@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.worker.attached.api import Api, Row, ServerOutput, same, text_only
+from services.worker.attached.api import Api, Row, ServerOutput, read_sizes, same, text_only
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.grammar_text import lark_text
@@ -19,6 +19,7 @@ from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array, unpack_tokens
 from shared.messages.frames import TokenLogprob
 from shared.messages.generate import Sampling
+from shared.messages.kv_events import EventBatch
 
 
 def _grammar(sampling: Sampling, _: int) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class _Line(Struct):
 
 
 _LINE = msgspec.json.Decoder(_Line)
+_EVENT_BATCHES = msgspec.msgpack.Decoder(EventBatch)
 
 
 def _body(submit: Submit, config: AttachedConfig, model: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -117,4 +119,6 @@ VLLM = Api(
         "vllm:kv_cache_usage_perc",
         "vllm:iteration_tokens_total_count",
     ),
+    sizes=("/metrics", read_sizes),
+    events=lambda payload: _EVENT_BATCHES.decode(payload).events,
 )

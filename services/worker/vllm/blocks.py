@@ -37,10 +37,10 @@ class _Entry(Struct):
 class EngineBlocks:
     """The cached blocks of one engine, by hash."""
 
-    def __init__(self, block_size: int, *, orphans: bool = True) -> None:
+    def __init__(self, block_size: int, *, orphans: bool = True, engine: str = "vllm") -> None:
         """`block_size` is in tokens; blocks of another size are left out. `orphans` False: so are blocks that follow an
-        unknown one, for a reader that may not have seen all events."""
-        self._block_size = block_size
+        unknown one, for a reader that may not have seen all events. `engine` is whose cache it is, for explanations."""
+        self._block_size, self._engine = block_size, {"vllm": "vLLM", "sglang": "SGLang"}[engine]
         self.notes = BlockNotes()
         """What vLLM said of blocks; the caller keeps its time."""
         self._orphans = orphans
@@ -77,7 +77,7 @@ class EngineBlocks:
         if not self._entries:
             return []
         self._entries.clear()
-        self.notes.add(EVERY_BLOCK, "forgotten with all other blocks: vLLM's cache was cleared")
+        self.notes.add(EVERY_BLOCK, f"forgotten with all other blocks: {self._engine}'s cache was cleared")
         self.digest = 0
         return [AllBlocksCleared()]
 
@@ -85,8 +85,11 @@ class EngineBlocks:
         """Return what is known of a block, by the last 8 bytes of its hash or by all of a content key."""
         name = key_end[-8:]
         entry = self._entries.get(int.from_bytes(name, "big"))
-        there = "not in vLLM's cache" if entry is None else f"in vLLM's cache, {entry.copies} times"
-        place = f"{there}, as its events say; vLLM does not say what holds a block or which one is evicted next"
+        cache = f"in {self._engine}'s cache"
+        there = f"not {cache}" if entry is None else f"{cache}, {entry.copies} times"
+        place = (
+            f"{there}, as its events say; {self._engine} does not say what holds a block or which one is evicted next"
+        )
         return BlockExplained(ticket, [place], self.notes.find(name, now_s))
 
     def snapshot(self) -> list[SnapshotBlock]:
@@ -126,7 +129,7 @@ class EngineBlocks:
             else:
                 block = SnapshotBlock(key, parent, pack_tokens(tokens), event.lora_name or "", salt)
                 self._entries[key] = _Entry(block, 1)
-                self.notes.add(key.to_bytes(8, "big"), "stored by vLLM")
+                self.notes.add(key.to_bytes(8, "big"), f"stored by {self._engine}")
                 self.digest ^= key
                 run.append(block)
             parent = key
@@ -174,7 +177,7 @@ class EngineBlocks:
                 del self._entries[key]
                 self.digest ^= key
                 removed.append(key)
-                self.notes.add(key.to_bytes(8, "big"), "removed by vLLM, which gives no reason")
+                self.notes.add(key.to_bytes(8, "big"), f"removed by {self._engine}, which gives no reason")
         return removed
 
     def validate(self) -> None:

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from services.worker.attached.events import read_events
+from services.worker.attached.vllm_api import VLLM
 from services.worker.config import AttachedConfig
 from services.worker.vllm import events as vllm_events
 from shared.errors import ConfigError, Unavailable
@@ -35,7 +36,7 @@ class Publisher:
         self._router.bind(f"ipc://{directory}/r")
         config = AttachedConfig(events=f"ipc://{directory}/e", replay=f"ipc://{directory}/r" if replay else "")
         self._heard = asyncio.Event()
-        self.reading = asyncio.ensure_future(read_events(config, self._apply))
+        self.reading = asyncio.ensure_future(read_events(config, VLLM.events, self._apply))
         self._serving = asyncio.ensure_future(self._serve())
 
     async def joined(self) -> None:
@@ -125,7 +126,9 @@ async def test_a_number_that_goes_backwards_is_a_new_server(tmp_path: Path) -> N
 
 async def test_an_endpoint_that_is_none_is_named() -> None:
     with pytest.raises(ConfigError, match=r"attached\.events: tcp://nowhere"):
-        await asyncio.wait_for(read_events(AttachedConfig(events="tcp://nowhere"), lambda _: None), LIMIT_S)
+        await asyncio.wait_for(
+            read_events(AttachedConfig(events="tcp://nowhere"), VLLM.events, lambda _: None), LIMIT_S
+        )
 
 
 async def test_batches_of_another_form_are_named(tmp_path: Path) -> None:

@@ -52,3 +52,14 @@ def test_lines_with_all_tokens_and_with_new_ones_become_outputs() -> None:
             read({"output_ids": ids, "meta_info": {"completion_tokens": count}}, seen)
     with pytest.raises(ConfigError, match="text for token ids"):
         read({"text": "a", "meta_info": meta}, 0)
+
+
+def test_sizes_are_those_of_its_server_info() -> None:
+    path, read = SGLANG.sizes
+    assert path == "/server_info"
+    info: dict[str, object] = {"page_size": 16, "max_total_num_tokens": 4100, "dp_size": 2, "launch_command": "..."}
+    assert read(msgspec.json.encode(info).decode()) == (16, 256, 0)
+    events = {"publisher": "zmq", "endpoint_port_base": 5557, "block_size": 16, "dp_size": 2}
+    assert read(msgspec.json.encode(info | {"kv_events": events}).decode()) == (16, 256, 2)
+    for text in ("", "<html>", '{"page_size": null, "kv_events": null}', '{"page_size": "16"}', "[]"):
+        assert read(text) == (0, 0, 0)
