@@ -21,7 +21,7 @@ from typing import assert_never
 import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Ready
+from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading
 from services.worker.contracts.runner import Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
@@ -29,7 +29,7 @@ from services.worker.engine.loop import EngineLoop
 from services.worker.engine.warm_up import warm_up
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
-from services.worker.model.facts import facts_of
+from services.worker.model_facts import find_facts
 from services.worker.sharing.block_reader import BlockReader
 from services.worker.sharing.block_sharer import BlockSharer
 from services.worker.sharing.memory import HasSharableMemory
@@ -64,8 +64,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[1]))
     with closing(EngineEnd(connection)) as channel, suppress(ChannelClosed):
-        attached = config.worker.engine == "attached"
-        failed = _run_attached(config, channel, connection) if attached else _run(config, channel)
+        failed = _run(config, channel)
         if failed is not None:
             channel.send(failed)
             return 1
@@ -101,19 +100,6 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     return None
 
 
-def _run_attached(config: EngineConfig, channel: EngineEnd, connection: socket.socket) -> Failed | None:
-    """Use a server that runs already until the engine ends. Return as `_run`. Raise ChannelClosed."""
-    import asyncio
-
-    from services.worker.attached.engine import run_attached
-
-    try:
-        local = _facts(config.worker, channel.send)
-    except ModelError as wrong:
-        return Failed(reason=str(wrong), model=True)
-    return asyncio.run(run_attached(config, channel, connection, local))
-
-
 def _first(wrong: BaseException) -> BaseException:
     """Return the error of the runner where ending it failed as well: no copy of a lost GPU can be awaited."""
     before: BaseException | None = wrong
@@ -128,11 +114,11 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
         case "echo":
             from services.worker.simulated.runner import EchoRunner
 
-            return EchoRunner(_facts(config, report))
+            return EchoRunner(find_facts(config, report))
         case "simulated":
             from services.worker.simulated.runner import SimulatedRunner, simulated_model
 
-            return SimulatedRunner(simulated_model(_facts(config, report), config.simulated))
+            return SimulatedRunner(simulated_model(find_facts(config, report), config.simulated))
         case "native" if config.device == "cuda":
             try:
                 from services.worker.native.cuda.load import load_cuda
@@ -144,19 +130,9 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
 
             return load_native(config, report)
         case "vllm" | "attached":
-            raise ConfigError(f"engine is {config.engine}, which has a program of its own")
+            raise ConfigError(f"engine is {config.engine}, which this program does not run")
         case _:
             assert_never(config.engine)
-
-
-def _facts(config: WorkerConfig, report: Callable[[Loading], None]) -> Ready:
-    """Return the facts of a model that is not computed. Raise ModelError."""
-    source = Path(config.model)
-    if not source.is_dir():
-        from services.worker.native.prepare import prepare
-
-        source = prepare(source, Path(config.cache), report)
-    return facts_of(source, block_size=config.block_size, capacity_blocks=config.capacity_blocks)
 
 
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:

@@ -25,8 +25,8 @@ import msgspec
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
-from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
+from services.worker.engine_start import start_engine
 from services.worker.kv_connector.link import LinkReports
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
@@ -95,9 +95,9 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 
 
 class Worker:
-    """One worker process, engine process included. `start_engine`: in simulations the engine runs in this process."""
+    """One worker process, its engine included. `start_engine`: in simulations the engine runs in this process."""
 
-    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = EngineProcess.start) -> None:
+    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = start_engine) -> None:
         self._runtime = runtime
         self._config = config
         self._model_name = served_name(config)

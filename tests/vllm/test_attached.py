@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Failed, Loading
-from services.worker.engine.process import EngineProcess
+from services.worker.engine_start import start_engine
 from shared.messages.generate import Accepted, Generate, Sampling
 from shared.messages.kv_events import AllBlocksCleared
 from tests.tiny_model import write_tiny_model
@@ -76,13 +76,13 @@ def alone(server: VllmServer, model: Path) -> list[int]:
 
 async def failure(config: WorkerConfig) -> Failed:
     """Return why an engine with these settings does not start."""
-    engine = await EngineProcess.start(config, "tiny", "worker")
+    engine = await start_engine(config, "tiny", "worker")
     try:
         async with asyncio.timeout(LIMIT_S):
             while isinstance(report := await engine.receive(), Loading):
                 pass
     finally:
-        await engine.end(10.0)
+        await engine.end(10.0, lambda _: None)
     assert isinstance(report, Failed), report
     return report
 

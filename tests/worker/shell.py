@@ -1,4 +1,4 @@
-"""A worker's shell on the in-process twins, with a real engine process, and a frontend's end of the wire."""
+"""A worker's shell on the in-process twins, with a real engine, and a frontend's end of the wire."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from services.worker.config import WorkerConfig
-from services.worker.engine.process import EngineProcess
 from services.worker.engine.supervisor import StartEngine
+from services.worker.engine_start import start_engine
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
@@ -150,7 +150,7 @@ def endless(name: str) -> Generate:
 
 @asynccontextmanager
 async def running_worker(
-    config: WorkerConfig, *, bus: Bus | None = None, start_engine: StartEngine = EngineProcess.start
+    config: WorkerConfig, *, bus: Bus | None = None, start_engine: StartEngine = start_engine
 ) -> AsyncIterator[Shell]:
     """A worker that is served on leaving: stopped, drained, its engine ended."""
     broker, store = MemoryBroker(), MemoryStore()

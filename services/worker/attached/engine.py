@@ -4,7 +4,7 @@
     Stepped  ◀── one report a turn of the loop ◀── lines of the streams
              ◀── EngineBlocks ◀── read_events ◀── the server's KV events, if it publishes them
 
-Each look at the server asks for its health and load. Where it is away, another model or started again, the program ends
+Each look at the server asks for its health and load. Where it is away, another model or started again, the engine ends
 with Failed; the supervisor starts it again, until the server serves.
 
 It asks for completions of token ids, not for vLLM's `/inference/v1/generate`, which depends on how the server was
@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import aclosing
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 from services.worker.attached.api import ServerLoad
 from services.worker.attached.events import read_events
@@ -42,8 +41,8 @@ from services.worker.contracts.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.engine.async_end import AsyncEnd
-from services.worker.engine.channel import ChannelClosed, EngineEnd
+from services.worker.engine.async_end import AsyncEnd, EngineChannel, Readable
+from services.worker.engine.channel import ChannelClosed
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
 from services.worker.vllm.one_line import one_line
@@ -61,9 +60,11 @@ TICK_S = 0.1
 _log = logging.getLogger(__name__)
 
 
-async def run_attached(
-    config: EngineConfig, channel: EngineEnd, connection: socket.socket, local: Ready
-) -> Failed | None:
+class AttachedChannel(EngineChannel, Readable, Protocol):
+    """The engine's end of the channel, with a descriptor that is readable when commands have come."""
+
+
+async def run_attached(config: EngineConfig, channel: AttachedChannel, local: Ready) -> Failed | None:
     """Serve until Shutdown, which gives None, or return why not. `local` is what the model's files say. Raise
     ChannelClosed."""
     worker = config.worker
@@ -75,7 +76,7 @@ async def run_attached(
         wrong_probe = worker.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
         if wrong_probe:
             raise ConfigError(wrong_probe)
-        engine = ServerEngine(worker, server, channel, connection, facts)
+        engine = ServerEngine(worker, server, channel, facts)
         await engine.probe()
         channel.send(facts)
         return await engine.run()
@@ -93,11 +94,9 @@ async def run_attached(
 class ServerEngine:
     """The attempts at one server, and what its cache is known to hold."""
 
-    def __init__(
-        self, config: WorkerConfig, server: Server, channel: EngineEnd, connection: socket.socket, facts: Ready
-    ) -> None:
+    def __init__(self, config: WorkerConfig, server: Server, channel: AttachedChannel, facts: Ready) -> None:
         self._config, self._server, self._channel = config, server, channel
-        self._end = AsyncEnd(channel, connection, handle=self._handle, report=self._report)
+        self._end = AsyncEnd(channel, channel, handle=self._handle, report=self._report)
         self._capacity = facts.capacity_blocks
         self._attempts = AttemptTable()
         self._block_size = facts.block_size
@@ -174,7 +173,8 @@ class ServerEngine:
                 assert_never(command)
 
     async def _stream(self, key: str, submit: Submit) -> None:
-        """Follow one attempt to its end. Raise ConfigError, which ends the engine."""
+        """Follow one attempt to its end. Raise ConfigError, which ends the engine: the shell ends its attempts then. If
+        it is cancelled, the attempt has ended, or the shell ends it."""
         why, loop = "the server ended the answer without a reason", asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as open_end, aclosing(self._server.generate(submit)) as outputs:
@@ -201,9 +201,8 @@ class ServerEngine:
         except Unavailable as wrong:
             why = str(wrong)
             self._look_now.set()
-        finally:
-            self._attempts.end(key, "error", why)
-            self._end.flush_soon()
+        self._attempts.end(key, "error", why)
+        self._end.flush_soon()
 
     def _stream_ended(self, key: str, task: asyncio.Task[None]) -> None:
         del self._streams[key]

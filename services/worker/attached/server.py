@@ -44,6 +44,7 @@ class Server:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             connector=open_connector(config.ip, tls, most=connections),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.limit_s),
+            json_serialize=lambda body: msgspec.json.encode(body).decode(),  # five times as fast for a long prompt
             read_bufsize=ANSWER_LIMIT_BYTES // 2,  # aiohttp's lines may be twice as long
         )
 

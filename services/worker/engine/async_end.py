@@ -8,12 +8,30 @@ Stepped ◀── `report`, once at the end of a turn of the loop in which `flus
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from services.worker.contracts.messages import EngineOrder, Failed, Shutdown
-from services.worker.engine.channel import ChannelClosed, EngineEnd
+from services.worker.contracts.messages import EngineCommand, EngineOrder, EngineReport, Failed, Shutdown
+from services.worker.engine.channel import ChannelClosed
+
+
+class EngineChannel(Protocol):
+    """The engine's end of a channel to a shell."""
+
+    def send(self, report: EngineReport, /) -> None:
+        """Send a report. Raise ChannelClosed."""
+        ...
+
+    def receive(self, limit_s: float | None, /) -> list[EngineCommand]:
+        """Return all commands that have come. Raise ChannelClosed."""
+        ...
+
+
+class Readable(Protocol):
+    """What has a descriptor."""
+
+    def fileno(self) -> int: ...
 
 
 class AsyncEnd:
@@ -21,14 +39,14 @@ class AsyncEnd:
 
     def __init__(
         self,
-        channel: EngineEnd,
-        connection: socket.socket,
+        channel: EngineChannel,
+        connection: Readable,
         *,
         handle: Callable[[EngineOrder], None],
         report: Callable[[], None],
     ) -> None:
-        """`connection` is the channel's socket. `handle` takes each command but Shutdown; `report` sends all that is
-        new. Both may raise ChannelClosed, which ends the engine."""
+        """`connection` is readable when commands have come, such as the channel's socket. `handle` takes each command
+        but Shutdown; `report` sends all that is new. Both may raise ChannelClosed, which ends the engine."""
         self._channel = channel
         self._connection = connection
         self._handle = handle

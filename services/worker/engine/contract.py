@@ -9,7 +9,8 @@ from services.worker.contracts.messages import EngineOrder, EngineReport, Prefet
 
 
 class Engine(Protocol):
-    """One engine: in a process of its own (EngineProcess), or in this process (the tests' SimulatedEngine)."""
+    """One engine: in a process of its own (EngineProcess), or in this process (LocalEngine, the tests'
+    SimulatedEngine)."""
 
     @property
     def pid(self) -> int:

@@ -31,7 +31,6 @@ PROGRAMS = {
     "native": "services.worker.engine_main",
     "simulated": "services.worker.engine_main",
     "echo": "services.worker.engine_main",
-    "attached": "services.worker.engine_main",
     "vllm": "services.worker.vllm.main",
 }
 """Engine → its program's module."""

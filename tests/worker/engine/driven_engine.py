@@ -1,4 +1,4 @@
-"""Drives a real engine process through its channel, as a worker's shell does, and keeps what it reports."""
+"""Drives a real engine through its channel, as a worker's shell does, and keeps what it reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from services.worker.contracts.messages import (
     TakeEngineSnapshot,
 )
 from services.worker.engine.channel import ChannelClosed
-from services.worker.engine.process import EngineProcess
+from services.worker.engine.contract import Engine
+from services.worker.engine_start import start_engine
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
@@ -38,7 +39,7 @@ START_LIMIT_S = 900.0
 class DrivenEngine:
     """One engine, and everything that it has reported."""
 
-    def __init__(self, engine: EngineName, process: EngineProcess, facts: Ready) -> None:
+    def __init__(self, engine: EngineName, process: Engine, facts: Ready) -> None:
         self.engine = engine
         self.process = process
         self.facts = facts
@@ -66,20 +67,20 @@ class DrivenEngine:
     @classmethod
     async def start(cls, config: WorkerConfig) -> Self:
         """Start an engine and wait until it is ready. Raise AssertionError with the reason where it fails."""
-        process = await EngineProcess.start(config, "tiny", "worker")
+        process = await start_engine(config, "tiny", "worker")
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 while not isinstance(report := await process.receive(), Ready):
                     assert not isinstance(report, Failed), report.reason
         except BaseException:
-            await process.end(0.0)
+            await process.end(0.0, lambda _: None)
             raise
         return cls(config.engine, process, report)
 
     async def close(self) -> None:
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
-        await self.process.end(10.0)
+        await self.process.end(10.0, lambda _: None)
 
     def submit(
         self, request: str, prompt: list[int], sampling: Sampling, *, output: list[int] | None = None, **fields: object
