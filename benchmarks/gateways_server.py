@@ -26,7 +26,7 @@ BLOCK_SIZE = 16
 BLOCKS = 65_536
 CONTEXT_LENGTH = 131_072
 WORDS = 64
-"""Tokens that answers repeat."""
+"""Most tokens that answers repeat."""
 
 
 class Body(Struct, frozen=True):
@@ -161,13 +161,13 @@ class Engine:
         self._timer = loop.call_at(self._due_s, self._end)
 
     def _end(self) -> None:
-        place = next(self._places) % WORDS
+        place = next(self._places)
         for connection, (lines, end, left) in list(self._streams.items()):
             if left > 1:
-                connection.write(lines[place])
+                connection.write(lines[place % len(lines)])
                 self._streams[connection] = (lines, end, left - 1)
             else:
-                connection.write(lines[place] + end + DONE)
+                connection.write(lines[place % len(lines)] + end + DONE)
                 del self._streams[connection]
         self._begin()
 

@@ -18,7 +18,7 @@ from shared.outbound import TlsFiles
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
-TOKENS = 5
+TOKENS = 100
 
 
 def row(gateway: str, *, us: float = 50.0, first_ms: float = 20.0, lost: int = 0, killed: bool = False) -> GatewayRow:
