@@ -22,7 +22,7 @@ from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
 from tests.servers import NatsServer, free_port, nats_server
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 CHAT = subjects.client(NAMESPACE, "chat")
 FLOOD = 64
 """Requests of 1 MiB; the server keeps 8 MiB for a connection."""

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from services.frontend.app import INFORMED_LIMIT_S
+from services.frontend import app
 from services.frontend.config import LimitsConfig
 from services.frontend.models import registry
 from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
@@ -56,12 +56,15 @@ async def test_the_doors_open_when_the_models_that_are_there_are_loaded(director
         assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "at once"
 
 
-async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(directory: Path, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "INFORMED_LIMIT_S", 10 * DEADLINE_S)
     broken = Path(shutil.copytree(directory, tmp_path / "broken"))
     entry = card_entry("w3", broken, "broken")
     (broken / "tokenizer.json").write_text("{}")
     async with (
-        asyncio.timeout(INFORMED_LIMIT_S),
+        asyncio.timeout(DEADLINE_S),
         world(directory, ready=False, more=entry) as w,
         clients(w) as (_, http),
         http.get("/v1/models/broken") as response,

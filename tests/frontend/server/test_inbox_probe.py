@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.frontend.metrics import Metrics
+from services.frontend.server import inbox_probe
 from services.frontend.server.inbox_probe import ClientInboxes, NoListener
 from shared.bus.contract import LAST_HEADER, Message
 from shared.errors import BusDown
@@ -100,7 +101,8 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed_before_its_answer(
         assert not one.inboxes._watched
 
 
-async def test_messages_of_an_answer_are_the_probes_and_nothing_else_is_sent() -> None:
+async def test_messages_of_an_answer_are_the_probes_and_nothing_else_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_probe, "PROBE_S", 1.0)
     broker = MemoryBroker()
     client = Client(broker)
     await client.listen()

@@ -341,7 +341,7 @@ async def finish_once_draining(w: World, worker: ScriptedWorker, generate: Gener
 
 
 async def test_a_failure_during_an_outage_of_nats_is_sent_afterwards(directory: Path) -> None:
-    async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=0.5)) as w:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=1.5)) as w:
         w.workers[0].output = None
         asking = asyncio.create_task(ask(w, "chat", body()))
         await w.workers[0].generates.at_least(1)
@@ -354,7 +354,7 @@ async def test_a_failure_during_an_outage_of_nats_is_sent_afterwards(directory: 
 
 
 async def test_a_failure_sent_on_a_dead_connection_is_sent_again_on_a_new_one(directory: Path) -> None:
-    async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=0.5)) as w:
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, deadline_s=1.5)) as w:
         w.workers[0].output = None
         asking = asyncio.create_task(ask(w, "chat", body()))
         await w.workers[0].generates.at_least(1)

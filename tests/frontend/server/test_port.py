@@ -172,12 +172,12 @@ async def test_what_came_while_the_process_stood_still_is_answered_before_idle_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(port, "SWEEP_S", 0.05)
-    async with served(idle_s=0.2) as one:
+    async with served(idle_s=1.0) as one:
         reader, writer = await one.connect()
         await one.opened(1)
         with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as sending:
             sending.send(GET)
-        time.sleep(0.5)  # noqa: ASYNC251 - as SIGSTOP does
+        time.sleep(1.5)  # noqa: ASYNC251 - as SIGSTOP does
         assert (await answer(reader))[1] == b"hello"
         writer.close()
 
@@ -185,7 +185,7 @@ async def test_what_came_while_the_process_stood_still_is_answered_before_idle_c
 @on_uvloop
 async def test_idle_connections_go_after_their_time_before_and_after_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port, "SWEEP_S", 0.02)
-    async with served(idle_s=0.2) as one:
+    async with served(idle_s=1.0) as one:
         silent, silent_writer = await one.connect()
         reader, writer = await one.connect()
         writer.write(GET)
@@ -201,7 +201,7 @@ async def test_idle_connections_go_after_their_time_before_and_after_a_request(m
 @on_uvloop
 async def test_a_client_that_reads_no_answer_keeps_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port, "SWEEP_S", 0.02)
-    async with served(idle_s=0.2) as one:
+    async with served(idle_s=1.0) as one:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((one.config.host, one.config.port))
@@ -217,7 +217,7 @@ async def test_a_request_that_takes_longer_than_connections_may_be_idle_is_answe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(port, "SWEEP_S", 0.01)
-    async with served(idle_s=0.05, header_s=0.05) as one:
+    async with served(idle_s=1.0, header_s=1.0) as one:
         reader, writer = await one.connect()
         silent, silent_writer = await one.connect()
         writer.write(GET.replace(b"hello", b"wait"))

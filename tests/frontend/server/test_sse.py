@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from services.frontend.config import HttpConfig, LimitsConfig
 from services.frontend.metrics import Metrics
+from services.frontend.server import sse
 from services.frontend.server.port import UNSENT_BYTES, Port
 from services.frontend.server.sse import CHUNK_BYTES, HEADERS_S, ResponseBody
 from shared.hashing import pack_tokens
@@ -201,7 +202,7 @@ async def test_a_stream_without_a_token_and_one_that_pauses_are_never_silent_for
             body = b""
             while body.count(sign) < 2:  # no token has come
                 body += await response.content.readany()
-            [generate] = worker.generates.all
+            [generate] = await worker.generates.at_least(1)
             await worker.send(generate, 0, w.ids("a"))
             begun = len(body)
             while b'"a"' not in body[begun:] or body[begun:].count(sign) < 3:
@@ -250,8 +251,11 @@ async def test_an_error_after_the_headers_is_an_event_of_the_doors_api(directory
         assert w.metric("headrace_requests_total", operation=door, status="500") == 1
 
 
-async def test_an_error_that_comes_soon_is_a_status_also_for_a_stream(directory: Path) -> None:
-    async with world(directory, http=HttpConfig()) as w, clients(w) as (_, http):
+async def test_an_error_that_comes_soon_is_a_status_also_for_a_stream(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "HEADERS_S", DEADLINE_S)
+    async with world(directory, http=HttpConfig(silent_s=DEADLINE_S)) as w, clients(w) as (_, http):
         for worker in w.workers:
             worker.answer = lambda one: Refused(one.request, one.attempt, "overloaded", "full")
         for path, asked, _ in DOORS.values():
@@ -261,7 +265,7 @@ async def test_an_error_that_comes_soon_is_a_status_also_for_a_stream(directory:
 
 
 async def test_without_a_limit_of_silence_headers_wait_for_the_text(directory: Path) -> None:
-    limits = LimitsConfig(deadline_s=HEADERS_S + 0.2, drain_s=0.0)
+    limits = LimitsConfig(deadline_s=HEADERS_S + 0.6, drain_s=0.0)
     for silent_s, status in ((0.0, 504), (5.0, 200)):
         async with world(directory, http=HttpConfig(silent_s=silent_s), limits=limits) as w, clients(w) as (_, http):
             w.workers[0].output = None

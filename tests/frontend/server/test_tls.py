@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from services.frontend.auth import file_reload
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.metrics import Metrics
-from services.frontend.server import connections
+from services.frontend.server import connections, port
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
 from services.frontend.server.tls import tls_context
@@ -242,6 +242,8 @@ def test_a_new_certificate_is_every_new_connections_and_one_that_is_broken_chang
 def test_a_connection_without_a_handshake_is_counted_and_makes_room(
     pair: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connections, "EVICTABLE_AFTER_S", DEADLINE_S)
+
     async def test() -> None:
         async with served(settings(pair, connections=2)) as one:
             silent = [await one.plainly() for _ in range(2)]
@@ -331,7 +333,9 @@ def test_a_client_that_does_not_read_its_stream_is_ended_and_little_was_kept_for
 
 
 @both_loops
-def test_a_handshake_during_the_drain_is_served(pair: Path, loop: Loop) -> None:
+def test_a_handshake_during_the_drain_is_served(pair: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port, "DRAIN_S", DEADLINE_S)
+
     async def test() -> None:
         async with served(settings(pair)) as one:
             asking = asyncio.create_task(one.asked(trusting("one")))
