@@ -37,4 +37,4 @@ def running(program: str, *arguments: str | Path) -> Iterator[tuple[subprocess.P
 def ended(process: subprocess.Popen[bytes]) -> None:
     """Kill the process, and wait until it has ended."""
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=180)

@@ -38,7 +38,7 @@ async def kvbm_process(
         *("--pool-directory", str(folder / "pool"), "--pool-size-bytes", str(4 << 20)),
         *("--disk-directory", str(folder / "disk"), "--disk-limit-bytes", str(8 << 20)),
         *("--disk-min-free-bytes", "0", "--tiers-disk-sightings", "1"),
-        *(more or ("--tickets-store-time-s", "0.5")),
+        *more,
     ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.kvbm", *flags, env=environment(), stderr=asyncio.subprocess.PIPE
@@ -129,7 +129,7 @@ async def test_a_pool_that_another_kvbm_has_ends_the_second_one_with_its_name(na
 async def test_two_kvbms_find_each_other_and_one_serves_what_the_other_has(nats_url: str, tmp_path: Path) -> None:
     bus = await connect(NatsConfig(url=nats_url), "test")
     contents = chain(*range(1, 41))
-    listen = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "0.4", "--tickets-store-time-s", "10")
+    listen = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "0.4")
     one, two = tmp_path / "one", tmp_path / "two"
     async with (
         kvbm_process(nats_url, one, *listen, discovery=tmp_path / "discovery"),

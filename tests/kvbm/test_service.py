@@ -41,7 +41,7 @@ from tests.kvbm.store_rig import (
     worker_in,
 )
 
-QUICK = TicketLimits(store_time_s=0.3, fetch_time_s=0.3)
+QUICK = TicketLimits(store_time_s=1.5, fetch_time_s=1.5)
 
 
 def refusal(reply: object) -> str:

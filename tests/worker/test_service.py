@@ -68,6 +68,7 @@ def config(tmp_path: Path) -> WorkerConfig:
         capacity_blocks=256,
         max_running=4,
         max_waiting=4,
+        stall_s=3600.0,  # a stopped engine outlives its test
         drain_s=0.2,
     )
 
@@ -390,7 +391,7 @@ async def test_a_killed_engine_ends_its_attempts_and_comes_back_with_an_empty_ca
 async def test_an_engine_that_stands_still_while_attempts_wait_is_killed_and_started_again(
     config: WorkerConfig,
 ) -> None:
-    async with running_worker(msgspec.structs.replace(config, stall_s=1.0)) as shell:
+    async with running_worker(msgspec.structs.replace(config, stall_s=3.0)) as shell:
         await serving(shell)
         pid = shell.worker.engine.pid
         assert pid is not None
@@ -438,7 +439,7 @@ async def test_an_idle_native_engine_computes_tokens_that_count_for_no_client(id
 
 
 async def test_an_idle_native_engine_that_stands_still_is_killed_and_started_again(idle: WorkerConfig) -> None:
-    impatient = msgspec.structs.replace(idle, health=HealthConfig(idle_s=0.5, limit_s=1.0))
+    impatient = msgspec.structs.replace(idle, health=HealthConfig(idle_s=0.5, limit_s=2.0))
     async with running_worker(impatient) as shell:
         await serving(shell)
         pid = shell.worker.engine.pid
@@ -583,7 +584,7 @@ async def test_the_card_names_the_kvbm_with_which_the_engine_exchanges_blocks(
 
 
 async def test_draining_refuses_new_attempts_and_ends_the_running_ones_with_an_error(config: WorkerConfig) -> None:
-    async with running_worker(msgspec.structs.replace(config, drain_s=2.0)) as shell:
+    async with running_worker(msgspec.structs.replace(config, drain_s=4.0)) as shell:
         await serving(shell)
         pid = shell.worker.engine.pid
         assert pid is not None

@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> WorkerConfig:
         capacity_blocks=64,
         threads=1,
         drain_s=1.0,
-        kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=20.0),
+        kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=20.0, timeout_s=4.0),
     )
 
 

@@ -180,7 +180,7 @@ async def test_a_loan_whose_time_is_over_is_cut(tmp_path: Path, peers: PeersConf
         await a.store(CONTENTS)
 
         async def over() -> None:
-            reading = asyncio.create_task(read(two, address(one), CONTENTS, 2.0))
+            reading = asyncio.create_task(read(two, address(one), CONTENTS, 5.0))
             await until(lambda: bool(of(one).server.lender.loans.sending))
             assert loans_are_over(one)
             await until(lambda: not lending(one) or of(one).nixl is None)
