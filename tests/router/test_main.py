@@ -32,7 +32,7 @@ async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> Asyn
         *("--discovery-backend", "etcd" if etcd else "file"),
         *("--discovery-path", str(folder)),
         *("--discovery-endpoints", etcd or "127.0.0.1:2379"),
-        *("--discovery-lease-ttl-s", "2"),
+        *("--discovery-lease-ttl-s", "5"),
         *("--index-speculation-s", "0"),
     ]
     process = await asyncio.create_subprocess_exec(
@@ -89,7 +89,7 @@ async def test_losing_nats_and_all_of_etcd_loses_no_known_block(
     own_nats: NatsServer, own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     bus = await connect(NatsConfig(url=own_nats.url), "test")
-    discovery = EtcdDiscovery((own_etcd.endpoint,), 2.0)
+    discovery = EtcdDiscovery((own_etcd.endpoint,), 5.0)
     with ZmqEventBus("127.0.0.1") as events:
         worker = ScriptedWorker("a1", bus, events, discovery)
         await worker.start()

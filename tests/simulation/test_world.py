@@ -71,7 +71,7 @@ def told(seed: int, hash_seed: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     return [line for line in done.stdout.splitlines() if re.match(r" *\d+\.\d{6} ", line)]
 

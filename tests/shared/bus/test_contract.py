@@ -350,7 +350,7 @@ async def test_a_stream_without_a_subscriber_fails_at_once(open_bus: Open) -> No
 async def test_a_stream_that_falls_silent_times_out(open_bus: Open) -> None:
     client, service, where = await open_bus(), await open_bus(), subject()
     await echo(service, where)
-    async with client.stream(where, b"one", idle_timeout_s=0.5) as answers:
+    async with client.stream(where, b"one", idle_timeout_s=1.5) as answers:
         assert (await anext(answers)).payload == b"one"
         with pytest.raises(RequestTimeout):
             await anext(answers)

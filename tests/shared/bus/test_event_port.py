@@ -15,7 +15,7 @@ from shared.bus import event_port, zmtp
 from shared.bus.event_port import READ_BYTES, SEND_LIMIT_BYTES, EventPort
 from tests.resource_limits import no_descriptor_left
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 SUB = zmtp.command(b"READY", b"\x0bSocket-Type\0\0\0\x03SUB")
 HELLO = zmtp.GREETING + SUB
 WELCOME = zmtp.GREETING + zmtp.READY

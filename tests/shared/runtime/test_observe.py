@@ -27,7 +27,7 @@ from shared.runtime.observe import (
 )
 from tests.servers import free_port
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 PROMETHEUS = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
     "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"

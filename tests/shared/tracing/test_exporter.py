@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from shared.config import TraceConfig
+from shared.tracing import exporter as exporter_module
 from shared.tracing.exporter import BATCH_SPANS, OtlpExporter, SpanQueue, open_exporter
 from shared.tracing.spans import SpanRecord, finished
 from shared.tracing.traceparent import TraceParent
@@ -53,7 +54,8 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_spans_reach_a_collector_as_they_are() -> None:
+async def test_spans_reach_a_collector_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter_module, "CLOSE_LIMIT_S", LIMIT_S)
     registry = CollectorRegistry()
     with collector() as received:
         config = TraceConfig(endpoint=received.url, token="secret")
