@@ -16,6 +16,12 @@ from shared.errors import ConfigError
 from tests.servers import EtcdServer, etcd_server
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is; a call of etcd has its own limit."""
+    monkeypatch.setattr(discovery, "LIMIT_S", 60.0)
+
+
 def measured(endpoint: str, user: str = "", password: str = "") -> DiscoveryMeasured | Unmeasured:
     return discovery.measure(DiscoveryConfig(endpoints=(endpoint,), user=user, password=password))
 

@@ -245,8 +245,8 @@ over = threading.Event()
 def test_a_peer_that_stops_in_the_middle_keeps_what_was_measured_before(
     special: Callable[[socket.socket, Wire, frames.Question], bool], measured: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "MESSAGE_S", 1.0)
-    monkeypatch.setattr(peer, "FIRST_BYTES", 64 << 20)  # more than sockets keep
+    monkeypatch.setattr(wire, "MESSAGE_S", 3.0)
+    monkeypatch.setattr(peer, "FIRST_BYTES", 32 << 20)  # more than sockets keep
     over.clear()
     with a_peer(answering(special)) as address:
         try:

@@ -114,7 +114,7 @@ def test_a_terminal_shows_one_view_in_place_of_the_other(state: Path) -> None:
     while seen.count(b"\033[J") < 2:
         seen += os.read(terminal, 4096)
     assert seen.startswith(b"\033[H")
-    assert seen.count(b"\033[H") == 2
+    assert seen.count(b"\033[H") - seen.count(b"\033[J") in (0, 1), "a third view may have begun"
     os.write(terminal, b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(terminal)

@@ -152,11 +152,11 @@ def test_tries_for_a_list_of_files_are_few(hub: HubServer, fault: str, said: str
 def test_a_hub_that_falls_silent_is_left_after_the_time_limit(
     hub: HubServer, fetch: Fetch, part: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1.0)
     monkeypatch.setattr(hub_client, "LEAST_BYTES", len(CONTENT))
     hub.faults["model.safetensors"] = ["stall"] * 100
     said = refused(fetch)
-    assert "did not answer within 0.5 s; the next start continues there" in said
+    assert "did not answer within 1 s; the next start continues there" in said
     assert part.read_bytes() == CONTENT[: part.stat().st_size], "what came is kept"
     assert part.stat().st_size >= HALF
 
@@ -165,10 +165,10 @@ def test_a_hub_that_falls_silent_is_left_after_the_time_limit(
 def test_an_answer_that_never_becomes_whole_is_left_after_the_limit(
     hub: HubServer, fetch: Fetch, part: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
-    monkeypatch.setattr(hub_client, "ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+    monkeypatch.setattr(hub_client, "ANSWER_LIMIT_S", 0.5)
     hub.faults["listing"] = [fault] * 100
-    with HubClient() as client, pytest.raises(ModelError, match=r"did not answer whole within 0.2 s; try again later"):
+    with HubClient() as client, pytest.raises(ModelError, match=r"did not answer whole within 0.5 s; try again later"):
         client.listing(MODEL, 1 << 20)
     assert len(hub.asked) == hub_client.TRIES
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 2.0)  # a busy machine answers within that
