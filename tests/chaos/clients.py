@@ -31,7 +31,7 @@ from tests.chaos.plan import Ask, Question
 from tests.chaos.verdict import Answer
 
 MODEL = "tiny"
-CONNECT_LIMIT_S = 10.0
+CONNECT_LIMIT_S = 60.0
 AGAIN_S = 0.1
 NO_FRONTEND = "no_responders"
 

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.chaos.verdict import Sample
@@ -106,11 +107,13 @@ class Program:
 
     def freeze(self) -> None:
         for pid in (self.pid, *children(self.pid)):
-            os.kill(pid, signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # an engine may have ended meanwhile
+                os.kill(pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         for pid in (*children(self.pid), self.pid):
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def sample(self, at_s: float) -> list[Sample]:
         """Its size, and its children's."""

@@ -49,7 +49,7 @@ LOOK_S = 1.0
 """Between two looks at a frontend's health, as a balancer takes them."""
 SILENCE_S = 60.0
 """Beyond the longest fault. Nothing of a whole answer over NATS is heard until its end."""
-SETTLE_LIMIT_S = 60.0
+SETTLE_LIMIT_S = 180.0
 """For the last requests to end, and for all that is held to be let go of."""
 READ_LIMIT_S = 900.0
 _WORKER_OF: Mapping[Target, Target] = {"engine": "worker", "prefill engine": "prefill", "decode engine": "decode"}

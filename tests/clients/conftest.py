@@ -14,7 +14,7 @@ import pytest
 from tests.clients import environment
 from tests.clients.served import Served, served
 
-LIMIT_S = 1800.0
+LIMIT_S = 3600.0
 Run = Callable[..., Awaitable[str]]
 
 

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 from msgspec import Struct
 
 LIMIT_BYTES = 16 << 20
-LIMIT_S = 60.0
+LIMIT_S = 600.0
 CUT_AFTER_BYTES = 400
 
 

@@ -20,7 +20,7 @@ from tests.integration.fleet import fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = pytest.mark.timeout(3900)
 
 SEED = os.environ.get("FUZZ_SEED", "1")
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "12")

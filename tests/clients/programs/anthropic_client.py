@@ -13,7 +13,7 @@ import anthropic
 from asked import CALL, NUMBERS, PERSON, says
 
 URL, GUARDED, KEY = sys.argv[1:]
-OURS: dict[str, Any] = {"base_url": URL, "api_key": "any", "max_retries": 0, "timeout": 60}
+OURS: dict[str, Any] = {"base_url": URL, "api_key": "any", "max_retries": 0, "timeout": 600}
 MULTIPLY: Any = {"name": "multiply", "description": "Multiplies.", "input_schema": NUMBERS}
 ASKED: Any = {"model": "echo", "max_tokens": 500, "tools": [MULTIPLY]}
 client = anthropic.Anthropic(**OURS)

@@ -40,7 +40,7 @@ CHECKS = (
 TOKENS = 4
 SELDOM = ("tools", "response_format", "structured_outputs", "chat_template_kwargs", "logit_bias", "stop_token_ids")
 VOCABULARY = 320
-LEAST_DEADLINE_S = 10
+LEAST_DEADLINE_S = 60
 NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 DEADLINE = "Headrace-Deadline-S"
 FOREIGN = ("/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/embed", "/api/show")
@@ -193,7 +193,7 @@ with tempfile.TemporaryDirectory() as folder:
             *("--exclude-path-regex", "count_tokens|^/api/(generate|embed|show)"),  # two of each kind are enough
             *("--checks", ",".join(CHECKS)),
             *("--seed", SEED, "--max-examples", EXAMPLES),
-            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "30"),
+            *("--phases", "examples,coverage,fuzzing", "--request-timeout", "120"),
             *("--no-shrink", "--continue-on-failure"),
             *(
                 "--suppress-health-check",

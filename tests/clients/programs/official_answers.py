@@ -34,7 +34,7 @@ OBJECT = [{"role": "user", "content": '{"a": 1}'}]
 THINKS = [{"role": "user", "content": "<think>Hm.</think>Yes."}]
 FUNCTION: dict[str, Any] = {"name": "multiply", "description": "Multiplies.", "parameters": NUMBERS}
 CHAT_TOOLS = [{"type": "function", "function": FUNCTION}]
-client = httpx.Client(base_url=URL, timeout=60)
+client = httpx.Client(base_url=URL, timeout=600)
 
 
 def checked(kind: Any, text: str | bytes) -> Any:
