@@ -33,12 +33,22 @@ FAULTS = [
 """Each process is killed and frozen; two of these take half a minute in CI, all take two minutes."""
 
 
+APART = {"float32": 1e-3, "bfloat16": 0.05}
+"""How far log-probabilities may be from those of one worker, by the type of keys and values. These are rounded to
+bfloat16, so the last bit of a float32, which the order of sums decides, may become the last bit of a bfloat16."""
+
+
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.tier("long"))])
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[RolesRig]:
-    namespace = f"roles-{request.param}"
+def kv_dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def rig(kv_dtype: str, tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[RolesRig]:
+    namespace = f"roles-{kv_dtype}"
     workers, kvbms = dict.fromkeys(("prefill", *DECODERS), "kvbm"), {"kvbm": ()}
     folder = tmp_path_factory.mktemp(namespace)
-    engine = ("--threads", "1", "--kv-dtype", request.param)
+    engine = ("--threads", "1", "--kv-dtype", kv_dtype)
     with roles(folder, nats_url, namespace, workers=workers, kvbms=kvbms, engine=engine) as one:
         yield one
 
@@ -129,7 +139,7 @@ def test_decode_workers_copy_blocks_from_the_prefill_workers_memory(rig: RolesRi
 
 @pytest.mark.usefixtures("busy")
 def test_a_prompt_whose_blocks_are_stored_has_all_of_its_log_probabilities(
-    rig: RolesRig, client: openai.OpenAI
+    rig: RolesRig, client: openai.OpenAI, kv_dtype: str
 ) -> None:
     prompt = prompt_of(300, "scored")
     ask(client, "tiny", prompt, GREEDY)
@@ -149,7 +159,7 @@ def test_a_prompt_whose_blocks_are_stored_has_all_of_its_log_probabilities(
         assert ours.token_logprobs is not None
         assert theirs.token_logprobs is not None
         assert ours.token_logprobs[0] is theirs.token_logprobs[0] is None
-        assert ours.token_logprobs[1:] == pytest.approx(theirs.token_logprobs[1:], abs=1e-3)
+        assert ours.token_logprobs[1:] == pytest.approx(theirs.token_logprobs[1:], abs=APART[kv_dtype])
 
 
 @pytest.mark.usefixtures("busy")
