@@ -23,8 +23,8 @@ from shared import subjects
 from shared.messages.cards import ServiceName
 from tests.integration.stack import ROOT, eventually
 
-READY_LIMIT_S = 120.0
-STOP_LIMIT_S = 120.0
+READY_LIMIT_S = 300.0
+STOP_LIMIT_S = 300.0
 ANSWER_LIMIT_S = 300.0
 _LISTENS = re.compile(r"listening on (http://[^\s\"]+)")
 

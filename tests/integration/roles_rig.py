@@ -16,7 +16,7 @@ import openai
 from msgspec import Struct
 
 from shared import subjects
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import READY_LIMIT_S, Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -91,7 +91,7 @@ def roles(
     workers: Mapping[str, str],
     kvbms: Mapping[str, tuple[str, ...]],
     engine: Sequence[str] = ("--threads", "1", "--kv-dtype", "float32"),
-    limit_s: float = 120.0,
+    limit_s: float = READY_LIMIT_S,
     **model: Any,
 ) -> Iterator[RolesRig]:
     """Run a router, a frontend, these kvbms and workers, and `alone`; they know one another. `engine`: settings of all

@@ -1,4 +1,8 @@
-"""SIGTERM when something that a drain would need is away: every process ends by itself within a bound all the same."""
+"""SIGTERM when something that a drain would need is away: every process ends by itself within a bound all the same.
+
+Status 0 says that a process ended before its own drain limit. The frontend's and the worker's, 30 and 35 s, are less
+than the `stop_grace_period` of compose.yaml, after which Docker kills.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,6 @@ import pytest
 from tests.integration.fleet import fleet
 from tests.servers import EtcdServer, NatsServer
 from tests.tiny_model import write_tiny_model
-
-ENDS_WITHIN_S = 40.0
-"""The `stop_grace_period` of compose.yaml, after which Docker kills. 8 s where both are frozen, on two busy cores."""
 
 Away = Callable[[NatsServer, EtcdServer], None]
 
@@ -43,6 +44,5 @@ async def test_every_process_ends_on_sigterm_whichever_server_is_away(
         await asyncio.to_thread(services.wait_ready)
         await asyncio.to_thread(away, own_nats, own_etcd)
         ends = await asyncio.gather(*(asyncio.to_thread(one.stop) for one in services.services.values()))
-        for service, (status, seconds) in zip(services.services.values(), ends, strict=True):
+        for service, (status, _) in zip(services.services.values(), ends, strict=True):
             assert status == 0, service.log.read_text()[-4000:]
-            assert seconds < ENDS_WITHIN_S, service.log.read_text()[-4000:]

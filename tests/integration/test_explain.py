@@ -30,8 +30,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     state = tmp_path_factory.mktemp("explain")
     model = str(write_tiny_model(state / "tiny"))
     flags = ("--engine", "simulated", "--workers", "2", "--model", model, "--discovery", "file")
+    slow = ("--simulated", "fixed_s=0.008")  # a kill must come before the end of an answer
     small = ("--set", "worker.capacity_blocks=60", "--set", "worker.max_running=3", "--kvbm-bytes", "64M")
-    with running(state, *flags, *small) as stack:
+    with running(state, *flags, *slow, *small) as stack:
         yield stack
 
 
@@ -125,7 +126,11 @@ def test_a_request_whose_worker_is_killed_tells_where_it_was_lost_and_goes_on(up
         os.kill(pid, signal.SIGKILL)
         for _ in stream:
             pass
-    lost = [(service, attempt, text) for service, attempt, text in noted(up, request) if text.startswith("lost at ")]
+    lost = eventually(
+        lambda: [note for note in noted(up, request) if note[2].startswith("lost at ")],
+        limit_s=LIMIT_S,
+        what="the frontend's note is shown",
+    )
     assert [(service, attempt) for service, attempt, _ in lost] == [("frontend", 1)]
     assert decisions[0]["instance"] in lost[0][2]
     assert "tokens, which are kept" in lost[0][2]
@@ -136,8 +141,8 @@ def test_what_was_refused_is_explained_too_and_nonsense_is_one_line(up: Up) -> N
     body = json.dumps({"model": "nope", "messages": [{"role": "user", "content": "my secret"}]})
     curl = ["curl", "-s", "-d", body, "-H", "X-Request-Id: refused", "-H", "Content-Type: application/json"]
     subprocess.run([*curl, f"{up.url}/chat/completions"], check=True, capture_output=True, timeout=LIMIT_S)
-    eventually(lambda: len(noted(up, "refused")) == 1, limit_s=LIMIT_S, what="the refusal is noted")
-    assert noted(up, "refused") == [("frontend", 0, "refused with status 404: model, model_not_found")]
+    notes = eventually(lambda: noted(up, "refused"), limit_s=LIMIT_S, what="the refusal is noted")
+    assert notes == [("frontend", 0, "refused with status 404: model, model_not_found")]
     for words in (("block", "xyz"), ("a", "b")):
         said = headrace(up, "explain", *words, status=2)
         assert said.startswith("error: ")

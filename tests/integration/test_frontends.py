@@ -140,7 +140,7 @@ def test_one_that_is_killed_breaks_its_own_streams_only(up: Up) -> None:
     killed = up.record["programs"]["frontend-1"]["observe"]
     own = addresses(up)
     with ThreadPoolExecutor(24) as pool:
-        streams = [pool.submit(ask, up, 200, streams=True) for _ in range(24)]
+        streams = [pool.submit(ask, up, 400, streams=True) for _ in range(24)]
         eventually(lambda: sum(map(connections, own.values())) == 24, limit_s=LIMIT_S, what="all are connected")
         broken = connections(killed)
         os.kill(pid, signal.SIGKILL)

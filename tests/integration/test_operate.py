@@ -145,8 +145,8 @@ def operated(tmp_path: Path, nats_url: str, model: Path, drain_s: float) -> Iter
         services.start("router", "router", "--source-digest-s", "1")
         for name in WORKERS:
             services.start("worker", name, "--model", str(model), "--threads", "1", "--drain-s", str(drain_s))
-        # A busy machine must not make workers look frozen: then attempts would move by themselves.
-        services.start("frontend", "frontend", "--limits-frozen-s", "120")
+        # A busy machine must not make workers look frozen or stalled: then attempts would move by themselves.
+        services.start("frontend", "frontend", "--limits-frozen-s", "120", "--limits-stall-s", "120")
         services.wait_ready()
         router = services.services["router"]  # it sees the workers later than the frontend does, now and then
         eventually(

@@ -47,7 +47,8 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Pat
         one.start("router", "router")
         start_worker(one, "worker 1", model)
         for name in ("frontend 1", "frontend 2"):
-            one.start("frontend", name, "--config", str(settings))
+            # A worker that replaces another may take long to start.
+            one.start("frontend", name, "--config", str(settings), "--limits-rescue-s", "120")
         one.wait_ready()
         router = one.services["router"]  # it sees the worker later than the frontends do, now and then
         eventually(

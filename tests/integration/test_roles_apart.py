@@ -18,7 +18,7 @@ from tests.integration.stack import eventually
 
 NAMESPACE = "roles-apart"
 MACHINES = {"prefill": "near", "decode": "far"}
-PEERS = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "1", "--peers-read-s", "60")
+PEERS = ("--peers-listen", "127.0.0.1:0", "--peers-wait-s", "2", "--peers-read-s", "60")
 _prompts = itertools.count()
 
 

@@ -15,6 +15,7 @@ from tests.integration.stack import ROOT, Up, running
 from tests.tiny_model import write_tiny_model
 
 WORKERS = 3
+LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 @pytest.fixture
 def client(up: Up) -> Iterator[OpenAI]:
-    with OpenAI(base_url=up.url, api_key="any", max_retries=0, timeout=60) as client:
+    with OpenAI(base_url=up.url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
         yield client
 
 
@@ -79,7 +80,7 @@ def test_bench_measures_the_stack_that_up_started(up: Up) -> None:
     out = up.state / "bench"
     flags = ("--concurrency", "1,8", "--requests", "16", "--words", "40", "--output-tokens", "20", "--out", str(out))
     command = [sys.executable, "-m", "deploy.local.cli", "bench", "--state", str(up.state), *flags]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.startswith("LOAD")
     for row in json.loads(out.with_suffix(".json").read_text())["rows"]:
         assert row["outcomes"] == {"done": 16}

@@ -83,7 +83,11 @@ def names(text: str) -> list[str]:
 async def test_load_order_and_filter_of_a_running_fleet(up: Up, terminal: TerminalScreen) -> None:
     async with streams(up, STREAMS):
         wanted = f"running {STREAMS}"
-        text = await shown(terminal, lambda text: wanted in text and f"streams {STREAMS}" in text, "the load")
+        text = await shown(
+            terminal,
+            lambda text: wanted in text and f"streams {STREAMS}" in text and len(rows(text)) == WORKERS,
+            "the load",
+        )
         await shown(terminal, lambda text: re.search(r"tokens/s [1-9]", text), "tokens a second")
         await shown(terminal, lambda text: re.search(r"hits device \d+ % host \d+ % disk \d+ %", text), "hits")
         await shown(terminal, lambda text: re.search(r"ttft p50 [\d.]+ m?s", text), "first tokens")
@@ -91,13 +95,17 @@ async def test_load_order_and_filter_of_a_running_fleet(up: Up, terminal: Termin
         await shown(
             terminal, lambda text: sum(int(row[2]) for row in rows(text)) == STREAMS, "the workers' shares of it"
         )
-        assert {row[1] for row in rows(text)} == {"ready"}
+        await shown(terminal, lambda text: [row[1] for row in rows(text)] == ["ready"] * WORKERS, "all are ready")
         for each in ("host", "disk", "frontend", "router", "tiny", "█"):
             assert each in terminal.text
 
         terminal.press("r")
-        turned = await shown(terminal, lambda text: "by worker, turned round" in text, "the order is turned round")
-        assert names(turned) == sorted(names(text), reverse=True)
+        falling = sorted(names(text), reverse=True)
+        await shown(
+            terminal,
+            lambda text: "by worker, turned round" in text and names(text) == falling,
+            "the order is turned round",
+        )
         terminal.press("ss")
         await shown(terminal, lambda text: " by running " in text and is_falling(text), "the order by load")
 
@@ -116,8 +124,12 @@ async def test_load_order_and_filter_of_a_running_fleet(up: Up, terminal: Termin
 async def test_a_killed_worker_is_gone_and_its_request_migrated(up: Up, terminal: TerminalScreen) -> None:
     victim = up.pid("worker-1")
     async with streams(up, STREAMS):
-        await shown(terminal, lambda text: all(int(row[2]) for row in rows(text)[:WORKERS]), "all workers have work")
-        alive = names(terminal.text)
+        text = await shown(
+            terminal,
+            lambda text: len(rows(text)) == WORKERS and all(int(row[2]) for row in rows(text)),
+            "all workers have work",
+        )
+        alive = names(text)
         os.kill(victim, signal.SIGKILL)
         moved = await shown(terminal, lambda text: "MIGRATED" in text and " > " in text, "a migration")
         await shown(

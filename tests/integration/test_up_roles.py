@@ -15,7 +15,7 @@ LIMIT_S = 180.0
 
 
 def health(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/health", timeout=LIMIT_S) as answer:
         fields: dict[str, Any] = json.load(answer)
         return fields
 

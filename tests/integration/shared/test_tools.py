@@ -18,6 +18,7 @@ import pytest
 
 from tests.integration.fleet import Fleet
 from tests.integration.shared.conftest import WithWorkers
+from tests.integration.stack import eventually
 from tests.process_tree import children
 from tests.tiny_model import write_tiny_model
 
@@ -52,7 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def services(model: Path, with_workers: WithWorkers) -> Iterator[Fleet]:
     def start(services: Fleet) -> None:
         for name in WORKERS:
-            services.start("worker", name, "--model", str(model), "--engine", "echo")
+            # A stopped engine must outlive the search for the worker that has the request.
+            services.start("worker", name, "--model", str(model), "--engine", "echo", "--stall-s", "3600")
 
     with with_workers(start) as one:
         yield one
@@ -99,7 +101,11 @@ def test_a_worker_killed_in_the_middle_of_a_call_changes_nothing_of_it(services:
         os.kill(engine, signal.SIGSTOP)
     messages: Any = [{"role": "user", "content": said(("write", LONG))}]
     with client.chat.completions.stream(model="tools", messages=messages, tools=TOOLS) as stream:
-        [busy] = [worker for worker in workers if worker.metric(ACCEPTED) > before[worker.name]]
+        [busy] = eventually(
+            lambda: [worker for worker in workers if worker.metric(ACCEPTED) > before[worker.name]],
+            limit_s=LIMIT_S,
+            what="a worker has accepted the request",
+        )
         for engine in engines:
             os.kill(engine, signal.SIGCONT)
         for number, _ in enumerate(stream):
