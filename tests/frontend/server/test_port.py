@@ -201,7 +201,7 @@ async def test_idle_connections_go_after_their_time_before_and_after_a_request(m
 @on_uvloop
 async def test_a_client_that_reads_no_answer_keeps_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(port, "SWEEP_S", 0.02)
-    async with served(idle_s=1.0) as one:
+    async with served(idle_s=0.5) as one:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((one.config.host, one.config.port))
