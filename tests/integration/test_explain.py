@@ -30,7 +30,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     state = tmp_path_factory.mktemp("explain")
     model = str(write_tiny_model(state / "tiny"))
     flags = ("--engine", "simulated", "--workers", "2", "--model", model, "--discovery", "file")
-    slow = ("--simulated", "fixed_s=0.008")  # a kill must come before the end of an answer
+    slow = ("--simulated", "fixed_s=0.005")  # a kill must come before the end of an answer
     small = ("--set", "worker.capacity_blocks=60", "--set", "worker.max_running=3", "--kvbm-bytes", "64M")
     with running(state, *flags, *slow, *small) as stack:
         yield stack
