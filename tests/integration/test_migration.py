@@ -50,9 +50,9 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str, model: Pat
         for name in WORKERS:
             start_worker(one, name, model)
         # A busy machine that makes workers look frozen costs attempts, and no request.
+        # An engine may take long to start.
         limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
-        limits += ("--limits-rescue-s", "120")  # an engine may take long to start
-        one.start("frontend", "frontend", *limits)
+        one.start("frontend", "frontend", *limits, "--limits-rescue-s", "120")
         one.wait_ready()
         router = one.services["router"]  # it sees the workers later than the frontend does, now and then
         eventually(

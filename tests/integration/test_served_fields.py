@@ -60,9 +60,9 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterato
         for name in WORKERS:
             one.start("worker", name, "--model", str(model), "--threads", "1")
         # A busy machine that makes workers look frozen costs attempts, and no request.
+        # An engine may take long to start.
         limits = ("--limits-frozen-s", "2.5", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
-        limits += ("--limits-rescue-s", "120")  # an engine may take long to start
-        one.start("frontend", "frontend", *limits)
+        one.start("frontend", "frontend", *limits, "--limits-rescue-s", "120")
         one.wait_ready()
         router = one.services["router"]
         eventually(

@@ -33,9 +33,9 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Ite
     with fleet(folder, nats_url, *where) as one:
         one.start("router", "router")
         # Kills are seen soon; a busy machine that makes workers look frozen costs attempts, and no request.
+        # An engine may take long to start.
         limits = ("--limits-frozen-s", "8", "--limits-quiet-s", "0.5", "--limits-attempts", "20")
-        limits += ("--limits-rescue-s", "120")  # an engine may take long to start
-        one.start("frontend", "frontend", "--config", str(settings), *limits)
+        one.start("frontend", "frontend", "--config", str(settings), *limits, "--limits-rescue-s", "120")
         yield one
 
 
