@@ -70,6 +70,11 @@ class Prometheus:
         """The labels of the alerts that fire, `alertname` among them."""
         return [one["labels"] for one in self.ask("alerts")["alerts"] if one["state"] == "firing"]
 
+    def fired(self, within_s: float) -> list[dict[str, str]]:
+        """The labels of the alerts that fired within the last seconds, also if they have ended since."""
+        expr = f'max_over_time(ALERTS{{alertstate="firing"}}[{int(within_s)}s])'
+        return [one["metric"] for one in self.series(expr)] if within_s >= 1 else []
+
     def healthy(self) -> set[str]:
         """The addresses of the targets that answered last time."""
         return {one["labels"]["instance"] for one in self.ask("targets")["activeTargets"] if one["health"] == "up"}
