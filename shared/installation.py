@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +56,9 @@ def help_command(service: str) -> str:
 def service_program(service: str) -> tuple[str, ...]:
     """Return the program of a service, with its absolute path."""
     if PACKAGED:
-        return (str(Path(sys.executable).with_name(f"headrace-{service}")),)
+        name = f"headrace-{service}"
+        places = (Path(sys.executable).parent, Path(sysconfig.get_path("scripts")), Path(sys.argv[0]).absolute().parent)
+        return (str(next((place / name for place in places if (place / name).is_file()), places[0] / name)),)
     return (sys.executable, "-P", "-m", f"services.{service}")
 
 

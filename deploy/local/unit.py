@@ -64,6 +64,8 @@ def _setting(word: str) -> Setting:
         raise ConfigError(f"unit: {word}: not NAME=VALUE, such as limits.requests=64")
     if not value.isprintable():
         raise ConfigError(f"unit: {name}: {value!r} has characters that no unit can have")
+    if name in WRITTEN and value and not Path(value).is_absolute():
+        raise ConfigError(f"unit: {name}: {value}: a unit needs an absolute path")
     return name, str(Path(value).absolute()) if name == "config" else value
 
 
@@ -107,14 +109,14 @@ def _lines(service: str, command: Sequence[str], settings: Mapping[str, str], *,
     yield from HARDENED
     if not of_user:
         yield from OF_SYSTEM
-        yield from (f"ReadWritePaths={_quoted(f'-{settings[name]}')}" for name in WRITTEN if settings.get(name))
+        yield from (f"ReadWritePaths={_quoted(f'-{settings[name]}', '')}" for name in WRITTEN if settings.get(name))
     yield from ("", "[Install]", f"WantedBy={'default' if of_user else 'multi-user'}.target")
 
 
-def _quoted(word: str) -> str:
-    """Return a word as systemd reads it: no specifiers, no variables, one word."""
-    for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
-        word = word.replace(plain, escaped)
+def _quoted(word: str, variables: str = "$") -> str:
+    """Return a word as systemd reads it: no specifiers, one word, and no variables, where a line may have some."""
+    for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), (variables, 2 * variables)):
+        word = word.replace(plain, escaped) if plain else word
     return word if re.fullmatch(r"[\w@:,.+/=-]+", word) else f'"{word}"'
 
 

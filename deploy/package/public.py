@@ -11,6 +11,8 @@ This is `headrace/__init__.py` of the wheel.
 from __future__ import annotations
 
 import atexit
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,13 +36,14 @@ LEAST = ("--discovery", "file", "--frontends", "1", "--routers", "1", "--workers
 
 class Local:
     """A running `headrace up` for notebooks and tests of applications. It ends with `close`, with its `with` block, or
-    with this process."""
+    when this process ends by itself; one that a signal ends leaves it."""
 
     def __init__(self, flags: tuple[str, ...], limit_s: float) -> None:
         """Start it, and wait until it is ready. Raise RuntimeError with its last line if it ends before that."""
-        self._state = tempfile.TemporaryDirectory(prefix="headrace-local-")
-        said = Path(self._state.name, "up.log")
-        command = [sys.executable, "-P", "-m", "headrace", "up", "--state", self._state.name, "--port", _free_port()]
+        self._owner = os.getpid()
+        self._state = Path(tempfile.mkdtemp(prefix="headrace-local-"))
+        said = self._state / "up.log"
+        command = [sys.executable, "-P", "-m", "headrace", "up", "--state", str(self._state), "--port", _free_port()]
         with said.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 [*command, *LEAST, *flags],
@@ -63,7 +66,9 @@ class Local:
             limit.cancel()
 
     def close(self) -> None:
-        """End it, as Ctrl-C does. A second call does nothing."""
+        """End it, as Ctrl-C does. A second call does nothing, and so does one of a forked child."""
+        if os.getpid() != self._owner:
+            return
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -73,7 +78,7 @@ class Local:
                 self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        self._state.cleanup()
+        shutil.rmtree(self._state, ignore_errors=True)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -95,11 +100,12 @@ def local(*flags: str, limit_s: float = 600.0) -> Local:
 
 def _ready(output: IO[str], said: Path) -> str:
     """Return the URL that it prints once requests are served. Raise RuntimeError if it prints none."""
-    word, _, url = output.readline().strip().partition(" ")
-    if word != "ready":
-        lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else "headrace up was not ready in time")
-    return url
+    for line in output:
+        word, _, url = line.strip().partition(" ")
+        if word == "ready":
+            return url
+    lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise RuntimeError(lines[-1] if lines else "headrace up was not ready in time")
 
 
 def _free_port() -> str:

@@ -33,7 +33,8 @@ class Outbox:
 
     # fmt: off
     _unsent = counter("headrace_unsent_load_events", "",
-        "Load events dropped while NATS was away", "NATS was away; reports make it good.")
+        "Load events dropped while NATS was away",
+        "NATS was away; reports make it good, and for a gateway's requests the end of their time.")
     _unsendable = counter("headrace_unsendable_messages", "",
         "Messages dropped because their subject or size was invalid",
         "A message is larger than NATS allows: raise its `max_payload`.")

@@ -41,7 +41,7 @@ class Select(Struct, frozen=True, tag="select"):
     that a worker of the model cannot continue exactly."""
     unreported: bool = False
     """Whether the worker's reports never have the attempt, because a gateway sends the request to the server that the
-    worker is attached to. Then only Finished, or the end of the frontend's lease, releases its reservation."""
+    worker is attached to. Finished releases its reservation, or the end of `time_left_s` or of the frontend's lease."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
@@ -130,6 +130,8 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     of it at once."""
     unreported: bool = False
     """Whether the worker's reports never have the attempt, as `Select.unreported` says."""
+    lasts_s: float = 0.0
+    """For an unreported attempt: the seconds after which its frontend has said Finished at the latest."""
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):

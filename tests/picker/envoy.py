@@ -129,7 +129,6 @@ def servers_cluster(servers: Sequence[str]) -> dict[str, Any]:
         "@type": f"{policies}.override_host.v3.OverrideHost",
         "override_host_sources": [
             {"metadata": {"key": NAMESPACE, "path": [{"key": DESTINATION}]}},
-            {"header": DESTINATION},
         ],
         "selected_host_key": {"key": NAMESPACE, "path": [{"key": SERVED}]},
         "fallback_policy": {"policies": [{"typed_extension_config": robin}]},

@@ -126,9 +126,12 @@ class Exchange:
             case GatewayBody(phase="request") if state is ExchangeState.BODY:
                 return self._on_request_body(message)
             case GatewayTrailers(phase="request") if state is ExchangeState.BODY:
+                if self._modes.request in _BUFFERED:  # it would take no destination with them
+                    why = "trailers without a body"
+                    return self._refuse(failure(400, why, "invalid_request_error", code="picker_trailers"), why)
                 self._trailers = True
                 return self._choose()
-            case GatewayTrailers(phase="request") if state is ExchangeState.SENT:
+            case GatewayTrailers(phase="request") if state is not ExchangeState.HEADERS:
                 return [TrailersReply("request")]
             case GatewayHeaders(phase="response") if state in (ExchangeState.BODY, ExchangeState.SENT):
                 return self._on_answer(message)

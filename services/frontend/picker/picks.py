@@ -46,7 +46,12 @@ def endpoints_of(cards: Cards, model: str, subset: Collection[str] | None) -> di
 def any_model(cards: Cards, subset: Collection[str] | None) -> str:
     """Return a model that has an endpoint, for a request that names none that is known: the first by name. Empty if
     there is none."""
-    return min((card.model for card in cards.values() if endpoints_of(cards, card.model, subset)), default="")
+    models = (
+        card.model
+        for card in cards.values()
+        if card.address and card.decodes and (subset is None or card.address in subset)
+    )
+    return min(models, default="")
 
 
 class EndpointPicks(Struct, frozen=True):
@@ -95,8 +100,9 @@ class EndpointPick:
         first. Raise Unavailable, Overloaded and InvalidRequest."""
         picks = self._picks
         cards, most = picks.runtime.directory.cards, picks.config.endpoints
-        model = prompt.model or any_model(cards, subset)
-        known = endpoints_of(cards, model, subset)
+        allowed = None if subset is None else frozenset(subset)
+        model = prompt.model or any_model(cards, allowed)
+        known = endpoints_of(cards, model, allowed)
         if not known:
             among = "" if subset is None else f" among the {len(subset)} that the gateway allows"
             raise Unavailable(f"no endpoint serves the model {prompt.model or 'of this request'!r}{among}")
@@ -149,9 +155,12 @@ class EndpointPick:
         else `first_text` follows, or is assumed after `unseen_s`."""
         if self._prompt is None or self._released:
             return
-        if served and served != self._endpoint:
+        moves = bool(served) and served != self._endpoint
+        if moves:
             self._move(served, self._prompt)
-        if has_text:
+        if has_text and moves:
+            self._has_text = True  # it is said of the attempt that is reserved then
+        elif has_text:
             self.first_text()
         else:
             self._timer = self._loop.call_later(self._picks.config.unseen_s, self.first_text)

@@ -76,7 +76,7 @@ class GatewayPrompts(Struct, frozen=True):
         except (InvalidRequest, Unavailable) as why:
             prompt = self._unread(body, context, str(why))
         context.permit.model = prompt.model
-        context.permit.add_tokens(prompt.prompt_tokens + prompt.max_tokens)
+        context.permit.add_tokens(0)  # they are a server's, and none is here
         return prompt
 
     async def _read(self, path: str, body: bytes, context: RequestContext) -> GatewayPrompt:
@@ -122,7 +122,7 @@ class GatewayPrompts(Struct, frozen=True):
     def _unread(self, body: bytes, context: RequestContext, why: str) -> GatewayPrompt:
         """Return how a body that is not read is routed. Its load is what a text of its size would be."""
         named = None
-        with suppress(msgspec.DecodeError, RecursionError):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             named = _find_model(body).model
         deadline = context.received_s + self.chat.service.limits.deadline_s
         tokens = max(1, len(body) // BYTES_A_TOKEN)

@@ -65,6 +65,8 @@ from shared.runtime.runtime import Runtime
 RECEIVE_LIMIT_BYTES = 32 << 20
 """The most bytes of a gateway's message. If one is larger, its gateway learns only that the picker failed."""
 PING_S = 30
+LEAST_PING_S = 5
+"""The seconds between a gateway's pings that are looked at."""
 """Seconds between two pings to a silent gateway; one that does not answer for as long is gone."""
 GONE = 499
 _DEADLINE, _SALT, _SESSION = (name.lower() for name in (DEADLINE_HEADER, SALT_HEADER, SESSION_HEADER))
@@ -152,7 +154,8 @@ class PickerStream:
                 case HeadersReply() | BodyReply() | TrailersReply() | ImmediateReply():
                     if isinstance(action, ImmediateReply):
                         self._status = action.status
-                    await self._context.write(encode_reply(action))
+                    if not await self._write(encode_reply(action)):
+                        return False
                 case ChooseEndpoint():
                     actions.extend(self._exchange.on(await self._choose(action, pick)))
                 case AnswerBegun():
@@ -168,6 +171,17 @@ class PickerStream:
                     return False
                 case _:
                     assert_never(action)
+        if self._permit is not None and self._permit.admitted and not self._permit.tokenising:
+            self._permit.forget_body()  # the gateway has it
+        return True
+
+    async def _write(self, reply: bytes) -> bool:
+        """Send a reply. Return False if the gateway does not read."""
+        try:
+            async with asyncio.timeout(self._picker.config.body_s):
+                await self._context.write(reply)
+        except TimeoutError:
+            return False
         return True
 
     def _counted(self, body: GatewayBody) -> ExchangeEvent:
@@ -237,6 +251,9 @@ class PickerPort:
             "grpc.so_reuseport": int(config.http.reuse_port),
             "grpc.keepalive_time_ms": 1000 * PING_S,
             "grpc.keepalive_timeout_ms": 1000 * PING_S,
+            "grpc.keepalive_permit_without_calls": 1,
+            "grpc.http2.min_ping_interval_without_data_ms": 1000 * LEAST_PING_S,
+            "grpc.http2.max_ping_strikes": 0,  # a gateway may ping as often as it likes
         }
         self._server = grpc.aio.server(options=list(options.items()))
         _, service, method = METHOD.split("/")

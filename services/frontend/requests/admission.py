@@ -208,6 +208,11 @@ class Permit:
         """Count more bytes of its body, or of what belongs to it."""
         self._take({"body_bytes": size_bytes, **({"tokenising_bytes": size_bytes} if self.tokenising else {})})
 
+    def forget_body(self) -> None:
+        """Give the bytes of its body back, which is held no longer. Idempotent."""
+        assert not self.tokenising
+        self._admission.count(self, "body_bytes", -self.taken["body_bytes"])
+
     def admit(self) -> None:
         """Count it as one of `requests`: its body is complete and waits to be tokenised."""
         assert not self.admitted

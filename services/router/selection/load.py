@@ -107,6 +107,11 @@ class PromptReservation(Struct):
         return self.since_s + self.reserved.delay_s
 
     @property
+    def lasts_until_s(self) -> float:
+        """When the frontend has said that an unreported attempt has ended, at the latest."""
+        return self.due_s + self.reserved.lasts_s
+
+    @property
     def queued_tokens(self) -> int:
         return 0 if self.prefilled else self.reserved.uncached_tokens
 
@@ -248,7 +253,7 @@ class LoadTracker:
                 if attempt in running:
                     reservation.known = reservation.held = figures is not None
                     reservation.known_s = now_s
-                elif reservation.reserved.unreported:
+                elif reservation.reserved.unreported and now_s < reservation.lasts_until_s + grace_s:
                     reservation.held = figures is not None and now_s >= reservation.due_s + grace_s
                 elif now_s - max(reservation.due_s + grace_s, reservation.known_s) >= unknown_s:
                     self._forgotten += 1

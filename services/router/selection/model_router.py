@@ -46,6 +46,8 @@ from shared.messages.cards import ModelCard
 from shared.messages.load import LoadReport
 from shared.messages.select import Finished, LoadEvent, Overlap, Prefilled, Reserved, Select, Selected, SelectRefused
 
+UNREPORTED_LIMIT_S = 86_400.0
+"""The most seconds for which a router keeps the reservation of an attempt that no report has."""
 HAND_OVER_LIMIT_S = 60.0
 """Longest time in seconds for which a worker that decodes keeps its reservation before it hears of the attempt."""
 _EXPIRED_PER_TICK = 1000
@@ -321,6 +323,7 @@ class ModelRouter:
             priority=select.priority,
             delay_s=delay_s,
             unreported=select.unreported,
+            lasts_s=min(select.time_left_s, UNREPORTED_LIMIT_S) if select.unreported else 0.0,
         )
         self.load.withdraw((select.request, select.attempt))
         return reserved if self.load.add_reservation(reserved, now_s) else None

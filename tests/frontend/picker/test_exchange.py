@@ -177,6 +177,18 @@ def test_a_gateway_may_answer_by_itself_before_the_body_is_there() -> None:
     assert fed(exchange, GatewayHeaders("response", {":status": "413"})) == [HeadersReply("response")]
 
 
+def test_trailers_of_a_request_that_was_answered_early_go_on() -> None:
+    exchange = sent(modes(BodyMode.BUFFERED_PARTIAL))
+    fed(exchange, GatewayHeaders("response", {":status": "413"}, True))
+    assert fed(exchange, GatewayTrailers("request")) == [TrailersReply("request")]
+
+
+def test_a_buffered_request_with_trailers_and_no_body_is_refused() -> None:
+    refused, end = fed(Exchange(), asking(modes(BodyMode.BUFFERED)), GatewayTrailers("request"))
+    assert isinstance(refused, ImmediateReply)
+    assert (refused.status, end) == (400, EndStream())
+
+
 def test_trailers_after_a_buffered_body_go_on() -> None:
     exchange = Exchange()
     fed(exchange, asking(modes(BodyMode.BUFFERED)), GatewayBody("request", b"{}"), CHOSEN)

@@ -141,6 +141,7 @@ async def test_prompts_of_all_apis_have_the_blocks_that_a_request_to_the_fronten
     [
         ("/v1/chat/completions", b"{"),
         ("/v1/chat/completions", b""),
+        ("/v1/chat/completions", b'{"model":"\xff","messages":[]}'),
         (
             "/v1/chat/completions",
             json.dumps({"model": "other", "messages": [{"role": "user", "content": "x"}]}).encode(),
@@ -166,6 +167,18 @@ async def test_a_request_without_a_body_is_chosen_for_by_its_headers(directory: 
         stream = gateway.ask()
         await stream.headers(CHAT | {":path": "/v1/models", ":method": "GET"}, ended=True, request_mode="BUFFERED")
         assert destination(await stream.read()) == (ONE, ONE)
+
+
+async def test_neither_the_body_nor_the_tokens_of_an_open_answer_count_against_limits(directory: Path) -> None:
+    limits = LimitsConfig(drain_s=0.0, body_bytes=len(BODY) + 1, tokens=1)
+    async with picking(directory, limits) as (_, gateway):
+        streams = [gateway.ask() for _ in range(3)]
+        for stream in streams:
+            assert destination(await chosen(stream)) == (ONE, ONE)
+            await stream.answer(STREAM, served=ONE)
+            assert (await _next(stream)).HasField("response_headers")
+        for stream in streams:
+            await stream.end()
 
 
 async def test_a_subset_is_kept_to_and_without_an_endpoint_in_it_the_client_gets_503(directory: Path) -> None:

@@ -34,7 +34,8 @@ def reservation(
     priority: int = 0,
     unreported: bool = False,
 ) -> Reserved:
-    return Reserved(request, 1, frontend, instance, 0, tokens, blocks, priority=priority, unreported=unreported)
+    fields = {"priority": priority, "unreported": unreported, "lasts_s": 600.0 if unreported else 0.0}
+    return Reserved(request, 1, frontend, instance, 0, tokens, blocks, **fields)  # type: ignore[arg-type]
 
 
 def report(
@@ -103,12 +104,23 @@ def test_an_attempt_that_a_gateway_sends_outlives_reports_without_it_until_its_e
     assert load.load_of(A) == CandidateLoad(2, 100, 21), "the server may not have been looked at since"
     load.apply_report(report(running=1, blocks=11), 2.0)
     assert load.load_of(A) == CandidateLoad(1, 100, 11), "the server's own counts have it, but for its tokens"
-    load.apply_report(report(running=1, blocks=11), 900.0)
+    load.apply_report(report(running=1, blocks=11), 601.9)
     load.mark_prefilled(("r", 1))
     assert load.load_of(A) == CandidateLoad(1, 0, 11)
     load.mark_finished(("r", 1))
     assert load.load_of(A) == CandidateLoad(0, 0, 1), "its blocks go at once, and not only with the next report"
     assert load.statistics().forgotten == 0
+    load.validate()
+
+
+def test_an_attempt_that_a_gateway_sends_is_given_up_after_its_time_if_its_end_was_lost() -> None:
+    load = LoadTracker(LoadConfig(grace_s=2.0, unknown_s=3.0))
+    load.add_reservation(reservation("r", unreported=True), 0.0)
+    load.apply_report(report(), 601.9)
+    assert load.load_of(A).queued_tokens == 100
+    load.apply_report(report(), 602.0)
+    assert load.load_of(A) == IDLE
+    assert load.statistics().forgotten == 1
     load.validate()
 
 
