@@ -132,6 +132,7 @@ async def test_a_request_of_an_idle_engine_gets_the_kvbms_answer_in_the_step_tha
         await answer(one, "r1")
         with monkeypatch.context() as patched:
             patched.setattr(scheduler_half, "ANSWER_S", LIMIT_S)
+            patched.setattr(scheduler_half, "ASK_AGAIN_S", 0.0)  # the last look was just now on a fast machine
             for _ in range(IDLE_STEPS):
                 other.step()
             other.add(request := Request("r2", PROMPT, 3, ""))
