@@ -263,7 +263,7 @@ messages = st.one_of(
 
 
 @given(st.lists(messages, max_size=12), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whatever_comes_there_is_one_choice_at_most_and_one_end(given: list[ExchangeEvent], good: bool) -> None:
     exchange, chosen = Exchange(limit_bytes=20), 0
     for event in given:
