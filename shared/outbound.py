@@ -86,6 +86,19 @@ def read_tls(files: TlsFiles, names: TlsNames) -> ssl.SSLContext | None:
     return context
 
 
+def read_key(path: str, place: str) -> str:
+    """Return the API key in a file; empty without a path. Raise ConfigError, which begins with `place`."""
+    if not path:
+        return ""
+    try:
+        key = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"{place}: {getattr(wrong, 'strerror', None) or 'not ASCII'}") from None
+    if not key or len(key.split()) > 1:
+        raise ConfigError(f"{place}: not one line with a key")
+    return key
+
+
 def describe_fault(wrong: BaseException, ca_name: str) -> str:
     """Return why a server cannot be reached, in one line without its address. `ca_name` is what sets its authority."""
     inner: BaseException = wrong

@@ -90,10 +90,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         if page is not None:
             page_app = app
             if place == "port":
-                own = Port(page_port(config), metrics, "ui")
-                apps[own] = page_app = http.chat_app(
-                    own, Middleware(access, page_port(config), keyless, config.ui.hosts)
-                )
+                own = Port(settings := page_port(config), metrics, "ui")
+                apps[own] = page_app = http.chat_app(own, Middleware(access, settings, keyless, config.ui.hosts))
             page.add_routes(page_app)
             await page.start()
         await access.start(runtime.tasks)

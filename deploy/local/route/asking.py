@@ -14,7 +14,7 @@ import msgspec
 from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, read_sizes
 from deploy.local.route.targets import Target
 from shared.errors import ConfigError, Unavailable
-from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_tls
+from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_key, read_tls
 
 ASK_LIMIT_S = 5.0
 """Seconds for each answer of a server."""
@@ -25,17 +25,9 @@ CONNECT_LIMIT_S = 2.0
 """Seconds for a connection to the port of its KV events."""
 
 
-def read_key(file: Path | None) -> str:
+def key_of(file: Path | None) -> str:
     """Return the key in a file; empty without one. Raise ConfigError."""
-    if file is None:
-        return ""
-    try:
-        key = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as wrong:
-        raise ConfigError(f"--api-key-file {file}: {getattr(wrong, 'strerror', None) or 'not ASCII'}") from None
-    if not key or len(key.split()) > 1:
-        raise ConfigError(f"--api-key-file {file}: not one line with a key")
-    return key
+    return "" if file is None else read_key(str(file), f"--api-key-file {file}")
 
 
 def addresses_of(host: str) -> list[str]:
@@ -51,7 +43,7 @@ def addresses_of(host: str) -> list[str]:
 
 async def ask(target: Target, key_file: Path | None, tls: TlsFiles) -> Found:
     """Return what a server says. Raise Unavailable, and ConfigError for what it will not mend by itself."""
-    key, context = read_key(key_file), read_tls(tls, TLS_NAMES)
+    key, context = key_of(key_file), read_tls(tls, TLS_NAMES)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=ASK_LIMIT_S)
     connector = open_connector(target.address, context)

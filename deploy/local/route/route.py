@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from deploy.local.route.answers import pick, translate
-from deploy.local.route.asking import TLS_NAMES, addresses_of, ask, read_key
+from deploy.local.route.asking import TLS_NAMES, addresses_of, ask, key_of
 from deploy.local.route.names import Names
 from deploy.local.route.servers import (
     Ask,
@@ -92,7 +92,7 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
 
 def _options(flags: RouteFlags) -> UpOptions:
     """Return the options of the stack, without its model and workers. Raise ConfigError."""
-    read_key(flags.api_key_file)
+    key_of(flags.api_key_file)
     read_tls(tls_files(flags), TLS_NAMES)
     same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
     options, _ = checked_options(replace(UpFlags(), **same | {"engine": "attached", "model": flags.model or "-"}))

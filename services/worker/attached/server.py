@@ -21,7 +21,7 @@ from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
 from shared.errors import ConfigError, InvalidRequest, Unavailable
-from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_tls
+from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_key, read_tls
 
 ANSWER_LIMIT_BYTES = 8 << 20
 """Most bytes of an answer, or of a line of a stream, whose first one repeats the prompt."""
@@ -209,14 +209,4 @@ class Server:
 def read_files(config: AttachedConfig) -> tuple[str, ssl.SSLContext | None]:
     """Return the server's key, empty if it needs none, and the TLS to it. Raise ConfigError."""
     tls = read_tls(TlsFiles(config.ca_file, config.client_cert, config.client_key), TLS_NAMES)
-    return _read_key(config.api_key_file) if config.api_key_file else "", tls
-
-
-def _read_key(path: str) -> str:
-    try:
-        key = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as wrong:
-        raise ConfigError(f"attached.api_key_file: {path}: {getattr(wrong, 'strerror', None) or 'not ASCII'}") from None
-    if not key or len(key.split()) > 1:
-        raise ConfigError(f"attached.api_key_file: {path}: not one line with a key")
-    return key
+    return read_key(config.api_key_file, f"attached.api_key_file: {config.api_key_file}"), tls

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from deploy.local.route import asking
-from deploy.local.route.asking import addresses_of, ask, read_key
+from deploy.local.route.asking import addresses_of, ask, key_of
 from deploy.local.route.targets import Target, parse_targets
 from shared.errors import ConfigError, Unavailable
 from shared.outbound import TlsFiles
@@ -126,11 +126,11 @@ def test_a_name_has_its_addresses_of_ipv4_and_one_without_any_is_a_fault() -> No
 
 
 def test_a_key_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    assert read_key(None) == ""
+    assert key_of(None) == ""
     key = tmp_path / "key"
     for content, said in ((b"", "not one line"), (b"two words", "not one line"), (b"\xff", "not ASCII")):
         key.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"^--api-key-file {key}: {said}"):
-            read_key(key)
+            key_of(key)
     with pytest.raises(ConfigError, match=rf"^--api-key-file {tmp_path}: Is a directory"):
-        read_key(tmp_path)
+        key_of(tmp_path)
