@@ -74,13 +74,6 @@ class Found(Struct, frozen=True):
     """What it lacks, and the flag by which it gets it. Empty if it has all."""
 
 
-def read_sizes(metrics: str) -> tuple[int, int, int]:
-    """Return (tokens of a block, number of blocks, data-parallel ranks) of vLLM's metrics; 0 is unknown."""
-    lines = re.findall(r"^vllm:cache_config_info\{.*", metrics, re.MULTILINE)
-    sizes = {name: int(size) for name, size in re.findall(r'\b(block_size|num_gpu_blocks)="(\d{1,9})"', "".join(lines))}
-    return sizes.get("block_size", 0), sizes.get("num_gpu_blocks", 0), len(lines)
-
-
 def find_events(host: str, sources: Mapping[str, PublishedEvents] | None, ranks: int) -> tuple[str, str, str]:
     """Return the endpoints of a server's KV events and of their replay, and what is missing: each may be empty.
     `sources` is None if the server does not say."""

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, read_sizes
+from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events
 from deploy.local.route.targets import Target
 from shared.errors import ConfigError, Unavailable
 from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_key, read_tls
+from shared.vllm_sizes import read_sizes
 
 ASK_LIMIT_S = 5.0
 """Seconds for each answer of a server."""

@@ -89,13 +89,6 @@ def read_metrics(text: str, names: ServerMetrics) -> ServerLoad:
     return ServerLoad(running, waiting, usage / max(1, len(found[names[2]])), steps)
 
 
-def read_sizes(text: str) -> Sizes:
-    """Return the sizes in vLLM's metrics."""
-    lines = re.findall(r"^vllm:cache_config_info\{.*", text, re.MULTILINE)
-    sizes = {name: int(size) for name, size in re.findall(r'\b(block_size|num_gpu_blocks)="(\d+)"', "".join(lines))}
-    return sizes.get("block_size", 0), sizes.get("num_gpu_blocks", 0), len(lines)
-
-
 def text_only() -> ConfigError:
     """Return the error for a server that has no token ids in its answers."""
     return ConfigError("attached.url: the server answers text for token ids")

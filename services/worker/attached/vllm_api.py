@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.worker.attached.api import Api, Row, ServerOutput, read_sizes, same, text_only
+from services.worker.attached.api import Api, Row, ServerOutput, same, text_only
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.grammar_text import lark_text
@@ -20,6 +20,7 @@ from shared.hashing import pack_tokens, token_array, unpack_tokens
 from shared.messages.frames import TokenLogprob
 from shared.messages.generate import Sampling
 from shared.messages.kv_events import EventBatch
+from shared.vllm_sizes import read_sizes
 
 
 def _grammar(sampling: Sampling, _: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from deploy.local.route.answers import (
     find_events,
     misfit,
     pick,
-    read_sizes,
     translate,
 )
 
@@ -96,13 +95,6 @@ def test_one_line_says_what_was_found() -> None:
     assert describe(FOUND, "prod") == "vLLM 0.32.0, model prod, 64 blocks of 16 tokens, routed by what was sent"
     found = msgspec.structs.replace(FOUND, events="tcp://gpu-1:5557", version="", blocks=0, block_size=0, lacks="more")
     assert describe(found, "prod") == ("a server without /version, model prod, KV events at tcp://gpu-1:5557; more")
-
-
-def test_sizes_are_those_of_vllms_metrics() -> None:
-    line = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="64",engine="0"} 1.0\n'
-    assert read_sizes(f"# HELP\n{line}") == (32, 64, 1)
-    assert read_sizes(line + line)[2] == 2
-    assert read_sizes("<html>") == (0, 0, 0)
 
 
 def test_answers_of_another_form_are_refused() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.attached.api import ServerLoad, read_metrics, read_sizes
+from services.worker.attached.api import ServerLoad, read_metrics
 from services.worker.attached.vllm_api import VLLM
+from shared.vllm_sizes import read_sizes
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests
