@@ -169,7 +169,8 @@ class Server:
         answer = await self.ask(
             "/tokenize", {"model": self._model, "prompt": TEXT, "add_special_tokens": False}, optional=True
         )
-        tokenizer = Tokenizer.from_file(str(Path(local.path, "tokenizer.json")))
+        file = str(Path(local.path, "tokenizer.json"))
+        tokenizer = await asyncio.to_thread(Tokenizer.from_file, file)  # a large one takes half a second
         if answer and self._decoded("/tokenize", answer).get("tokens") != (
             tokenizer.encode(TEXT, add_special_tokens=False).ids
         ):
