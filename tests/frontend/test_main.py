@@ -71,6 +71,14 @@ async def frontend_keys(discovery: FileDiscovery) -> list[str]:
     return [key for key in await discovery.list(f"/headrace/{NAMESPACE}/") if "/instances/frontend/" in key]
 
 
+async def registered(discovery: FileDiscovery) -> None:
+    """Wait until a frontend is in discovery: it answers before that, since it need not wait for etcd."""
+    while True:
+        if await frontend_keys(discovery):
+            return
+        await asyncio.sleep(0.05)
+
+
 async def test_a_process_answers_over_http_and_to_a_plain_nats_client_and_drains(
     directory: Path, tmp_path: Path, nats_url: str
 ) -> None:
@@ -109,8 +117,7 @@ async def test_a_process_answers_over_http_and_to_a_plain_nats_client_and_drains
         assert text == "grüße 🚰"
         await client.close()
 
-        while not await frontend_keys(discovery):  # it answers before it is registered: both need not wait for etcd
-            await asyncio.sleep(0.05)
+        await registered(discovery)
         running.send_signal(signal.SIGTERM)
         assert await running.wait() == 0
         assert not await frontend_keys(discovery)
