@@ -226,7 +226,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     """Whether an object of a JSON Schema has only the properties that it declares, if the schema does not say: closed,
     as OpenAI's strict mode demands; open, by the letter of JSON Schema."""
     models: dict[str, str] = field(default_factory=dict)
-    """Model name → directory with its tokenizer, if the path that the worker announces is not valid on this machine."""
+    """Model name → directory with its tokenizer, that counts instead of the worker's."""
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → format of its tool calls, if its chat template does not show it. None means no requests with
     tools."""
