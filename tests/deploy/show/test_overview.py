@@ -215,7 +215,7 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
 
 
 def test_workers_that_get_no_requests_are_named_once_however_many_routers_say_so() -> None:
-    states = [RouterState(name, "kv", [], [], left_out={"w1": "it is refused"}) for name in ("r1", "r2")]
+    states = tuple(RouterState(name, "kv", [], [], left_out={"w1": "it is refused"}) for name in ("r1", "r2"))
     said = render(look(instance("router", "r1"), states=states))
     assert said.count("worker w1 gets no requests: it is refused") == 1
 
