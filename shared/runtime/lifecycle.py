@@ -24,7 +24,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from random import Random
@@ -60,6 +60,9 @@ CLOSE_LIMIT_S = 10.0
 FORCED_LIMIT_S = 2.0
 """The time in seconds between a forced end and the hard exit of the process."""
 
+_FOLLOWED: Mapping[ServiceName, ServiceName] = {"worker": "frontend"}
+"""The service whose instances alone a service follows. Most processes of a fleet are workers: if each followed all, a
+thousand that start would be a million notifications of etcd."""
 YOUNG_OBJECTS = 10_000
 """The number of new objects that starts a garbage collection. Python's default, 700, is three requests of a
 frontend."""
@@ -207,8 +210,11 @@ async def _serve(
         host = config.observe.host
         events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
-        directory = Directory(discovery, bus, config.namespace, registry=registry)
+        followed = _FOLLOWED.get(service)
+        directory = Directory(discovery, bus, config.namespace, service=followed, registry=registry)
         health.targets = lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
+        if followed is not None:
+            health.targets = None
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:
