@@ -181,6 +181,13 @@ class _Served(Exception):
     """The service has drained: this ends the remaining tasks."""
 
 
+def _targets(service: ServiceName, directory: Directory) -> Callable[[], bytes | None] | None:
+    """Return `ProcessHealth.targets`."""
+    if service in _FOLLOWED:
+        return None
+    return lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
+
+
 async def _serve(
     service: ServiceName,
     instance: str,
@@ -210,11 +217,8 @@ async def _serve(
         host = config.observe.host
         events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
-        followed = _FOLLOWED.get(service)
-        directory = Directory(discovery, bus, config.namespace, service=followed, registry=registry)
-        health.targets = lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
-        if followed is not None:
-            health.targets = None
+        directory = Directory(discovery, bus, config.namespace, service=_FOLLOWED.get(service), registry=registry)
+        health.targets = _targets(service, directory)
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -27,7 +27,7 @@ HEARD_LIMIT = 4096
 """Most workers without an entry that are remembered."""
 
 
-class LeftOut(NamedTuple):
+class LeftOutWorker(NamedTuple):
     """One worker that gets no requests."""
 
     instance: str
@@ -39,7 +39,7 @@ class LeftOutWorkers:
     """Tells which workers are left out. Times are seconds on any monotonic clock."""
 
     def __init__(self) -> None:
-        self.found: list[LeftOut] = []
+        self.found: list[LeftOutWorker] = []
         """The workers that were left out at the last look, in the order of their ids."""
         self._heard_s: dict[str, float] = {}
         """Workers that were not in discovery when their last report came → when that was, longest ago first."""
@@ -61,7 +61,7 @@ class LeftOutWorkers:
         cards: Iterable[tuple[str, str]],
         refused: Mapping[tuple[str, str], str],
         loads: Mapping[str, Mapping[str, CandidateLoad]],
-    ) -> list[LeftOut]:
+    ) -> list[LeftOutWorker]:
         """Find the workers that are left out now; to be called about once a second. Return `found`.
 
         `workers` are those in discovery, `cards` the (model, instance) of accepted cards, `refused` those of refused
@@ -72,7 +72,7 @@ class LeftOutWorkers:
             worker: at_s for worker, at_s in self._heard_s.items() if worker not in known and now_s - at_s < REPORTED_S
         }
         found = [
-            LeftOut(worker, "unregistered", "it reports its load, and is not in discovery") for worker in self._heard_s
+            LeftOutWorker(worker, "unregistered", "it reports, and is not in discovery") for worker in self._heard_s
         ]
         serving = {instance for _, instance in cards}
         whys: dict[str, str] = {}
@@ -82,13 +82,13 @@ class LeftOutWorkers:
             if instance in serving or worker.state:
                 continue
             if instance in whys:
-                found.append(LeftOut(instance, "refused", whys[instance]))
+                found.append(LeftOutWorker(instance, "refused", whys[instance]))
             else:
-                found.append(LeftOut(instance, "no_card", "it is in discovery without a model card"))
+                found.append(LeftOutWorker(instance, "no_card", "it is in discovery without a model card"))
         self.found = sorted(found + self._unused(now_s, loads))
         return self.found
 
-    def _unused(self, now_s: float, loads: Mapping[str, Mapping[str, CandidateLoad]]) -> list[LeftOut]:
+    def _unused(self, now_s: float, loads: Mapping[str, Mapping[str, CandidateLoad]]) -> list[LeftOutWorker]:
         passed_s = min(now_s - self._looked_s, LOOK_LIMIT_S)
         self._looked_s = now_s
         before, self._unused_s = self._unused_s, {}
@@ -99,7 +99,7 @@ class LeftOutWorkers:
                 if not load.requests:
                     self._unused_s[model, worker] = before.get((model, worker), 0.0) + queues * passed_s
         return [
-            LeftOut(
+            LeftOutWorker(
                 worker, "unused", f"it had no request for {model}, while prompts waited elsewhere for {idle_s:.0f} s"
             )
             for (model, worker), idle_s in self._unused_s.items()
