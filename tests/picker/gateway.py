@@ -152,8 +152,13 @@ def refusal(reply: Any) -> tuple[int, dict[str, str]]:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Gateway]:
-    """Yield a gateway's connection to the picker at HOST:PORT."""
-    sizes = [(f"grpc.max_{way}_message_length", LIMIT_BYTES) for way in ("send", "receive")]
-    async with grpc.aio.insecure_channel(address, options=sizes) as channel:
+async def connected(address: str, tls: grpc.ChannelCredentials | None = None) -> AsyncIterator[Gateway]:
+    """Yield a gateway's connection to the picker at HOST:PORT; with `tls` to one whose certificate is localhost's."""
+    options: list[tuple[str, Any]] = [(f"grpc.max_{way}_message_length", LIMIT_BYTES) for way in ("send", "receive")]
+    if tls is None:
+        opened = grpc.aio.insecure_channel(address, options=options)
+    else:  # with nothing kept from former connections
+        options += [("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
+        opened = grpc.aio.secure_channel(address, tls, options=options)
+    async with opened as channel:
         yield Gateway(channel)

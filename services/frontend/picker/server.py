@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from services.frontend.config import FrontendConfig
+from services.frontend.picker.credentials import GatewayCredentials
 from services.frontend.picker.exchange import BODY_LIMIT_BYTES, Exchange
 from services.frontend.picker.health import GatewayHealth
 from services.frontend.picker.messages import (
@@ -65,6 +66,8 @@ from shared.runtime.runtime import Runtime
 
 RECEIVE_LIMIT_BYTES = 32 << 20
 """The most bytes of a gateway's message. If one is larger, its gateway learns only that the picker failed."""
+HANDSHAKE_S = 10
+"""Seconds for the handshake of TLS and of HTTP/2."""
 PING_S = 30
 """Seconds between two pings to a silent gateway; one that does not answer for as long is gone."""
 LEAST_PING_S = 5
@@ -247,6 +250,7 @@ class PickerPort:
         options = {
             "grpc.max_receive_message_length": RECEIVE_LIMIT_BYTES,
             "grpc.so_reuseport": int(config.http.reuse_port),
+            "grpc.server_handshake_timeout_ms": 1000 * HANDSHAKE_S,
             "grpc.keepalive_time_ms": 1000 * PING_S,
             "grpc.keepalive_timeout_ms": 1000 * PING_S,
             "grpc.keepalive_permit_without_calls": 1,
@@ -262,14 +266,20 @@ class PickerPort:
 
     async def start(self) -> None:
         """Listen. Raise ConfigError if that fails."""
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        config = self.config
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{host}:{config.port}"
         try:
-            self._server.add_insecure_port(f"{host}:{self.config.port}")
+            if config.tls_cert:
+                files = GatewayCredentials(config, self.metrics)
+                self._server.add_secure_port(address, await files.start(self.runtime.tasks))
+            else:
+                self._server.add_insecure_port(address)
         except RuntimeError as wrong:
             why = str(wrong).partition(";")[0]  # what follows is a variable of gRPC
             raise ConfigError(f"picker.port: {why}") from None
         await self._server.start()
-        _log.info("the endpoint picker listens at %s:%d", host, self.config.port)
+        _log.info("the endpoint picker listens at %s%s", address, ", with TLS" if config.tls_cert else "")
 
     async def stop(self, limit_s: float) -> None:
         """Take no new streams, end those whose gateways can go on without, and after `limit_s` the others."""
