@@ -141,6 +141,14 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """A setting of all frontends, routers or workers, such as worker.attached.grammars=true."""
     etcd: Address = ""
     """The address of an etcd server that runs already (discovery is in files)."""
+    picker: int | None = None
+    """The port on 127.0.0.1 of the endpoint picker, which a gateway asks where requests go"""
+
+
+class PickerFlags(RouteFlags, frozen=True, kw_only=True):
+    """Run `route` with an endpoint picker, for Envoy or a Kubernetes gateway (docs/picker.md)."""
+
+    picker: int | None = 9002
 
 
 class PullFlags(StateFlags, frozen=True, kw_only=True):
@@ -424,6 +432,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "check": CheckFlags,
     "up": UpFlags,
     "route": RouteFlags,
+    "picker": PickerFlags,
     "pull": PullFlags,
     "status": StatusFlags,
     "top": TopFlags,

@@ -1,4 +1,4 @@
-"""Our own picker, as `headrace route` starts it in front of simulated servers."""
+"""Our own picker, as `headrace picker` starts it in front of simulated servers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ async def rig(directory: Path) -> AsyncIterator[tuple[Rig, Up]]:
     model = write_tiny_model(directory / "tiny", context_length=512)
     picker = f"127.0.0.1:{free_port()}"
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(SERVERS)]
-    settings = {"picker.port": picker.rpartition(":")[2], "picker.endpoints": str(SERVERS)}
-    flags = [word for name, value in settings.items() for word in ("--set", f"frontend.{name}={value}")]
+    flags = ["--picker", picker.rpartition(":")[2], "--set", f"frontend.picker.endpoints={SERVERS}"]
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(serving(addresses, model))
         urls = [f"http://{address}" for address in addresses]
-        up = stack.enter_context(started(directory / "state", "route", *flags, *urls))
+        up = stack.enter_context(started(directory / "state", "picker", *flags, *urls))
         assert await asyncio.to_thread(up.ready.wait, START_LIMIT_S), "".join(up.output)
         assert up.process.poll() is None, "".join(up.output) + up.logs()
         await _serving(picker, len(servers), up)

@@ -95,6 +95,10 @@ def _options(flags: RouteFlags) -> UpOptions:
     key_of(flags.api_key_file)
     read_tls(tls_files(flags), TLS_NAMES)
     same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
+    if flags.picker is not None:
+        if not 1 <= flags.picker <= 65535:
+            raise ConfigError("--picker is 1 to 65535")
+        same["set"] = [f"frontend.picker.port={flags.picker}", *flags.set]
     options, _ = checked_options(replace(UpFlags(), **same | {"engine": "attached", "model": flags.model or "-"}))
     for setting, _ in options.overrides.get("worker", ()):
         name = setting.removeprefix("--").replace("-", "_")
