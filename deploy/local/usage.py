@@ -125,6 +125,14 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """The URLs of the servers, without /v1."""
     file: File | None = None
     """The file with these URLs, one a line, in place of arguments. It is read again when it changes."""
+    inference_pool: Annotated[str, "NAMESPACE/NAME"] = ""
+    """The InferencePool whose Pods are the servers, in place of URLs (docs/picker.md)."""
+    kube_api: Url = ""
+    """The URL of the Kubernetes API server (that of the cluster that this Pod is in)."""
+    kube_token_file: File | None = None
+    """The file with the token for that server (the Pod's, unless --kube-api names another server)."""
+    kube_ca_file: File | None = None
+    """The authorities of that server's certificate, in PEM (the Pod's, or those of the system)."""
     model: str = ""
     """The model's tokenizer and config.json: a directory, or a name on the hub (what the first server names)."""
     model_name: str = ""
