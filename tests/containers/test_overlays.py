@@ -1,4 +1,4 @@
-"""The overlays of deploy/compose: keys and TLS."""
+"""The overlays of deploy/compose: keys, TLS and roles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from deploy.local import key
 from tests.authority import Authority, needs_openssl
 from tests.containers.engine import Engine
-from tests.containers.stack import LIMIT_S, Stack
+from tests.containers.stack import LIMIT_S, Stack, load
 from tests.integration.stack import eventually
 
 
@@ -58,3 +58,14 @@ def test_the_api_speaks_tls_alone_with_the_certificate_of_the_overlay(base: Stac
     with running(base, "compose.tls.yaml") as stack:
         assert stack.chat(url="https://127.0.0.1:8000", tls=tls).status == 200
         assert stack.chat().status in (0, 400), "no plain HTTP"
+
+
+def test_workers_of_both_roles_serve_and_prompts_are_handed_over(base: Stack) -> None:
+    handed_over = "sum(headrace_hand_overs_total) > 0"
+    with running(base, "compose.roles.yaml") as stack:
+        assert stack.chat().status == 200
+        with load(stack, 8, fresh=True) as seen:
+            eventually(lambda: stack.metric(handed_over), limit_s=LIMIT_S, what="a prompt was handed over")
+        assert seen.lost == []
+        stack.compose("stop", "worker")
+        eventually(lambda: stack.get("http://127.0.0.1:8000/health").status == 503, limit_s=LIMIT_S, what="no decoder")
