@@ -9,6 +9,8 @@ import pytest
 
 from services.worker.config import WorkerConfig
 from services.worker.vllm.settings import (
+    IN_CORE,
+    SPREADING,
     contradiction,
     parsed,
     recommended,
@@ -32,8 +34,9 @@ def test_block_size_of_a_cpu() -> None:
 
 
 def test_on_a_cpu_the_first_answer_is_right_and_soon() -> None:
-    assert on_cpu() == {"block_size": 32, "dtype": "float32", "enforce_eager": True}
-    assert not {"dtype", "enforce_eager"} & recommended(WorkerConfig(model="m")).keys()
+    chosen = {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": IN_CORE}
+    assert on_cpu() == {"block_size": 32} | chosen
+    assert not chosen.keys() & recommended(WorkerConfig(model="m")).keys()
 
 
 def test_a_worker_that_traces_has_vllm_trace() -> None:
@@ -55,6 +58,12 @@ def test_on_a_cpu_stages_of_a_pipeline_are_compiled() -> None:
     assert stages_fault(given, source) == ("vllm.enforce_eager: with pipeline_parallel_size vLLM must compile on a CPU")
     assert stages_fault(given | {"pipeline_parallel_size": 1}, source) == ""
     assert stages_fault({"pipeline_parallel_size": 2}, {}) == ""
+
+
+@pytest.mark.parametrize("size", SPREADING)
+def test_one_rank_computes_in_the_core_and_several_as_vllm_chooses(size: str) -> None:
+    assert "distributed_executor_backend" not in on_cpu({size: 2})
+    assert on_cpu({size: 1, "enforce_eager": False})["distributed_executor_backend"] == IN_CORE
 
 
 def test_kernels_of_quantised_weights_keep_their_own_type() -> None:
