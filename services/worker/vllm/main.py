@@ -159,6 +159,11 @@ def _load() -> Failed | None:
         check_version(vllm.__version__)
         from vllm.platforms import current_platform
 
+        if current_platform.is_unspecified():
+            raise ConfigError(
+                f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove"
+                f" {sys.prefix}, then {COMMAND} install-vllm --device cpu"
+            )
         import_module("services.worker.vllm.engine")
     except ConfigError:
         raise
@@ -166,11 +171,6 @@ def _load() -> Failed | None:
         traceback.print_exc()
         text = f"vLLM cannot be loaded ({one_line(wrong)}); {COMMAND} install-vllm makes its environment"
         return Failed(reason=text, model=not is_passing(Cause.of(wrong)))
-    if current_platform.is_unspecified():
-        raise ConfigError(
-            f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove {sys.prefix},"
-            f" then {COMMAND} install-vllm --device cpu"
-        )
     return None
 
 

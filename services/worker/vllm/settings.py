@@ -52,8 +52,11 @@ NEEDED = {
     "disable_log_stats": (False, "load reports are made of the statistics"),
     "scheduling_policy": ("priority", "requests have priorities"),
     "data_parallel_backend": ("mp", "all ranks of a worker are processes that end with it"),
+    "nnodes": (1, "all ranks of a worker run on its machine"),
 }
 """Arguments that may only have one value, with the reason."""
+EXECUTORS_ELSEWHERE = ("ray", "external_launcher")
+"""Executors whose ranks are processes that others start, and that do not end with the worker."""
 
 
 def unknown(name: str, known: Collection[str], source: str) -> str:
@@ -76,6 +79,9 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
         if name in NEEDED and value != NEEDED[name][0]:
             needed, why = NEEDED[name]
             return f"{where}: {value}; it must be {needed}: {why}"
+    if (executor := given.get("distributed_executor_backend")) in EXECUTORS_ELSEWHERE:
+        where = f"{source['distributed_executor_backend']}.distributed_executor_backend"
+        return f"{where}: {executor}: not allowed: all ranks of a worker are processes that end with it"
     loras, kept = given.get("max_loras"), given.get("max_cpu_loras")
     if loras and kept and kept < loras:
         return f"{source['max_cpu_loras']}.max_cpu_loras: {kept}, but max_loras is {loras}; it must be at least as many"

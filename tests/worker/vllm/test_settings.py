@@ -89,6 +89,25 @@ def test_contradictions() -> None:
     assert contradiction({"model": "x"}, config, {"model": "vllm_args"}).startswith("vllm_args.model: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("nnodes", 2, "2; it must be 1: all ranks of a worker run on its machine"),
+        ("distributed_executor_backend", "ray", "ray: not allowed: all ranks of a worker are processes that end"),
+        ("distributed_executor_backend", "external_launcher", "external_launcher: not allowed: all ranks of a worker"),
+    ],
+)
+def test_ranks_that_others_start_are_refused(name: str, value: object, said: str) -> None:
+    refused = contradiction({name: value}, WorkerConfig(model="m"), {name: "vllm_args"})
+    assert refused.startswith(f"vllm_args.{name}: {said}")
+
+
+@pytest.mark.parametrize("value", ["mp", "uni", IN_CORE])
+def test_an_executor_whose_ranks_end_with_the_worker_can_be_chosen(value: str) -> None:
+    given, source = {"distributed_executor_backend": value}, {"distributed_executor_backend": "vllm"}
+    assert contradiction(given, WorkerConfig(model="m"), source) == ""
+
+
 def test_fewer_loras_in_memory_than_in_a_batch_are_refused() -> None:
     given, source = {"max_loras": 4, "max_cpu_loras": 2}, {"max_loras": "vllm", "max_cpu_loras": "vllm_args"}
     assert contradiction(given, WorkerConfig(model="m"), source).startswith("vllm_args.max_cpu_loras: 2, but max_loras")
