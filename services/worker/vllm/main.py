@@ -43,6 +43,7 @@ from services.worker.vllm.start_failure import (
     failure,
     is_passing,
     note_exceptions,
+    noting_exceptions,
     read_cause,
 )
 from services.worker.vllm.version import check as check_version
@@ -117,7 +118,9 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     os.environ[VARIABLE] = str(noted)
     readers: list[EventReader] = []
     try:
-        vllm_config = args.create_engine_config()
+        with noting_exceptions():
+            vllm_config = args.create_engine_config()
+        noted.unlink(missing_ok=True)  # it has not kept vLLM from starting
         readers += [EventReader(directory, rank) for rank in range(vllm_config.parallel_config.data_parallel_size)]
         llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: logger])
     except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises of model, arguments and machine
