@@ -23,10 +23,15 @@ from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
 
 
 async def start(
-    directory: Path, python: Path = PYTHON, settings: Mapping[str, object] | None = None, **arguments: object
+    directory: Path,
+    python: Path = PYTHON,
+    *,
+    settings: Mapping[str, object] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> Failed:
     """Return how the start of an engine fails. `settings` are the worker's, `arguments` vLLM's."""
-    given = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 64} | arguments
+    given: dict[str, object] = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 64}
+    given |= arguments or {}
     table = {"model": str(directory), "engine": "vllm", "vllm": given, "vllm_python": str(python), "threads": 1}
     table |= settings or {}
     process = await EngineProcess.start(msgspec.convert(table, WorkerConfig), "tiny", "worker")
@@ -87,14 +92,14 @@ async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[
 async def test_settings_that_vllm_refuses_are_fatal_and_named(
     model: Path, arguments: dict[str, object], reason: str
 ) -> None:
-    failed = await start(model, **arguments)
+    failed = await start(model, arguments=arguments)
     assert reason in failed.reason
     assert failed.model
 
 
 @needs_vllm
 async def test_a_role_of_embeddings_is_fatal_and_named(model: Path) -> None:
-    failed = await start(model, settings={"role": "prefill", "kvbm": {"pool": "none"}}, runner="pooling")
+    failed = await start(model, settings={"role": "prefill", "kvbm": {"pool": "none"}}, arguments={"runner": "pooling"})
     assert failed.reason == "role is prefill, but vllm.runner is pooling: embeddings are not handed over"
     assert failed.model
 
