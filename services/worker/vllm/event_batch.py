@@ -9,7 +9,7 @@ from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStore
 
 
 class _Typed(Struct):
-    """Any event."""
+    """An event, of which only its type is read."""
 
     type: str
 
