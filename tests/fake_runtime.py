@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from shared.bus.contract import Bus
+from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
 from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages.cards import ServiceName
 from shared.runtime.runtime import Runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 
 @asynccontextmanager

@@ -27,9 +27,11 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.tool_parsers.parser import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.config import NatsConfig, TraceConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import pack_tokens, self_test, unpack_tokens
 from shared.messages.cards import (
     INSTANCE,
@@ -74,8 +76,6 @@ from shared.runtime.observe import ProcessHealth
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.metric_values import summed
 
 NAMESPACE = "test"

@@ -21,7 +21,9 @@ from services.kvbm.tiers.policies import LruPolicy
 from shared import subjects
 from shared.blocks import Content
 from shared.bus.contract import LAST_HEADER, Bus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.discovery.contract import Registration
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import ContentKey, event_hash
 from shared.messages import kvbm as wire
 from shared.messages.cards import INSTANCE, Instance, KvLayout
@@ -41,8 +43,6 @@ from shared.pool.lock import LOCK, POOL, HeldLock, hold_owner
 from shared.pool.map import ArenaMap, PoolMap
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.fakes.memory_sockets import MemorySockets
 
 NAMESPACE = "test"

@@ -35,9 +35,9 @@ from services.kvbm.tickets.packing import pack_slots, unpack_slots
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, socket_client, stores
 from shared.blocks import Content
+from shared.bus.memory_bus import MemoryEventBus
 from shared.errors import Unavailable
 from shared.messages import kvbm as wire
-from tests.fakes.memory_bus import MemoryEventBus
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,

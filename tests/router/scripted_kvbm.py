@@ -11,7 +11,9 @@ import msgspec
 
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
+from shared.bus.memory_bus import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
+from shared.discovery.memory import MemoryDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
@@ -27,8 +29,6 @@ from shared.messages.kv_events import (
     SnapshotChunk,
 )
 from shared.messages.kvbm import KVBM_REPORT, KvbmReport, LayoutReport
-from tests.fakes.memory_bus import MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, RouterFleet, until
 
 LowerTier = Literal["host", "disk"]

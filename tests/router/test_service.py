@@ -12,12 +12,12 @@ import pytest
 from services.router.config import RouterConfig
 from services.router.selection.model_router import ModelRouter
 from shared import subjects
+from shared.discovery.memory import MemoryDiscovery, MemoryRegistration
 from shared.errors import NoResponders
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kv_events import BlockStored
 from shared.messages.select import SELECT, Finished, Prefilled, Reserved, SelectRefused
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryRegistration
 from tests.router.fleet import (
     BLOCK_SIZE,
     LIMIT_S,

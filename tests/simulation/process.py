@@ -45,16 +45,16 @@ from services.worker.service import Worker
 from services.worker.simulated.runner import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import ConfigError
 from shared.messages.cards import KvLayout, Role, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
 from shared.pool.lock import SOCKET
 from shared.runtime.control import answer_control
 from shared.runtime.runtime import Runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clock import OWNER, SimulatedLoop
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes

@@ -16,6 +16,8 @@ from services.worker.engine_start import start_engine
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from shared.discovery.memory import MemoryStore
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.frames import STEP_FRAME, Part, StepFrame
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Cancel, Generate, GenerateReply, Sampling
@@ -23,8 +25,6 @@ from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
 from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryStore
 
 NAMESPACE = "test"
 WORKER = "a1"

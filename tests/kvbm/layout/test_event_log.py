@@ -8,9 +8,9 @@ from operator import xor
 from services.kvbm.layout.event_log import BACKLOG_CHANGES, BATCH_BLOCKS, BATCHES_A_TURN, EventLog
 from services.kvbm.tiers.actions import TierEvent
 from shared.blocks import Content, ContentEvicted, ContentStored
+from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
 from shared.hashing import event_hash
 from shared.messages.kv_events import EVENT_BATCH, BlockRemoved, BlockStored
-from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 from tests.kvbm.chains import chain
 
 TURN_BLOCKS = BATCH_BLOCKS * BATCHES_A_TURN

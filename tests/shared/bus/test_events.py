@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
+from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
 from shared.bus.zmq_events import ZmqEventBus
 from shared.errors import RequestTimeout
-from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 
 DEADLINE_S = 60.0
 

@@ -1,4 +1,4 @@
-"""The in-process fake beyond the contract: a Delivery decides when messages arrive."""
+"""The bus inside one process beyond the contract: a Delivery decides when messages arrive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 from shared.errors import NoResponders, RequestTimeout
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 
 SOON_S = 0.05
 

@@ -1,4 +1,4 @@
-"""How messages travel between the in-process fakes: at once, or as a simulation decides."""
+"""How messages travel inside one process: at once, or as a simulation decides."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The bus and the KV events inside one process: fakes that behave as NATS and ZMQ do.
+"""The bus and the KV events inside one process: twins that behave as NATS and ZMQ do.
 
     MemoryBroker         knows the subscriptions, and delivers in the order of publishing
     ├── MemoryBus        one endpoint, as a process has one; `disconnect` and `reconnect` take NATS away from it
     └── MemoryEventBus   publishers by endpoint; `mute` and `unmute` lose batches as a high-water mark does
 
-The fakes are deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the
+They are deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the
 event loop wakes them. A simulation gives the broker its own Delivery, which may deliver late, twice or never.
 """
 
@@ -19,13 +19,13 @@ from typing import Literal
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
+from shared.bus.delivery import Delivery, deliver_at_once
 from shared.bus.inbox import NO_RESPONDERS, ReplyInbox
 from shared.bus.receive_queue import ReceiveQueue
 from shared.bus.replay_buffer import ReplayBuffer
 from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.messages.cards import EventSource
 from shared.rate_limited_log import RateLimitedLog
-from tests.fakes.faults import Delivery, deliver_at_once
 
 
 def matches(pattern: str, subject: str) -> bool:
