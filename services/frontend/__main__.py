@@ -11,7 +11,7 @@ from services.frontend.server.tls import tls_context
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
 from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.runtime.observe import check_host
 
 FORCED_END_S = 10.0
@@ -52,10 +52,18 @@ def _read(setting: str, file: str) -> bytes:
         raise ConfigError(f"{setting} {wrong}") from None
 
 
+SERVICE = Service("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True, check=check_files)
+
+
 def main() -> None:
     """Run the frontend until it is stopped."""
-    os.environ["RUST_BACKTRACE"] = "0"  # a text on which a tokenizer panics is an error of its request
-    run("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True, check=check_files)
+    quieten_panics()
+    run(SERVICE)
+
+
+def quieten_panics() -> None:
+    """Have Rust write no backtraces: a text on which a tokenizer panics is an error of its request."""
+    os.environ["RUST_BACKTRACE"] = "0"
 
 
 if __name__ == "__main__":
