@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from services.frontend.__main__ import SERVICE as FRONTEND
 from services.frontend.__main__ import quieten_panics
 from services.router.__main__ import SERVICE as ROUTER
 from services.worker.__main__ import SERVICE as WORKER
-from shared.runtime.lifecycle import run_together
+from shared.runtime.lifecycle import Service, run_together
 from shared.runtime.memory import MemoryNetwork
 
-SERVICES = (FRONTEND, WORKER, ROUTER)
+SERVICES: tuple[Service[Any], ...] = (FRONTEND, WORKER, ROUTER)
 
 
 def main() -> None:

@@ -27,6 +27,9 @@ from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
 from shared.messages.cards import EventSource
 from shared.rate_limited_log import RateLimitedLog
 
+SUBJECTS_LIMIT = 4096
+"""The number of subjects whose subscriptions are remembered. An inbox that is gone is one too."""
+
 
 def matches(pattern: str, subject: str) -> bool:
     """Match a subject as NATS does: `*` stands for one token, a last `>` for one or more."""
@@ -73,7 +76,8 @@ class MemoryBroker:
         self.delivery = delivery
         self._subscriptions: list[MemorySubscription] = []
         self._matching: dict[str, list[MemorySubscription]] = {}
-        """Subject → the subscriptions that match it, found since the last subscription was added or removed."""
+        """Subject → the subscriptions that match it, found since the last subscription was added or removed. At most
+        SUBJECTS_LIMIT; then they are looked for again."""
         self._inboxes: dict[str, tuple[MemoryBus, Callable[[Message], None]]] = {}
         self._turns: dict[tuple[str, str], int] = {}
         self._publishers: dict[str, MemoryEventPublisher] = {}
@@ -115,6 +119,11 @@ class MemoryBroker:
         if not receivers and message.reply:
             self.publish(Message(message.reply, b"", "", NO_RESPONDERS), sender)
 
+    @property
+    def remembered(self) -> int:
+        """The number of subjects whose subscriptions are remembered."""
+        return len(self._matching)
+
     def disconnect(self, bus: MemoryBus) -> None:
         """Take NATS away from `bus`: it receives nothing, and its calls and its waiting requests raise BusDown."""
         bus.disconnect()
@@ -131,6 +140,8 @@ class MemoryBroker:
         matching = self._matching.get(subject)
         if matching is None:
             matching = [subscription for subscription in self._subscriptions if subscription.matches(subject)]
+            if len(self._matching) >= SUBJECTS_LIMIT:
+                self._matching.clear()
             self._matching[subject] = matching
         everyone: list[MemorySubscription] = []
         groups: dict[tuple[str, str], list[MemorySubscription]] = {}

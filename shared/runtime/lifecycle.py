@@ -83,7 +83,7 @@ class Service(Generic[C]):
     drain_limit_s: Callable[[C], float]
     """Returns the time in seconds from the first signal to the forced end, longer than the service's own drain."""
     client_bus: bool = False
-    """Whether it has a connection of its own for messages of NATS clients."""
+    """True if it has a connection of its own for messages of NATS clients."""
     check: Callable[[C], None] = lambda _: None
     """Reads the files that the settings name. Raises ConfigError or ModelError."""
     labels: Callable[[C], dict[str, str]] = lambda _: {}

@@ -96,3 +96,22 @@ async def test_event_batches_and_replays_travel_too() -> None:
     assert await replaying == [(0, b"0")]
     with pytest.raises(RequestTimeout):
         await subscription.replay(0, timeout_s=SOON_S)
+
+
+async def test_only_so_many_subjects_are_remembered_and_all_are_still_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shared.bus.memory_bus.SUBJECTS_LIMIT", 3)
+    broker, seen = MemoryBroker(), asyncio.Queue[str]()
+    bus = MemoryBus(broker)
+
+    async def receive(message: Message) -> None:
+        seen.put_nowait(message.subject)
+
+    await bus.subscribe("x.*", receive)
+    sent = [f"x.{number % 5}" for number in range(20)]
+    for subject in sent:
+        await bus.publish(subject, b"")
+        assert broker.remembered <= 3
+    assert [await seen.get() for _ in sent] == sent
+    await bus.drain()
