@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from shared.bus.contract import Bus
-from shared.bus.memory_bus import MemoryBroker, MemoryEventBus
+from shared.bus.memory_bus import MemoryBroker
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.directory import Directory
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages.cards import ServiceName
@@ -35,7 +36,7 @@ async def fake_runtime(
                     instance=instance,
                     machine="here",
                     bus=bus,
-                    events=MemoryEventBus(broker),
+                    events=MemoryEventBus(broker.events),
                     discovery=discovery,
                     directory=directory,
                     registry=CollectorRegistry(),

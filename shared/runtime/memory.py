@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.config import ServiceConfig
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.runtime.network import Network, close_later
@@ -35,6 +36,6 @@ class MemoryNetwork:
         close_later(opened, bus.drain, "the bus")
         discovery = MemoryDiscovery(self._store)
         close_later(opened, discovery.close, "discovery")
-        events = MemoryEventBus(self._broker)
+        events = MemoryEventBus(self._broker.events)
         opened.callback(events.close)
         return Network(bus, events, discovery)

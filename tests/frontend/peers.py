@@ -27,7 +27,8 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.tool_parsers.parser import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.config import NatsConfig, TraceConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
@@ -521,7 +522,7 @@ def _runtime(w: World, tasks: asyncio.TaskGroup, trace: TraceConfig | None) -> R
         machine="here",
         bus=w.serving,
         client_bus=w.doors,
-        events=MemoryEventBus(w.broker),
+        events=MemoryEventBus(w.broker.events),
         discovery=discovery,
         directory=Directory(discovery, w.serving, NAMESPACE, registry=w.registry),
         registry=w.registry,

@@ -21,7 +21,8 @@ from services.kvbm.tiers.policies import LruPolicy
 from shared import subjects
 from shared.blocks import Content
 from shared.bus.contract import LAST_HEADER, Bus, Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.contract import Registration
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import ContentKey, event_hash
@@ -339,7 +340,9 @@ class Store:
     async def router(self, layout: StoreLayout = LAYOUT) -> Router:
         """Follow one layout from now on; it must be open and have published nothing yet."""
         router = Router()
-        MemoryEventBus(self.world.broker).subscribe(self.service.layouts.open[layout.digest].log.source, router.take)
+        MemoryEventBus(self.world.broker.events).subscribe(
+            self.service.layouts.open[layout.digest].log.source, router.take
+        )
         return router
 
     async def snapshot(self, layout: StoreLayout = LAYOUT) -> tuple[int, dict[str, list[int]]]:

@@ -15,7 +15,8 @@ from services.router.config import RouterConfig
 from services.router.service import Router, router
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import (
@@ -244,7 +245,7 @@ class RouterFleet:
 
     async def worker(self, name: str, *, awaited: bool = True, **changes: object) -> ScriptedWorker:
         """Start a worker. If `awaited`, wait until it is routed to and its events are followed."""
-        worker = ScriptedWorker(name, self.bus, MemoryEventBus(self.broker), MemoryDiscovery(self.store))
+        worker = ScriptedWorker(name, self.bus, MemoryEventBus(self.broker.events), MemoryDiscovery(self.store))
         for field, value in changes.items():
             setattr(worker, field, value)
         await worker.start()

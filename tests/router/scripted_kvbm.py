@@ -11,7 +11,7 @@ import msgspec
 
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
-from shared.bus.memory_bus import MemoryEventBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
 from shared.discovery.memory import MemoryDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
@@ -131,7 +131,7 @@ class ScriptedKvbm:
 
 async def kvbm(world: RouterFleet, name: str = "k", *, layouts: Sequence[str] = ("l",)) -> ScriptedKvbm:
     """Start a kvbm and wait until discovery has it."""
-    started = ScriptedKvbm(name, world.bus, MemoryEventBus(world.broker), MemoryDiscovery(world.store), layouts)
+    started = ScriptedKvbm(name, world.bus, MemoryEventBus(world.broker.events), MemoryDiscovery(world.store), layouts)
     await started.start()
     await until(lambda: name in world.runtime.directory.instances)
     return started

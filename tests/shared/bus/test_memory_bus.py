@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from shared.bus.contract import Message
-from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.errors import NoResponders, RequestTimeout
 
 SOON_S = 0.05
@@ -80,8 +81,8 @@ async def test_a_request_and_the_lack_of_responders_travel_too() -> None:
 async def test_event_batches_and_replays_travel_too() -> None:
     held, seen = Held(), asyncio.Queue[tuple[int, bytes]]()
     broker = MemoryBroker(held)
-    publisher = MemoryEventBus(broker, "w").open_publisher()
-    subscription = MemoryEventBus(broker, "r").subscribe(publisher.source, lambda *batch: seen.put_nowait(batch))
+    publisher = MemoryEventBus(broker.events, "w").open_publisher()
+    subscription = MemoryEventBus(broker.events, "r").subscribe(publisher.source, lambda *batch: seen.put_nowait(batch))
     publisher.publish(0, b"0")
     assert [each[:3] for each in held.waiting] == [("w", "r", "events")]
     held.let_go()
