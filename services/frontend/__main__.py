@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
 from services.frontend.server.tls import tls_context
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
@@ -13,6 +14,7 @@ from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
 from shared.runtime.lifecycle import Service, run
 from shared.runtime.observe import check_host
+from shared.runtime.runtime import Runtime
 
 FORCED_END_S = 10.0
 """Seconds added to `drain_delay_s` and `drain_s` before the process is ended by force."""
@@ -52,12 +54,26 @@ def _read(setting: str, file: str) -> bytes:
         raise ConfigError(f"{setting} {wrong}") from None
 
 
-SERVICE = Service("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True, check=check_files)
+def load() -> Callable[[Runtime, FrontendConfig], Awaitable[None]]:
+    """Load the frontend's modules, and return what serves."""
+    from services.frontend.app import serve
+
+    return serve
+
+
+async def serve_loaded(runtime: Runtime, config: FrontendConfig) -> None:
+    """Serve. The modules are loaded in a thread, so that other services of this process start meanwhile."""
+    serve = await asyncio.to_thread(load)
+    await serve(runtime, config)
+
+
+SERVICE = Service("frontend", FrontendConfig, serve_loaded, drain_limit_s, client_bus=True, check=check_files)
 
 
 def main() -> None:
     """Run the frontend until it is stopped."""
     quieten_panics()
+    load()  # alone in its process, it has nothing else to do
     run(SERVICE)
 
 
