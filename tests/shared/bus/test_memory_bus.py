@@ -99,7 +99,7 @@ async def test_event_batches_and_replays_travel_too() -> None:
         await subscription.replay(0, timeout_s=SOON_S)
 
 
-async def test_only_so_many_subjects_are_remembered_and_all_are_still_delivered(
+async def test_n_subjects_are_remembered_and_messages_to_all_are_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shared.bus.memory_bus.SUBJECTS_LIMIT", 3)
