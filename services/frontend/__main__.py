@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from services.frontend.config import FrontendConfig
-from services.frontend.server.tls import tls_context
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
 from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
@@ -27,6 +26,8 @@ def drain_limit_s(config: FrontendConfig) -> float:
 
 def check_files(config: FrontendConfig) -> None:
     """Check the address of the port, its certificate and the keys file. Raise ConfigError or ModelError."""
+    from services.frontend.server.tls import tls_context  # here: what it imports, a frontend loads in a thread
+
     http, keys_file = config.http, config.access.keys_file
     check_host("http.host", http.host)
     check_host("picker.host", config.picker.host)
@@ -54,26 +55,26 @@ def _read(setting: str, file: str) -> bytes:
         raise ConfigError(f"{setting} {wrong}") from None
 
 
-def load() -> Callable[[Runtime, FrontendConfig], Awaitable[None]]:
+def _load() -> Callable[[Runtime, FrontendConfig], Awaitable[None]]:
     """Load the frontend's modules, and return what serves."""
     from services.frontend.app import serve
 
     return serve
 
 
-async def serve_loaded(runtime: Runtime, config: FrontendConfig) -> None:
+async def _serve_loaded(runtime: Runtime, config: FrontendConfig) -> None:
     """Serve. The modules are loaded in a thread, so that other services of this process start meanwhile."""
-    serve = await asyncio.to_thread(load)
+    serve = await asyncio.to_thread(_load)
     await serve(runtime, config)
 
 
-SERVICE = Service("frontend", FrontendConfig, serve_loaded, drain_limit_s, client_bus=True, check=check_files)
+SERVICE = Service("frontend", FrontendConfig, _serve_loaded, drain_limit_s, client_bus=True, check=check_files)
 
 
 def main() -> None:
     """Run the frontend until it is stopped."""
     quieten_panics()
-    load()  # alone in its process, it has nothing else to do
+    _load()  # alone in its process, it has nothing else to do
     run(SERVICE)
 
 
