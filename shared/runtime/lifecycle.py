@@ -25,7 +25,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +57,9 @@ CHECK_SETTINGS = "--check-settings"
 FORCED_LIMIT_S = 2.0
 """The time in seconds between a forced end and the hard exit of the process."""
 
+_FOLLOWED: Mapping[ServiceName, ServiceName] = {"worker": "frontend"}
+"""The service whose instances alone a service follows. Most processes of a fleet are workers: if each followed all, a
+thousand that start would be a million notifications of etcd."""
 YOUNG_OBJECTS = 10_000
 """The number of new objects that starts a garbage collection. Python's default, 700, is three requests of a
 frontend."""
@@ -220,6 +223,13 @@ class _Served(Exception):
     """The service has drained: this ends the remaining tasks."""
 
 
+def _targets(service: ServiceName, directory: Directory) -> Callable[[], bytes | None] | None:
+    """Return `ProcessHealth.targets`."""
+    if service in _FOLLOWED:
+        return None
+    return lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
+
+
 async def _serve_in_turn(
     parts: Sequence[_Part[Any]], connect: Connect, health: ProcessHealth, stopping: asyncio.Event
 ) -> None:
@@ -258,8 +268,9 @@ async def _serve(part: _Part[Any], connect: Connect, health: ProcessHealth, stop
             return
         bus, events = network.bus, network.events
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
-        directory = Directory(network.discovery, bus, config.namespace, registry=registry)
-        health.targets = lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
+        followed = _FOLLOWED.get(service.name)
+        directory = Directory(network.discovery, bus, config.namespace, service=followed, registry=registry)
+        health.targets = _targets(service.name, directory)
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:
