@@ -110,9 +110,9 @@ def test_there_are_one_process_and_an_engine_and_no_server(up: Up) -> None:
     assert (up.record["single"], up.record["nats"], up.record["etcd"], up.record["discovery"]) == (True, "", "", "")
     assert below(up.process.pid) == [up.pid("single"), engine(up)]
     assert not (up.state / "run" / "fleet.toml").exists()
-    said = "".join(up.output)
-    assert "/ui\n" in said
-    assert "status:" not in said
+    eventually(lambda: "stop:    Ctrl-C\n" in "".join(up.output), limit_s=LIMIT_S, what="all is said")
+    assert "/ui\n" in "".join(up.output)
+    assert "status:" not in "".join(up.output)
 
 
 def test_an_answer_goes_on_when_the_engine_is_killed(up: Up) -> None:
