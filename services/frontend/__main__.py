@@ -26,11 +26,14 @@ def drain_limit_s(config: FrontendConfig) -> float:
 
 def check_files(config: FrontendConfig) -> None:
     """Check the addresses of the ports, their certificates and the keys file. Raise ConfigError or ModelError."""
+    from services.frontend.serving.text_servers import read_text_files  # here: a frontend loads it in a thread
+
     http, picker, keys_file = config.http, config.picker, config.access.keys_file
     check_host("http.host", http.host)
     check_host("picker.host", picker.host)
     _check_tls({f"http.{name}": getattr(http, name) for name in ("tls_cert", "tls_key") if getattr(http, name)})
     _check_tls(picker.tls_files)
+    read_text_files(config.text)
     if keys_file:
         content = _read("access.keys_file", keys_file)
         try:

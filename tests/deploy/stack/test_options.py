@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.stack.options import checked_options
+from deploy.local.stack.options import checked_options, takes_turns
 from deploy.local.usage import UpFlags
 from shared.errors import ConfigError
 
@@ -74,3 +74,11 @@ def test_one_process_has_one_service_of_each_kind_and_no_block_store() -> None:
         assert (options.single, options.frontends, options.routers, options.workers) == (True, 1, 1, 1)
         assert (store.pool_bytes, options.store) == (0, None)
     assert options.overrides == {"worker": [("--max_running", "8")]}
+
+
+def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_two_were_asked_for() -> None:
+    assert takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=False)
+    assert not takes_turns(UpFlags(engine="vllm", workers=2), roles=False, on_gpus=False)
+    assert not takes_turns(UpFlags(engine="vllm"), roles=True, on_gpus=False)
+    assert not takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=True)
+    assert not takes_turns(UpFlags(), roles=False, on_gpus=False)
