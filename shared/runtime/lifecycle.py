@@ -224,7 +224,7 @@ class _Served(Exception):
 
 
 def _targets(service: ServiceName, directory: Directory) -> Callable[[], bytes | None] | None:
-    """Return `ProcessHealth.targets`."""
+    """Return what /sd of a service shows, for `ProcessHealth.targets`."""
     if service in _FOLLOWED:
         return None
     return lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None

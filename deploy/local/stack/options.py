@@ -45,8 +45,7 @@ WIRING = re.compile(
 
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
-    _check(flags)
-    flags = _single(flags) if flags.single else flags
+    flags = _check(flags)
     usual = default_replicas(len(os.sched_getaffinity(0)))
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
@@ -112,8 +111,9 @@ def takes_turns(flags: UpFlags, *, roles: bool, on_gpus: bool) -> bool:
     return flags.engine == "vllm" and flags.workers is None and not roles and not on_gpus
 
 
-def _check(flags: UpFlags) -> None:
-    """Raise ConfigError for flags that contradict one another, and for files that are not there."""
+def _check(flags: UpFlags) -> UpFlags:
+    """Return the flags, with what --single means. Raise ConfigError for flags that contradict one another, and for
+    files that are not there."""
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
     if flags.simulated and flags.engine != "simulated":
@@ -122,6 +122,7 @@ def _check(flags: UpFlags) -> None:
         raise ConfigError("--vllm-args needs --engine vllm")
     if flags.vllm_args is not None and not flags.vllm_args.is_file():
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
+    return _single(flags) if flags.single else flags
 
 
 def _single(flags: UpFlags) -> UpFlags:
