@@ -50,12 +50,12 @@ from services.kvbm.peers.messages import PeerAddress
 from services.kvbm.service import KvbmService, kvbm
 from services.kvbm.tickets.results import TicketLimits
 from shared.blocks import Content
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.discovery.memory import MemoryStore
 from shared.hashing import content_key, pack_tokens, root_key
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreBlock, StoreLayout
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
-from tests.fakes.memory_discovery import MemoryStore
 from tests.servers import free_port
 
 BLOCK_KIB = (256, 1024, 4096)

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 from prometheus_client import CollectorRegistry
 
 from shared.bus.contract import Bus
+from shared.bus.memory_bus import MemoryBroker
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.messages.cards import ServiceName
 from shared.runtime.runtime import Runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 
 @asynccontextmanager
@@ -35,7 +36,7 @@ async def fake_runtime(
                     instance=instance,
                     machine="here",
                     bus=bus,
-                    events=MemoryEventBus(broker),
+                    events=MemoryEventBus(broker.events),
                     discovery=discovery,
                     directory=directory,
                     registry=CollectorRegistry(),

@@ -17,6 +17,7 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
 from shared.config import TraceConfig
 from shared.discovery.directory import Directory
@@ -26,7 +27,6 @@ from shared.runtime.lifecycle import UNREADABLE
 from shared.tracing.exporter import SpanQueue
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 SERVICES = ("frontend", "router", "worker", "kvbm")
 

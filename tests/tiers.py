@@ -26,7 +26,6 @@ MARKS: Mapping[str, Tier] = {"gpu": "long", "vllm": "long"}
 FILES: Mapping[str, Tier] = {
     "tests/test_": "check",
     "tests/deploy/": "check",
-    "tests/fakes/": "check",
     "tests/frontend/": "check",
     "tests/kvbm/": "check",
     "tests/monitoring/": "check",

@@ -275,7 +275,15 @@ def _fleet(flags: usage.AddressFlags) -> Iterator[FleetConfig]:
     """Yield the addresses of the fleet: those in the flags, else those of the `up` that runs here."""
     state_dir = flags.state_dir
     running = _running(state_dir)
-    if not (running or flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())):
+    elsewhere = flags.etcd or any(name.startswith("HEADRACE_DISCOVERY_") for name in environment())
+    if running.get("single"):
+        if not elsewhere:
+            raise ConfigError(
+                "`up --single` runs here, one process whose services no other process reaches: use `chat`, `bench`,"
+                " its page and its /metrics, or start it without --single"
+            )
+        running = {}
+    if not (running or elsewhere):
         raise ConfigError(
             f"no `up` runs with --state {state_dir.home}; start one with `{COMMAND} up`, "
             "or name the servers of another fleet with --etcd and --nats"
@@ -328,6 +336,7 @@ def _check(flags: usage.CheckFlags) -> int:
             raise ConfigError("--serve answers another machine: give HOST:PORT, and neither --peer nor --json")
         return serve(address["serve"])
     running, variables = _running(flags.state_dir), environment()
+    running = {} if running.get("single") else running  # it has no servers
     fleet = _fleet_config(flags, running)
     device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     options = CheckOptions(

@@ -78,8 +78,10 @@ class StackFlags(StateFlags, frozen=True, kw_only=True):
 class UpFlags(StackFlags, frozen=True, kw_only=True):
     """Run everything on this machine, until Ctrl-C."""
 
+    single: bool = False
+    """Run one frontend, one router and one worker as one process, with neither NATS nor etcd (docs/single.md)."""
     workers: int | None = None
-    """The number of workers (2; with --engine attached 1)."""
+    """The number of workers (2; with --engine attached or --single 1)."""
     prefill: int | None = None
     """The number of workers that only compute prompts, and hand them over; with --decode, instead of --workers.
     One of the two is enough where --nats and --etcd name a fleet that has the other."""

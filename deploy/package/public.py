@@ -5,7 +5,7 @@
     with local("--engine", "echo") as server:
         client = openai.OpenAI(base_url=server.url, api_key="any")
 
-This is `headrace/__init__.py` of the wheel.
+It is one process and its engine (docs/single.md). This is `headrace/__init__.py` of the wheel.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ the KV connector needs it in PYTHONPATH."""
 STOP_LIMIT_S = 60.0
 """The seconds that running requests and processes have to end."""
 LEAST = ("--discovery", "file", "--frontends", "1", "--routers", "1", "--workers", "1", "--kvbm-bytes", "0")
-"""The flags of the smallest `up`; those of the caller come after them."""
+"""The flags of the smallest `up` of several processes; those of the caller come after them."""
 
 
 class Local:
     """A running `headrace up` for notebooks and tests of applications. It ends with `close`, with its `with` block, or
     when this process ends by itself; one that a signal ends leaves it."""
 
-    def __init__(self, flags: tuple[str, ...], limit_s: float) -> None:
+    def __init__(self, flags: tuple[str, ...], limit_s: float, *, single: bool) -> None:
         """Start it, and wait until it is ready. Raise RuntimeError with its last line if it ends before that."""
         self._owner = os.getpid()
         self._state = Path(tempfile.mkdtemp(prefix="headrace-local-"))
@@ -46,7 +46,7 @@ class Local:
         command = [sys.executable, "-P", "-m", "headrace", "up", "--state", str(self._state), "--port", _free_port()]
         with said.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [*command, *LEAST, *flags],
+                [*command, *(("--single",) if single else LEAST), *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -92,10 +92,11 @@ class Local:
         self.close()
 
 
-def local(*flags: str, limit_s: float = 600.0) -> Local:
-    """Start `headrace up` with these flags, on a free port and with a temporary state directory; its `url` is the base
-    URL for an OpenAI client. Raise RuntimeError if it is not ready within `limit_s`."""
-    return Local(flags, limit_s)
+def local(*flags: str, single: bool = True, limit_s: float = 600.0) -> Local:
+    """Start `headrace up --single` with these flags, on a free port and with a temporary state directory; its `url` is
+    the base URL for an OpenAI client. Without `single` it is the smallest `up` of several processes, for what --single
+    refuses. Raise RuntimeError if it is not ready within `limit_s`."""
+    return Local(flags, limit_s, single=single)
 
 
 def _ready(output: IO[str], said: Path) -> str:

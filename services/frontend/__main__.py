@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
-from services.frontend.server.tls import tls_context
-from services.frontend.serving.text_servers import read_text_files
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
 from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.runtime.observe import check_host
+from shared.runtime.runtime import Runtime
 
 FORCED_END_S = 10.0
 """Seconds added to `drain_delay_s` and `drain_s` before the process is ended by force."""
@@ -27,6 +26,8 @@ def drain_limit_s(config: FrontendConfig) -> float:
 
 def check_files(config: FrontendConfig) -> None:
     """Check the addresses of the ports, their certificates and the keys file. Raise ConfigError or ModelError."""
+    from services.frontend.serving.text_servers import read_text_files  # here: a frontend loads it in a thread
+
     http, picker, keys_file = config.http, config.picker, config.access.keys_file
     check_host("http.host", http.host)
     check_host("picker.host", picker.host)
@@ -43,6 +44,8 @@ def check_files(config: FrontendConfig) -> None:
 
 def _check_tls(files: Mapping[str, str]) -> None:
     """Check a port's certificate, its key and, if there is one, the file of authorities, by their settings."""
+    from services.frontend.server.tls import tls_context  # here: what it imports, a frontend loads in a thread
+
     for setting, file in files.items():
         _read(setting, file)
     try:
@@ -60,10 +63,32 @@ def _read(setting: str, file: str) -> bytes:
         raise ConfigError(f"{setting} {wrong}") from None
 
 
+def _load() -> Callable[[Runtime, FrontendConfig], Awaitable[None]]:
+    """Load the frontend's modules, and return what serves."""
+    from services.frontend.app import serve
+
+    return serve
+
+
+async def _serve_loaded(runtime: Runtime, config: FrontendConfig) -> None:
+    """Serve. The modules are loaded in a thread, so that other services of this process start meanwhile."""
+    serve = await asyncio.to_thread(_load)
+    await serve(runtime, config)
+
+
+SERVICE = Service("frontend", FrontendConfig, _serve_loaded, drain_limit_s, client_bus=True, check=check_files)
+
+
 def main() -> None:
     """Run the frontend until it is stopped."""
-    os.environ["RUST_BACKTRACE"] = "0"  # a text on which a tokenizer panics is an error of its request
-    run("frontend", FrontendConfig, serve, drain_limit_s, client_bus=True, check=check_files)
+    quieten_panics()
+    _load()  # alone in its process, it has nothing else to do
+    run(SERVICE)
+
+
+def quieten_panics() -> None:
+    """Have Rust write no backtraces: a text on which a tokenizer panics is an error of its request."""
+    os.environ["RUST_BACKTRACE"] = "0"
 
 
 if __name__ == "__main__":

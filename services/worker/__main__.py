@@ -14,16 +14,11 @@ from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.model_files.config_json import read_config_json
 from shared.model_files.templates import read_templates
 from shared.model_files.tokenizer import complete_tokenizer
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.vllm_args import read_file
 
 CLOSING_S = 15.0
 """Seconds after the drain for the engine's end, the last frames and the registration."""
-
-
-def main() -> None:
-    """Run until a signal, then end the process with an exit status."""
-    run("worker", WorkerConfig, serve, drain_limit_s, check=check_files, labels=served_labels)
 
 
 def served_labels(config: WorkerConfig) -> dict[str, str]:
@@ -79,6 +74,14 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
         raise ModelError(f"{file}: {wrong}") from None
     read_pooling(source)
     read_sampling(source, config.sampling)
+
+
+SERVICE = Service("worker", WorkerConfig, serve, drain_limit_s, check=check_files, labels=served_labels)
+
+
+def main() -> None:
+    """Run until a signal, then end the process with an exit status."""
+    run(SERVICE)
 
 
 if __name__ == "__main__":

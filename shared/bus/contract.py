@@ -1,8 +1,8 @@
 """The bus: requests and streams over NATS, KV events over ZMQ.
 
 This file is the contract. `shared/bus/nats_bus.py` and `shared/bus/zmq_events.py` are the real implementations,
-`tests/fakes/memory_bus.py` is the fake. All pass `tests/shared/bus/test_contract.py` or
-`tests/shared/bus/test_events.py`.
+`shared/bus/memory_bus.py` and `shared/bus/memory_events.py` their twins inside one process. All pass
+`tests/shared/bus/test_contract.py` or `tests/shared/bus/test_events.py`.
 
 The contract is a file of its own, so that what a service may rely on is one page and importing it brings no back end
 along.

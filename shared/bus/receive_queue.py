@@ -4,8 +4,8 @@
       └─ over the limit: counted, `dropped` and `overflowed` are called
 
 A message that cannot be read (`receive` raises ProtocolError) is counted, and logged at most once a minute: any client
-may send such messages, so a flood of them must not fill the log. NATS and the in-process fake share this class, so that
-both drop, count, log and drain in the same way.
+may send such messages, so a flood of them must not fill the log. The buses over NATS and inside one process share this
+class, so that both drop, count, log and drain in the same way.
 """
 
 from __future__ import annotations

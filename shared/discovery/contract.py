@@ -1,8 +1,8 @@
 """Discovery: keys under leases, which every process watches to know which processes live.
 
 This file is the contract. `shared/discovery/etcd.py` and `shared/discovery/file.py` are the back ends, and
-`tests/fakes/memory_discovery.py` is one for tests; all of them pass `tests/shared/discovery/test_contract.py`. A slow
-watcher may see several changes of a key as one.
+`shared/discovery/memory.py` is one inside one process; all of them pass `tests/shared/discovery/test_contract.py`. A
+slow watcher may see several changes of a key as one.
 """
 
 from __future__ import annotations

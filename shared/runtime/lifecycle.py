@@ -1,16 +1,17 @@
 """The life of a service's process: event loop, signals, task group, readiness, drain.
 
-    run(service, schema, serve, drain_limit_s)
+    run(service)
         settings, logs, /live /health /metrics
         connect the bus, open discovery, follow the directory, answer Ping
-        serve(runtime, config)         the service's own part: subscribes, registers, waits for `stopping`, drains
+        service.serve(runtime, config) the service's own part: subscribes, registers, waits for `stopping`, drains
         close discovery, drain the bus, end
 
     starting ──▶ serving ──SIGTERM, SIGINT──▶ draining ──▶ ended, status 0
         └───────────┴── an error: status 1 (2: settings or model)
                                                  └── a second signal, or the drain limit: status 1, at once
 
-A signal sets `runtime.stopping`. With the flag `--check` or `--check-settings` nothing is started: the status says
+A signal sets `runtime.stopping`. Where `run_together` runs several services, each begins to drain when the one before
+has ended; if one fails, all end. With the flag `--check` or `--check-settings` nothing is started: the status says
 whether the settings (and with `--check` the files that they name) are valid.
 """
 
@@ -26,24 +27,22 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import uvloop
-from prometheus_client import CollectorRegistry
 
 from shared import subjects
-from shared.bus.nats_bus import NatsBus, connect
-from shared.bus.zmq_events import ZmqEventBus
 from shared.config import ServiceConfig, load
-from shared.discovery.backends import open_discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
 from shared.messages.cards import ServiceName
 from shared.metrics import counter, process_registry, register_scraped
 from shared.runtime import logs, observe
 from shared.runtime.control import answer_control
+from shared.runtime.network import Connect
 from shared.runtime.observe import ProcessHealth, scrape_targets
 from shared.runtime.runtime import Runtime
 from shared.runtime.usage import usage
@@ -55,8 +54,6 @@ EXIT_FAILED = 1
 EXIT_SETTINGS = 2
 CHECK = "--check"
 CHECK_SETTINGS = "--check-settings"
-CLOSE_LIMIT_S = 10.0
-"""The time in seconds to close discovery, and to close the bus, after the service has drained."""
 FORCED_LIMIT_S = 2.0
 """The time in seconds between a forced end and the hard exit of the process."""
 
@@ -79,54 +76,99 @@ _log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ServiceConfig)
 
 
-def run(
-    service: ServiceName,
-    schema: type[C],
-    serve: Callable[[Runtime, C], Awaitable[None]],
-    drain_limit_s: Callable[[C], float],
-    *,
-    client_bus: bool = False,
-    check: Callable[[C], None] = lambda _: None,
-    labels: Callable[[C], dict[str, str]] = lambda _: {},
-    flags: Sequence[str] | None = None,
-) -> NoReturn:
-    """Run a service's whole process, and end it with a status.
+@dataclass(frozen=True)
+class Service(Generic[C]):
+    """A service, as its process runs it."""
 
-    `drain_limit_s` is the time in seconds from the first signal to the forced end, longer than the service's own drain.
-    With `client_bus` the process has a separate connection for messages of NATS clients. `check` reads the files that
-    the settings name, and raises ConfigError or ModelError. `labels` are those of every metric in addition to
-    namespace, service and instance. `flags` are those of the command line if not given.
-    """
-    instance = secrets.token_hex(8)
+    name: ServiceName
+    schema: type[C]
+    serve: Callable[[Runtime, C], Awaitable[None]]
+    drain_limit_s: Callable[[C], float]
+    """Returns the time in seconds from the first signal to the forced end, longer than the service's own drain."""
+    client_bus: bool = False
+    """True if it has a connection of its own for messages of NATS clients."""
+    check: Callable[[C], None] = lambda _: None
+    """Reads the files that the settings name. Raises ConfigError or ModelError."""
+    labels: Callable[[C], dict[str, str]] = lambda _: {}
+    """Returns the labels of every metric in addition to namespace, service and instance."""
+
+
+@dataclass(frozen=True)
+class _Part(Generic[C]):
+    """A service that this process runs, with its settings."""
+
+    service: Service[C]
+    config: C
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+def run(service: Service[C], flags: Sequence[str] | None = None) -> NoReturn:
+    """Run a service's whole process, and end it with a status. `flags` are those of the command line if not given."""
+    from shared.runtime.servers import connect_to_servers  # here, because a process without servers loads no clients
+
+    program = f"headrace-{service.name}"
     flags = sys.argv[1:] if flags is None else flags
     if "--help" in flags:
-        print(usage(f"headrace-{service}", schema), end="")
+        print(usage(program, service.schema), end="")
         sys.exit(0)
     checks = {CHECK, CHECK_SETTINGS}.intersection(flags)
-    try:
-        config = load(schema, flags=[flag for flag in flags if flag not in checks])
-        if not subjects.is_id(config.namespace):
-            raise ConfigError(f"namespace: {config.namespace!r} must be 1 to 64 letters, digits, - and _")
+
+    def work() -> int:
+        config = _load(service, [flag for flag in flags if flag not in checks])
         if CHECK in checks:
             observe.check_host("observe.host", config.observe.host)
             if config.trace.endpoint:
                 open_exporter(config.trace)
-            check(config)
-        if checks:
-            sys.exit(0)
-        added = labels(config)
-        logs.start(service, instance, config.observe.log_level, config.observe.log_format, model=added.get("model", ""))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            registry = process_registry(config.namespace, service, instance, added)
-            serving = partial(_serve, service, instance, config, registry, serve, separate_clients=client_bus)
-            status = runner.run(_live(serving, drain_limit_s(config)))
+            service.check(config)
+        return 0 if checks else _run_parts(service.name, [_Part(service, config)], connect_to_servers)
+
+    sys.exit(_status(program, work))
+
+
+def run_together(name: str, services: Sequence[tuple[Service[Any], Sequence[str]]], connect: Connect) -> NoReturn:
+    """Run several services, each with its flags, as one process of this name, and end it with a status. They drain in
+    their order."""
+
+    def work() -> int:
+        return _run_parts(name, [_Part(service, _load(service, flags)) for service, flags in services], connect)
+
+    sys.exit(_status(f"headrace-{name}", work))
+
+
+def _load(service: Service[C], flags: Sequence[str]) -> C:
+    """Return the settings of a service. Raise ConfigError."""
+    config = load(service.schema, flags=flags)
+    if not subjects.is_id(config.namespace):
+        raise ConfigError(f"namespace: {config.namespace!r} must be 1 to 64 letters, digits, - and _")
+    return config
+
+
+def _status(program: str, work: Callable[[], int]) -> int:
+    """Return the exit status of `work`. An error that the operator can mend is said in a line or a few."""
+    try:
+        return work()
     except (ConfigError, ModelError) as wrong:
-        print("\n".join(f"headrace-{service}: {line}" for line in str(wrong).splitlines()), file=sys.stderr)
-        status = EXIT_SETTINGS
+        print("\n".join(f"{program}: {line}" for line in str(wrong).splitlines()), file=sys.stderr)
+        return EXIT_SETTINGS
     except Exception:  # noqa: BLE001 - the last resort: it is logged, and the process ends
-        _log.exception("%s crashed", service)
-        status = EXIT_FAILED
-    sys.exit(status)
+        _log.exception("%s crashed", program.removeprefix("headrace-"))
+        return EXIT_FAILED
+
+
+def _run_parts(name: str, parts: Sequence[_Part[Any]], connect: Connect) -> int:
+    """Run services until all have ended, and return the exit status. They have one log: in the form of the first one,
+    from the least level on."""
+    level = min((part.config.observe.log_level for part in parts), key=_log_rank)
+    model = next((labels["model"] for part in parts if "model" in (labels := part.service.labels(part.config))), "")
+    logs.start(name, parts[0].instance, level, parts[0].config.observe.log_format, model=model)
+    limit_s = sum(part.service.drain_limit_s(part.config) for part in parts)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_live(partial(_serve_in_turn, parts, connect), limit_s))
+
+
+def _log_rank(level: str) -> int:
+    """Return the place of a level; an unknown one is first, so that it is refused."""
+    return logs.LEVELS.index(level) if level in logs.LEVELS else -1
 
 
 class _Ending:
@@ -182,79 +224,82 @@ class _Served(Exception):
 
 
 def _targets(service: ServiceName, directory: Directory) -> Callable[[], bytes | None] | None:
-    """Return `ProcessHealth.targets`."""
+    """Return what /sd of a service shows, for `ProcessHealth.targets`."""
     if service in _FOLLOWED:
         return None
     return lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
 
 
-async def _serve(
-    service: ServiceName,
-    instance: str,
-    config: C,
-    registry: CollectorRegistry,
-    serve: Callable[[Runtime, C], Awaitable[None]],
-    health: ProcessHealth,
-    stopping: asyncio.Event,
-    *,
-    separate_clients: bool,
+async def _serve_in_turn(
+    parts: Sequence[_Part[Any]], connect: Connect, health: ProcessHealth, stopping: asyncio.Event
 ) -> None:
+    """Serve all parts at once. The first drains when `stopping` is set, each other when the one before has ended."""
+
+    async def serve(
+        part: _Part[Any],
+        health: ProcessHealth,
+        stopping: asyncio.Event,
+        next_health: ProcessHealth,
+        next_stopping: asyncio.Event,
+    ) -> None:
+        await _serve(part, connect, health, stopping)
+        next_health.drain()
+        next_stopping.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        for part in parts:
+            after = ProcessHealth(), asyncio.Event()
+            tasks.create_task(serve(part, health, stopping, *after), name=part.service.name)
+            health, stopping = after
+
+
+async def _serve(part: _Part[Any], connect: Connect, health: ProcessHealth, stopping: asyncio.Event) -> None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
+    service, config, instance = part.service, part.config, part.instance
     draw = Random()  # noqa: S311 - for ties and for ids of traces, never for secrets
-    resource = _trace_resource(service, config.namespace, instance)
+    registry = process_registry(config.namespace, service.name, instance, service.labels(config))
+    resource = _trace_resource(service.name, config.namespace, instance)
     async with AsyncExitStack() as opened:
         tracer = await opened.enter_async_context(open_tracer(config.trace, registry, resource, draw))
         url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
-        if (bus := await _unless(stopping, _connected(config, f"headrace-{service}-{instance}", health))) is None:
+        name = f"headrace-{service.name}-{instance}"
+        connecting = connect(opened, config, name, registry, health, client_bus=service.client_bus)
+        if (network := await _unless(stopping, connecting)) is None:
             return
-        opened.push_async_callback(_within_limit, bus.drain, "the bus")
-        client_bus: NatsBus | None = None
-        if separate_clients:
-            client_bus = NatsBus(config.nats, f"headrace-{service}-{instance}-clients", unreadable=bus.unreadable)
-            opened.push_async_callback(_within_limit, client_bus.drain, "the bus of clients")
-        discovery = open_discovery(config.discovery, registry)
-        opened.push_async_callback(_within_limit, discovery.close, "discovery")
-        host = config.observe.host
-        events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
+        bus, events = network.bus, network.events
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
-        directory = Directory(discovery, bus, config.namespace, service=_FOLLOWED.get(service), registry=registry)
-        health.targets = _targets(service, directory)
+        followed = _FOLLOWED.get(service.name)
+        directory = Directory(network.discovery, bus, config.namespace, service=followed, registry=registry)
+        health.targets = _targets(service.name, directory)
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(directory.run(), name="directory")
-                for each in filter(None, (bus, client_bus)):
-                    tasks.create_task(each.wait_closed(), name="bus")
+                for watch in network.watches:
+                    tasks.create_task(watch(), name="bus")
                 runtime = Runtime(
                     namespace=config.namespace,
-                    service=service,
+                    service=service.name,
                     instance=instance,
                     machine=socket.gethostname(),
                     bus=bus,
                     events=events,
-                    discovery=discovery,
+                    discovery=network.discovery,
                     directory=directory,
                     registry=registry,
                     tasks=tasks,
                     stopping=stopping,
                     health=health,
-                    client_bus=client_bus,
+                    client_bus=network.client_bus,
                     tracer=tracer,
                     http=url,
                     draw=draw,
                 )
                 await answer_control(runtime)
-                await serve(runtime, config)
+                await service.serve(runtime, config)
                 raise _Served
         except* _Served:
             pass
-
-
-async def _connected(config: ServiceConfig, name: str, health: ProcessHealth) -> NatsBus:
-    """Connect to NATS, however long that takes; until then the process is not ready."""
-    waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
-    health.unready(waiting)
-    return await connect(config.nats, name, lambda why: health.unready(why or waiting))
 
 
 def _trace_resource(service: str, namespace: str, instance: str) -> dict[str, str]:
@@ -292,14 +337,6 @@ async def _unless(stopping: asyncio.Event, work: Coroutine[object, object, T]) -
         working.cancel()
         stopped.cancel()
         await asyncio.wait((working, stopped))
-
-
-async def _within_limit(close: Callable[[], Awaitable[None]], name: str) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_LIMIT_S):
-            await close()
-    except TimeoutError:
-        _log.warning("%s did not close within %g s", name, CLOSE_LIMIT_S)
 
 
 def _mendable_error(group: ExceptionGroup[Exception]) -> Exception:

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from shared.errors import ConfigError
-from shared.messages.cards import ServiceName
 
 LEVELS = ("debug", "info", "warning", "error")
 TEXT_LIMIT_CHARACTERS = 16_384
@@ -34,7 +33,7 @@ _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 class LogLine(logging.Formatter):
     """Formats a record as one line."""
 
-    def __init__(self, service: ServiceName, instance: str, *, model: str = "") -> None:
+    def __init__(self, service: str, instance: str, *, model: str = "") -> None:
         """`model` is that of a worker. Empty if the process has none of its own."""
         super().__init__()
         self._process = {"service": service, "instance": instance} | ({"model": model} if model else {})
@@ -67,7 +66,7 @@ class JsonLine(LogLine):
         return _quoted(dict(self._parts(record)) | ({"fields": fields} if fields else {}))
 
 
-def start(service: ServiceName, instance: str, level: str, form: LogFormat = "text", *, model: str = "") -> None:
+def start(service: str, instance: str, level: str, form: LogFormat = "text", *, model: str = "") -> None:
     """Start the logs of this process. Raise ConfigError for an unknown level."""
     if level not in LEVELS:
         raise ConfigError(f"log_level: {level!r} is not one of {', '.join(LEVELS)}")

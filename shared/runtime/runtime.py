@@ -25,7 +25,7 @@ from shared.version import VERSION
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything that a service is given. Tests build it from the in-process fakes."""
+    """Everything that a service is given. Tests build it from the in-process twins."""
 
     namespace: str
     service: ServiceName

@@ -8,7 +8,7 @@ from services.worker.__main__ import drain_limit_s
 from services.worker.config import WorkerConfig
 from services.worker.engine.process import EngineProcess
 from services.worker.service import Worker
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.runtime.runtime import Runtime
 
 
@@ -18,4 +18,4 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 
 
 if __name__ == "__main__":
-    run("worker", WorkerConfig, serve, drain_limit_s)
+    run(Service("worker", WorkerConfig, serve, drain_limit_s))

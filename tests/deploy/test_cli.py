@@ -303,3 +303,24 @@ def test_status_reads_what_the_running_up_has_written(tmp_path: Path, capsys: py
     assert f"namespace default, NATS nats://127.0.0.1:1, files in {directory}\n" in said
     assert "no process is alive in this namespace" in said
     assert "note: NATS did not answer" in said
+
+
+@pytest.mark.parametrize("words", [["status"], ["top"], ["explain"], ["drain", "0a"], ["log", "debug"]])
+def test_a_command_that_one_process_cannot_answer_says_which_can(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.local.top.app.require_terminal", lambda: None)
+    record = tmp_path / ".headrace" / "run" / "up.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"single": true, "nats": "", "etcd": "", "discovery": "", "url": "http://127.0.0.1:1/v1"}')
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: `up --single` runs here, one process whose services no other process reaches: ")
+
+
+def test_another_fleet_can_be_asked_where_one_process_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / ".headrace" / "run" / "up.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('{"single": true, "nats": "", "etcd": ""}')
+    assert cli.main(["status", "--etcd", "127.0.0.1:1", "--nats", "nats://127.0.0.1:1"]) == 1
+    assert "etcd" in capsys.readouterr().err

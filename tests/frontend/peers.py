@@ -27,9 +27,12 @@ from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, L
 from services.frontend.tool_parsers.parser import FormatName
 from shared import subjects
 from shared.bus.contract import Bus, Message, Subscription
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.config import NatsConfig, TraceConfig
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import pack_tokens, self_test, unpack_tokens
 from shared.messages.cards import (
     INSTANCE,
@@ -75,8 +78,6 @@ from shared.runtime.observe import ProcessHealth
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.metric_values import summed
 
 NAMESPACE = "test"
@@ -523,7 +524,7 @@ def _runtime(w: World, tasks: asyncio.TaskGroup, trace: TraceConfig | None) -> R
         machine="here",
         bus=w.serving,
         client_bus=w.doors,
-        events=MemoryEventBus(w.broker),
+        events=MemoryEventBus(w.broker.events),
         discovery=discovery,
         directory=Directory(discovery, w.serving, NAMESPACE, registry=w.registry),
         registry=w.registry,

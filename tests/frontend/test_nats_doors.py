@@ -14,11 +14,11 @@ from openai.types.chat import ChatCompletionChunk
 
 from services.frontend.server.nats_api import FLAPPING_S, RECONNECTION_S, _Outages
 from shared import subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.nats_bus import NatsBus
 from shared.config import NatsConfig
 from shared.messages.generate import Generate
 from tests.chaos.proxy import Proxy
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import MODEL, NAMESPACE, World, clients, world
 from tests.servers import NatsServer, free_port, nats_server
 

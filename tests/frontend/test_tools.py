@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
 from shared.messages.frames import TokenLogprob
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import Templated
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.frontend.pieces import CALL

@@ -13,11 +13,11 @@ import pytest
 
 from shared import subjects
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBus
 from shared.config import TraceConfig
 from shared.messages.generate import Refused
 from shared.tracing.spans import SpanRecord
 from shared.tracing.traceparent import carried
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import Templated
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.frontend.test_tools import HELLO, TEMPLATE, TOOLS, TWO

@@ -20,7 +20,7 @@ from services.worker.config import WorkerConfig
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
 from shared.kv_events import encode_batch
 from shared.messages.cards import EventSource
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.runtime.runtime import Runtime
 
 
@@ -73,4 +73,4 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 
 
 if __name__ == "__main__":
-    run("worker", WorkerConfig, serve, drain_limit_s, check=check_files, labels=served_labels)
+    run(Service("worker", WorkerConfig, serve, drain_limit_s, check=check_files, labels=served_labels))

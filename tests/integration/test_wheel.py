@@ -196,26 +196,33 @@ ASK = """
 import json, sys, urllib.request
 from headrace import local
 
-with local("--engine", "echo", "--model", sys.argv[1]) as server:
+def ask(server):
     body = json.dumps({"prompt": "The mill turns", "max_tokens": 4}).encode()
     with urllib.request.urlopen(server.url + "/completions", body) as answer:
         print(json.load(answer)["usage"]["completion_tokens"])
+
+with local("--engine", "echo", "--model", sys.argv[1]) as server:
+    ask(server)
+with local("--engine", "echo", "--workers", "2", "--model", sys.argv[1], single=False) as server:
+    ask(server)
 try:
     urllib.request.urlopen(server.url + "/models")
 except OSError:
     print("ended")
-try:
-    local("--engine", "echo", "--model", "/no/such")
-except RuntimeError as wrong:
-    print(wrong)
+for flags in (("--model", "/no/such"), ("--workers", "2")):
+    try:
+        local("--engine", "echo", *flags)
+    except RuntimeError as wrong:
+        print(wrong)
 """
 
 
 def test_a_notebook_gets_a_server_of_its_own(installed: Environment, tmp_path: Path) -> None:
     asked = installed.run("python", "-c", ASK, str(write_tiny_model(tmp_path / "tiny")), TMPDIR=str(tmp_path))
-    answered, ended, refused = asked.stdout.splitlines()
-    assert (answered, ended) == ("4", "ended"), asked.stderr
+    *answered, ended, refused, too_many = asked.stdout.splitlines()
+    assert (answered, ended) == (["4", "4"], "ended"), asked.stderr
     assert refused.startswith("error: --model /no/such: no such file or directory; a model on the hub is ")
+    assert too_many.startswith("error: --workers 2: not with --single, ")
     assert list(tmp_path.glob("headrace-local-*")) == []
 
 

@@ -26,9 +26,9 @@ import msgspec
 from services.kvbm.config import PeersConfig
 from shared import subjects
 from shared.discovery.contract import Registration
+from shared.discovery.memory import MemoryDiscovery
 from shared.messages.cards import INSTANCE, EventSource, Instance
 from shared.messages.codec import JSON_HEADER
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.kvbm.peer_rig import rests
 from tests.kvbm.store_rig import LAYOUT, NAMESPACE, OTHER_LAYOUT, Store, World, running, until
 from tests.kvbm.storm import Storm, hurried

@@ -21,7 +21,10 @@ from services.kvbm.tiers.policies import LruPolicy
 from shared import subjects
 from shared.blocks import Content
 from shared.bus.contract import LAST_HEADER, Bus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.contract import Registration
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import ContentKey, event_hash
 from shared.messages import kvbm as wire
 from shared.messages.cards import INSTANCE, Instance, KvLayout
@@ -41,8 +44,6 @@ from shared.pool.lock import LOCK, POOL, HeldLock, hold_owner
 from shared.pool.map import ArenaMap, PoolMap
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.fakes.memory_sockets import MemorySockets
 
 NAMESPACE = "test"
@@ -339,7 +340,9 @@ class Store:
     async def router(self, layout: StoreLayout = LAYOUT) -> Router:
         """Follow one layout from now on; it must be open and have published nothing yet."""
         router = Router()
-        MemoryEventBus(self.world.broker).subscribe(self.service.layouts.open[layout.digest].log.source, router.take)
+        MemoryEventBus(self.world.broker.events).subscribe(
+            self.service.layouts.open[layout.digest].log.source, router.take
+        )
         return router
 
     async def snapshot(self, layout: StoreLayout = LAYOUT) -> tuple[int, dict[str, list[int]]]:

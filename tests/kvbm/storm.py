@@ -35,9 +35,9 @@ from services.kvbm.tickets.packing import pack_slots, unpack_slots
 from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import connector, socket_client, stores
 from shared.blocks import Content
+from shared.bus.memory_events import MemoryEventBus
 from shared.errors import Unavailable
 from shared.messages import kvbm as wire
-from tests.fakes.memory_bus import MemoryEventBus
 from tests.kvbm.chains import chain, keys
 from tests.kvbm.store_rig import (
     LAYOUT,
@@ -200,7 +200,7 @@ class Storm:
         for layout in list(store.service.layouts.open.values()):
             mark = layout.log.flush_all()
             router = Router()
-            subscription = MemoryEventBus(self.world.broker).subscribe(
+            subscription = MemoryEventBus(self.world.broker.events).subscribe(
                 layout.log.source, lambda _sequence, _payload: None
             )
             for sequence, payload in await subscription.replay(0, timeout_s=LIMIT_S):

@@ -14,7 +14,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineReport, Ready
 from services.worker.engine.process import EngineProcess
 from services.worker.service import Worker
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.runtime.runtime import Runtime
 from tests.nvml.driver import bus_id
 
@@ -37,4 +37,4 @@ async def serve(runtime: Runtime, config: WorkerConfig) -> None:
 
 
 if __name__ == "__main__":
-    run("worker", WorkerConfig, serve, drain_limit_s, labels=served_labels)
+    run(Service("worker", WorkerConfig, serve, drain_limit_s, labels=served_labels))

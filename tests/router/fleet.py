@@ -15,7 +15,10 @@ from services.router.config import RouterConfig
 from services.router.service import Router, router
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.hashing import (
     content_keys,
     event_hash,
@@ -53,8 +56,6 @@ from shared.messages.select import (
 )
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.metric_values import summed
 
 NAMESPACE = "test"
@@ -244,7 +245,7 @@ class RouterFleet:
 
     async def worker(self, name: str, *, awaited: bool = True, **changes: object) -> ScriptedWorker:
         """Start a worker. If `awaited`, wait until it is routed to and its events are followed."""
-        worker = ScriptedWorker(name, self.bus, MemoryEventBus(self.broker), MemoryDiscovery(self.store))
+        worker = ScriptedWorker(name, self.bus, MemoryEventBus(self.broker.events), MemoryDiscovery(self.store))
         for field, value in changes.items():
             setattr(worker, field, value)
         await worker.start()

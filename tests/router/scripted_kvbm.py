@@ -11,7 +11,9 @@ import msgspec
 
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Bus, EventBus, Message
+from shared.bus.memory_events import MemoryEventBus
 from shared.discovery.contract import Discovery, Registration
+from shared.discovery.memory import MemoryDiscovery
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
@@ -27,8 +29,6 @@ from shared.messages.kv_events import (
     SnapshotChunk,
 )
 from shared.messages.kvbm import KVBM_REPORT, KvbmReport, LayoutReport
-from tests.fakes.memory_bus import MemoryEventBus
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import BLOCK_SIZE, MODEL, NAMESPACE, RouterFleet, until
 
 LowerTier = Literal["host", "disk"]
@@ -131,7 +131,7 @@ class ScriptedKvbm:
 
 async def kvbm(world: RouterFleet, name: str = "k", *, layouts: Sequence[str] = ("l",)) -> ScriptedKvbm:
     """Start a kvbm and wait until discovery has it."""
-    started = ScriptedKvbm(name, world.bus, MemoryEventBus(world.broker), MemoryDiscovery(world.store), layouts)
+    started = ScriptedKvbm(name, world.bus, MemoryEventBus(world.broker.events), MemoryDiscovery(world.store), layouts)
     await started.start()
     await until(lambda: name in world.runtime.directory.instances)
     return started

@@ -12,6 +12,8 @@ import pytest
 from services.router import replica_sync
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBus
+from shared.discovery.memory import MemoryDiscovery
 from shared.errors import NoResponders
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
@@ -24,8 +26,6 @@ from shared.messages.select import (
     ReservationsRequest,
     Reserved,
 )
-from tests.fakes.memory_bus import MemoryBus
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until
 
 Answer = Callable[[Message], Awaitable[None]]

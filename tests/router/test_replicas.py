@@ -14,6 +14,7 @@ from services.router import queries
 from services.router.config import RouterConfig
 from shared import subjects
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBus
 from shared.bus.outbox import EVENTS_A_MESSAGE
 from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanations, RouterState
 from shared.messages.select import (
@@ -27,7 +28,6 @@ from shared.messages.select import (
     Reserved,
     Selected,
 )
-from tests.fakes.memory_bus import MemoryBus
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, NO_SPECULATION, RouterFleet, fleet, select, tokens_of, until
 
 

@@ -12,13 +12,13 @@ import pytest
 from services.router.config import RouterConfig
 from services.router.selection.model_router import ModelRouter
 from shared import subjects
+from shared.discovery.memory import MemoryDiscovery, MemoryRegistration
 from shared.errors import NoResponders
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kv_events import BlockStored
 from shared.messages.people import ROUTER_STATE
 from shared.messages.select import SELECT, Finished, Prefilled, Reserved, SelectRefused
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryRegistration
 from tests.router.fleet import (
     BLOCK_SIZE,
     LIMIT_S,
@@ -154,9 +154,9 @@ async def test_a_lost_batch_is_replayed_when_the_next_one_comes() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
         source = worker.publisher.source
-        world.broker.mute(source)
+        world.broker.events.mute(source)
         await worker.stores(tokens_of("x", 5))
-        world.broker.unmute(source)
+        world.broker.events.unmute(source)
         await worker.stores(tokens_of("y", 2))
         await world.finds("a", tokens_of("x", 5), 5)
         await world.finds("a", tokens_of("y", 2), 2)
@@ -167,7 +167,7 @@ async def test_a_lost_batch_is_replayed_when_the_next_one_comes() -> None:
 async def test_the_loss_of_the_last_batch_is_detected_by_load_reports() -> None:
     async with fleet() as world:
         worker = await world.worker("a")
-        world.broker.mute(worker.publisher.source)
+        world.broker.events.mute(worker.publisher.source)
         await worker.stores(tokens_of("x", 5))
         for _ in range(2):
             await worker.reports()

@@ -158,9 +158,9 @@ async def test_the_loss_of_the_last_batches_is_detected_by_the_report_and_they_a
         layout = store.layouts["l"]
         layout.stores(X, [0], "host")
         await finds(world, "a", 0, 1)
-        world.broker.mute(layout.publisher.source)
+        world.broker.events.mute(layout.publisher.source)
         layout.stores(X, range(1, 6), "host")
-        world.broker.unmute(layout.publisher.source)
+        world.broker.events.unmute(layout.publisher.source)
         await store.reports()
         await store.reports()
         await finds(world, "a", 0, 6)

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 
 from shared.blocks import Content
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import content_keys, pack_tokens, root_key
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreLayout
 from shared.messages.select import Overlap
-from tests.fakes.memory_bus import MemoryBus
 from tests.kvbm.store_rig import World, running, settings
 from tests.router.fleet import BLOCK_SIZE, MODEL, NO_SPECULATION, RouterFleet, fleet, tokens_of, until
 

@@ -8,7 +8,7 @@ from typing import Literal, NoReturn
 from shared.config import ServiceConfig
 from shared.errors import ModelError
 from shared.metrics import counter
-from shared.runtime.lifecycle import run
+from shared.runtime.lifecycle import Service, run
 from shared.runtime.runtime import Runtime
 
 
@@ -47,7 +47,7 @@ async def refuse() -> NoReturn:
 
 
 def main() -> NoReturn:
-    run("worker", SmallConfig, serve, lambda config: config.drain_limit_s, check=check)
+    run(Service("worker", SmallConfig, serve, lambda config: config.drain_limit_s, check=check))
 
 
 if __name__ == "__main__":

@@ -45,16 +45,17 @@ from services.worker.service import Worker
 from services.worker.simulated.runner import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus, MemoryEventPublisher
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import ConfigError
 from shared.messages.cards import KvLayout, Role, ServiceName
 from shared.pool.format import ALIGN_BYTES, PAGE_BYTES
 from shared.pool.lock import SOCKET
 from shared.runtime.control import answer_control
 from shared.runtime.runtime import Runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus, MemoryEventPublisher
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clock import OWNER, SimulatedLoop
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes
@@ -182,9 +183,9 @@ class Process:
     def mute(self, *, muted: bool) -> None:
         """What it publishes of its cache is lost."""
         if self.worker is not None:
-            mute = self.bus.broker.mute if muted else self.bus.broker.unmute
+            mute = self.bus.broker.events.mute if muted else self.bus.broker.events.unmute
             source = self.worker.event_source
-            if source is not None and self.bus.broker.publisher(source.publish) is not None:
+            if source is not None and self.bus.broker.events.publisher(source.publish) is not None:
                 mute(source)
 
     def bury(self) -> None:
@@ -406,7 +407,7 @@ class ShortMemory(MemoryEventBus):
     """Whose publishers keep fewer batches for replay than services ask for."""
 
     def __init__(self, broker: MemoryBroker, name: str, ring_batches: int) -> None:
-        super().__init__(broker, name)
+        super().__init__(broker.events, name)
         self._ring_batches = ring_batches
 
     def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:

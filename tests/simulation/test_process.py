@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from tests.fakes.memory_bus import MemoryBroker
-from tests.fakes.memory_discovery import MemoryStore
+from shared.bus.memory_bus import MemoryBroker
+from shared.discovery.memory import MemoryStore
 from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clock import SimulatedLoop
 from tests.simulation.plan import plan

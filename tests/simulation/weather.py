@@ -25,7 +25,7 @@ until its engine, some time later, asks for more and has to attach again."""
 
 
 class StormyWeather:
-    """A `tests.fakes.faults.Delivery`. What arrives runs as the receiver's own."""
+    """A `shared.bus.delivery.Delivery`. What arrives runs as the receiver's own."""
 
     def __init__(
         self, loop: SimulatedLoop, seed: int, skies: Skies, contexts: dict[str, Context], tell: Callable[[str], None]

@@ -27,10 +27,10 @@ import msgspec
 from services.frontend.requests.session import Session
 from services.router.selection.pairs import WorkerPair
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
+from shared.discovery.memory import MemoryStore
 from shared.errors import RequestTimeout
 from shared.messages.cards import Role, ServiceName
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemorySubscription
-from tests.fakes.memory_discovery import MemoryStore
 from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop

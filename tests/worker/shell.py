@@ -16,6 +16,9 @@ from services.worker.engine_start import start_engine
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
+from shared.discovery.memory import MemoryStore
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.frames import STEP_FRAME, Part, StepFrame
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Cancel, Generate, GenerateReply, Sampling
@@ -23,8 +26,6 @@ from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
 from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
-from tests.fakes.memory_discovery import MemoryStore
 
 NAMESPACE = "test"
 WORKER = "a1"
@@ -161,7 +162,7 @@ async def running_worker(
         runtime.directory.subscribe(peer.wake)
         worker = Worker(runtime, config, start_engine)
         if worker.event_source is not None:
-            MemoryEventBus(broker).subscribe(worker.event_source, peer.take_batch)
+            MemoryEventBus(broker.events).subscribe(worker.event_source, peer.take_batch)
         serving = runtime.tasks.create_task(worker.run())
         try:
             yield Shell(worker, runtime, broker, store, peer)

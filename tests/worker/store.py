@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from services.kvbm.config import KvbmConfig, PoolConfig
 from services.kvbm.service import kvbm
+from shared.bus.memory_bus import MemoryBus
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBus
 from tests.worker.shell import NAMESPACE, WORKER, Shell
 
 

@@ -23,6 +23,7 @@ from services.worker.contracts.messages import (
 )
 from services.worker.engine.process import EngineProcess
 from shared import subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.errors import BusDown, ModelError, RequestTimeout
 from shared.hashing import pack_tokens
 from shared.messages.cards import INSTANCE, Instance
@@ -39,7 +40,6 @@ from shared.messages.kv_events import (
     SnapshotRequest,
 )
 from shared.messages.load import KvState, RankLoad
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.logged import logged
 from tests.tiny_model import write_tiny_model
 from tests.worker.scripted_engine import FACTS, ScriptedEngines

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from deploy.local import probe
-from deploy.local.stack.stack import Launch, Stack
+from deploy.local.stack.stack import SINGLE, Launch, Stack
 from deploy.local.stack.supervise import Supervisor
 from deploy.local.state import DEFAULT_HOME, StateDirectory
 from deploy.local.terminal import Terminal, paint
@@ -70,7 +70,7 @@ class Announcer:
         self._serving = serving
         self._waiting = {launch.program.name: launch for launch in stack.launches if launch.observe}
         """Services that are not ready yet."""
-        self._frontends = {name for name in self._waiting if name.startswith("frontend")}
+        self._frontends = {name for name in self._waiting if name.startswith(("frontend", SINGLE))}
         self._served = not self._frontends
         self._joined = not stack.other_role
         """True once it is said that this machine waits for another one; also if it never does."""
@@ -175,13 +175,13 @@ stop:    Ctrl-C
         by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
         certificate = shlex.quote(access.tls_cert)
         trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
-        page = f"\npage:    {self._stack.page}" if self._stack.page else ""
+        look = "" if self._stack.single else f"\nstatus:  {COMMAND} status{state}"
+        look += f"\npage:    {self._stack.page}" if self._stack.page else ""
         print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
         print(
             f"""
 ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
-   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'
-status:  {COMMAND} status{state}{page}
+   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'{look}
 logs:    {self._state_dir.logs}
 stop:    Ctrl-C
 """,
@@ -193,8 +193,19 @@ stop:    Ctrl-C
 async def health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
     """Return (ready, the reason if it is not, or else the service's notes on its settings). With `attached` a worker is
     ready only once it exchanges blocks with the kvbm."""
+    noted: list[str] = []
+    for url in (*launch.also, launch.observe):
+        healthy, said = await _health(url, attached=attached)
+        if not healthy:
+            return False, said
+        noted += [said] if said else []
+    return True, "; ".join(noted)
+
+
+async def _health(url: str, *, attached: bool) -> tuple[bool, str]:
+    """Return what `health` does of one service."""
     try:
-        status, body = await probe.get(f"{launch.observe}/health", timeout_s=2.0)
+        status, body = await probe.get(f"{url}/health", timeout_s=2.0)
     except OSError:
         return False, ""  # not listening yet; if it exits, the supervisor reports that
     ready = status == 200

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports_needed
+from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports_needed, separated
 from deploy.local.state import StateDirectory
 from shared.chat_templates import NAMES
 from shared.errors import ConfigError
@@ -53,6 +53,7 @@ def check(
     template = _template_arguments(options, model)
     if not asked and not template:
         return
+    options = separated(options)
     ports = list(range(1, ports_needed(options) + 1))
     stack = plan(options, state_dir, ports, python=python, cores=1, password="none is needed")  # noqa: S106
     with TemporaryDirectory(prefix="headrace-check-") as aside, ExitStack() as ended:

@@ -45,7 +45,7 @@ WIRING = re.compile(
 
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
-    _check(flags)
+    flags = _check(flags)
     usual = default_replicas(len(os.sched_getaffinity(0)))
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
@@ -97,6 +97,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
         etcd=flags.etcd,
+        single=flags.single,
         access=access,
         log_level=flags.log_level,
         overrides=overrides,
@@ -110,8 +111,9 @@ def takes_turns(flags: UpFlags, *, roles: bool, on_gpus: bool) -> bool:
     return flags.engine == "vllm" and flags.workers is None and not roles and not on_gpus
 
 
-def _check(flags: UpFlags) -> None:
-    """Raise ConfigError for flags that contradict one another, and for files that are not there."""
+def _check(flags: UpFlags) -> UpFlags:
+    """Return the flags, with what --single means. Raise ConfigError for flags that contradict one another, and for
+    files that are not there."""
     if not 1 <= flags.port <= 65535:
         raise ConfigError("--port is 1 to 65535")
     if flags.simulated and flags.engine != "simulated":
@@ -120,6 +122,31 @@ def _check(flags: UpFlags) -> None:
         raise ConfigError("--vllm-args needs --engine vllm")
     if flags.vllm_args is not None and not flags.vllm_args.is_file():
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
+    return _single(flags) if flags.single else flags
+
+
+def _single(flags: UpFlags) -> UpFlags:
+    """Return the flags of services that are one process. Raise ConfigError for those that ask for more."""
+    numbers = {name: getattr(flags, name) for name in ("frontends", "routers", "workers")}
+    refused = {
+        **{f"--{name} {number}": number not in (None, 1) for name, number in numbers.items()},
+        "--prefill": flags.prefill is not None,
+        "--decode": flags.decode is not None,
+        "--engine attached": flags.engine == "attached",
+        "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
+        "--kvbm-disk": flags.kvbm_disk is not None,
+        "--set kvbm": any(each.startswith("kvbm.") for each in flags.set),
+        "--nats": bool(flags.nats),
+        "--etcd": bool(flags.etcd),
+        "--discovery file": flags.discovery == "file",
+    }
+    for flag, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"{flag}: not with --single, which is one frontend, one router and one worker with an engine of its"
+                " own, in one process without kvbm, NATS and etcd"
+            )
+    return replace(flags, **dict.fromkeys(numbers, 1), kvbm_bytes="0")
 
 
 def _roles(flags: UpFlags) -> tuple[int, int]:

@@ -23,6 +23,8 @@ Settings = Mapping[str, "Value | Mapping[str, Value]"]
 SERVICE_DRAIN_S = 40.0
 """Seconds from SIGTERM to SIGKILL for a service. Above the services' own limits: a service drains, then ends by
 itself."""
+SINGLE = "single"
+"""The name of the program that is frontend, router and worker."""
 SERVER_DRAIN_S = 5.0
 """Seconds from SIGTERM to SIGKILL for NATS and etcd."""
 
@@ -105,6 +107,8 @@ class UpOptions(Struct, frozen=True):
     etcd: str = ""
     """host:port of an etcd that runs already. Empty means that one is started."""
     namespace: str = "default"
+    single: bool = False
+    """True if the services are one process, which needs no servers: one frontend, one router, one worker."""
     access: AccessFiles = AccessFiles()
     log_level: str = "info"
     overrides: Mapping[ServiceName, Sequence[Setting]] = {}
@@ -118,6 +122,8 @@ class Launch(Struct, frozen=True):
     arguments: tuple[str, ...]
     observe: str = ""
     """Base URL of its /live, /health and /metrics; empty for servers that have none."""
+    also: tuple[str, ...] = ()
+    """Base URLs of the program's other services, in the order in which they become ready. It is ready when all are."""
     hands_over: bool = False
     """True for a worker with a role: before it exchanges blocks with the kvbm, no prompt is handed over to it or by
     it."""
@@ -135,8 +141,9 @@ class Stack(Struct, frozen=True):
     model: str
     """The model's name for clients."""
     nats: str
+    """URL of NATS; empty if the services are one process."""
     etcd: str
-    """Address of etcd; empty if discovery uses files."""
+    """Address of etcd; empty if discovery uses files or memory."""
     access: AccessFiles = AccessFiles()
     common: Settings = {}
     """The settings that all services share: what connects them."""
@@ -147,6 +154,11 @@ class Stack(Struct, frozen=True):
     def shares_blocks(self) -> bool:
         """Whether a flag lets kvbms of other machines read the blocks of this one."""
         return any(re.match("--peers[.-]listen=.", flag) for launch in self.launches for flag in launch.arguments)
+
+    @property
+    def single(self) -> bool:
+        """Whether the services are one process."""
+        return not self.nats
 
     @property
     def page(self) -> str:
@@ -176,8 +188,7 @@ def plan(
     """
     assert len(ports) == ports_needed(options)
     nats_port, *observed = ports
-    nats = options.nats or f"nats://127.0.0.1:{nats_port}"
-    etcd = "" if options.discovery == "file" else options.etcd or f"unix:{state_dir.run / servers.ETCD_SOCKET}"
+    nats, etcd = ("", "") if options.single else _addresses(options, state_dir, nats_port)
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
@@ -187,19 +198,16 @@ def plan(
         files.update(texts)
 
     services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
-    wiring: dict[str, Value | Mapping[str, Value]] = {
-        "nats": {"url": nats, **({} if options.nats else services)},
-        "discovery": {
-            "backend": options.discovery,
-            "endpoints": [etcd] if etcd else [],
-            "path": str(state_dir.run / "discovery"),
-        },
-    }
+    wiring: dict[str, Value | Mapping[str, Value]] = {}
+    if not options.single:
+        wiring["nats"] = {"url": nats, **({} if options.nats else services)}
+        path, endpoints = str(state_dir.run / "discovery"), [etcd] if etcd else []
+        wiring["discovery"] = {"backend": options.discovery, "endpoints": endpoints, "path": path}
+        files[state_dir.fleet] = toml({**wiring, "observe": {"events": str(state_dir.run)}})
+        if not options.nats:
+            files[state_dir.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_authorization(password)
+        launches += _servers(options, state_dir)
     common = {"namespace": options.namespace, **wiring}
-    files[state_dir.fleet] = toml({**wiring, "observe": {"events": str(state_dir.run)}})
-    if not options.nats:
-        files[state_dir.run / "nats.conf"] = servers.nats_settings(nats_port) + servers.nats_authorization(password)
-    launches += _servers(options, state_dir)
     access = options.access
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
     if options.frontends > 1:
@@ -220,9 +228,33 @@ def plan(
         settings = common | _worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
         service(program, "worker", settings, hands_over=bool(role))
+    if options.single:
+        launches = [_as_one(launches, python)]
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, other_role)
+
+
+def separated(options: UpOptions) -> UpOptions:
+    """Return options by which each service is a program of its own, whose settings can be checked alone."""
+    return replace(options, single=False, discovery="file", nats="nats://127.0.0.1") if options.single else options
+
+
+def _addresses(options: UpOptions, state_dir: StateDirectory, nats_port: int) -> tuple[str, str]:
+    """Return the URL of NATS and the address of etcd."""
+    etcd = "" if options.discovery == "file" else options.etcd or f"unix:{state_dir.run / servers.ETCD_SOCKET}"
+    return options.nats or f"nats://127.0.0.1:{nats_port}", etcd
+
+
+def _as_one(launches: Sequence[Launch], python: str) -> Launch:
+    """Return the program that runs the services of these launches: frontend, router and worker."""
+    words: list[str] = []
+    for launch in launches:
+        _python, _isolated, _module, module, *flags = launch.arguments
+        words += [module.removeprefix("services."), *flags]
+    frontend, router, worker = (launch.observe for launch in launches)
+    program = Program(SINGLE, 0, sum(launch.program.drain_limit_s for launch in launches))
+    return Launch(program, (python, "-P", "-m", "services.single", *words), frontend, also=(worker, router))
 
 
 def plan_attached(

@@ -342,10 +342,11 @@ class Shell:
         record = {
             "pid": os.getpid(),
             "url": f"{self.stack.url}/v1",
+            "single": self.stack.single,
             "keys": self.stack.access.keys,
             "nats": self.stack.nats,
             "etcd": self.stack.etcd,
-            "discovery": str(self.state_dir.run / "discovery") if not self.stack.etcd else "",
+            "discovery": "" if self.stack.etcd or self.stack.single else str(self.state_dir.run / "discovery"),
             "programs": {
                 name: {"pid": process.pid, "observe": self._launches[name].observe, "log": str(self._log(name))}
                 for name, process in self._processes.items()

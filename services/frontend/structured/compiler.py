@@ -28,7 +28,7 @@ import msgspec
 from services.frontend.auth.turnstile import Turnstile
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.structured import ConstraintPart
-from services.frontend.structured.compiler_process import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
+from services.frontend.structured.compile_limits import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from shared.errors import Unavailable
 
 VERDICTS_LIMIT = 4096

@@ -13,9 +13,8 @@ import sys
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-CPU_LIMIT_S = 0.5
-MEMORY_LIMIT_BYTES = 512 << 20
-"""Bytes of address space; Python and the library take 150 MB of it."""
+from services.frontend.structured.compile_limits import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
+
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,

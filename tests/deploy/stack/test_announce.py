@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from deploy.local.stack import servers
-from deploy.local.stack.announce import SharedTasks
+from deploy.local.stack.announce import SharedTasks, health
 from deploy.local.stack.stack import Launch, Stack
 from deploy.local.stack.supervise import Program
 from deploy.local.stack.up import Shell
@@ -199,3 +201,39 @@ async def test_an_up_that_joins_a_fleet_with_the_other_role_is_ready_as_always(
     up.shell.stop()
     assert await running == 0
     assert "kvbm.peers.listen" not in up.shown
+
+
+async def test_a_program_of_several_services_is_ready_when_all_are_and_says_what_the_first_one_lacks() -> None:
+    bodies = {"worker": {"reasons": ["loading: 10 %"]}, "frontend": {"reasons": ["no worker is there"]}}
+
+    async def answer(request: web.Request) -> web.Response:
+        body = bodies[request.match_info["name"]]
+        return web.json_response(body, status=503 if body.get("reasons") else 200)
+
+    app = web.Application()
+    app.router.add_get("/{name}/health", answer)
+    async with TestServer(app) as server:
+        urls = [str(server.make_url(name)) for name in bodies]
+        program = msgspec.structs.replace(launch("single", STAYS, observe=urls[1]), also=(urls[0],))
+        assert await health(program) == (False, "loading: 10 %")
+        bodies["worker"] = {"notes": ["little room"]}
+        assert await health(program) == (False, "no worker is there")
+        bodies["frontend"] = {}
+        assert await health(program) == (True, "little room")
+    assert await health(program) == (False, "")
+
+
+async def test_one_process_is_said_to_be_ready_without_the_commands_that_cannot_reach_it(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up = RolesUp(state_dir, capsys)
+    (frontend, _) = up.shell.stack.launches
+    single = msgspec.structs.replace(frontend, program=Program("single", 0, 10.0))
+    shell = Shell(Stack((single,), {}, "http://here", "tiny", "", ""), state_dir, Terminal())
+    running = asyncio.create_task(shell.run())
+    await up.until(lambda: up.printed == "ready http://here/v1\n")
+    await up.until(lambda: "page:    http://here/ui\n" in up.shown)
+    assert "status:" not in up.shown
+    assert json.loads(state_dir.record.read_text())["single"] is True
+    shell.stop()
+    assert await running == 0

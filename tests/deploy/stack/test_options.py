@@ -1,9 +1,10 @@
-"""deploy/local/stack/options.py: workers of one role, which need a fleet that has the other."""
+"""deploy/local/stack/options.py: what `up` refuses at sight, and what it makes of its flags."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,40 @@ def test_one_address_is_not_a_fleet(address: str) -> None:
     for flags in (UpFlags(prefill=1, etcd=address), UpFlags(prefill=1, nats=f"nats://{address}")):
         with pytest.raises(ConfigError, match="to join a fleet that has the other role, give its --nats and --etcd"):
             checked_options(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (UpFlags(single=True, workers=2), "--workers 2"),
+        (UpFlags(single=True, workers=0), "--workers 0"),
+        (UpFlags(single=True, frontends=2), "--frontends 2"),
+        (UpFlags(single=True, routers=3), "--routers 3"),
+        (UpFlags(single=True, prefill=1, decode=1), "--prefill"),
+        (UpFlags(single=True, decode=1), "--decode"),
+        (UpFlags(single=True, engine="attached"), "--engine attached"),
+        (UpFlags(single=True, kvbm_bytes="1G"), "--kvbm-bytes"),
+        (UpFlags(single=True, kvbm_disk=Path("/disk")), "--kvbm-disk"),
+        (UpFlags(single=True, set=["kvbm.peers.listen=:1"]), "--set kvbm"),
+        (UpFlags(single=True, nats="nats://127.0.0.1:4222"), "--nats"),
+        (UpFlags(single=True, etcd="127.0.0.1:2379"), "--etcd"),
+        (UpFlags(single=True, discovery="file"), "--discovery file"),
+    ],
+)
+def test_one_process_refuses_what_it_does_not_have_and_names_the_flag(flags: UpFlags, named: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        checked_options(flags)
+    assert str(wrong.value).startswith(f"{named}: not with --single, ")
+    assert "\n" not in str(wrong.value)
+
+
+def test_one_process_has_one_service_of_each_kind_and_no_block_store() -> None:
+    given = UpFlags(single=True, workers=1, frontends=1, kvbm_bytes="0", set=["worker.max_running=8"])
+    for flags in (UpFlags(single=True), given):
+        options, store = checked_options(flags)
+        assert (options.single, options.frontends, options.routers, options.workers) == (True, 1, 1, 1)
+        assert (store.pool_bytes, options.store) == (0, None)
+    assert options.overrides == {"worker": [("--max_running", "8")]}
 
 
 def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_two_were_asked_for() -> None:

@@ -26,12 +26,14 @@ from deploy.local.stack.stack import (
     plan,
     plan_attached,
     ports_needed,
+    separated,
     toml,
 )
 from deploy.local.state import StateDirectory
 from services.frontend.config import FrontendConfig
 from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
+from services.single.__main__ import SERVICES, flags_by_service
 from services.worker.config import EngineName, SamplingConfig, WorkerConfig
 from shared.chat_templates import NAMES
 from shared.config import NatsConfig, load
@@ -348,3 +350,38 @@ KEYS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 def test_toml_reads_back_as_it_was(top: dict[str, Value], name: str, table: dict[str, Value]) -> None:
     written = {**top, name: table}
     assert tomllib.loads(toml(written)) == written
+
+
+def test_one_process_runs_the_three_services_with_their_settings_and_no_server(tmp_path: Path) -> None:
+    overrides: dict[ServiceName, list[Setting]] = {"worker": [("--max_running", "8")]}
+    options = msgspec.structs.replace(OPTIONS, single=True, workers=1, overrides=overrides)
+    stack = planned(options)
+    (launch,) = stack.launches
+    assert (launch.program.name, stack.nats, stack.etcd, stack.single) == ("single", "", "", True)
+    assert sorted(file.name for file in stack.files) == ["frontend.toml", "router.toml", "worker-0.toml"]
+    assert launch.arguments[:4] == ("/venv/python", "-P", "-m", "services.single")
+    flags = flags_by_service(launch.arguments[4:])
+    files = {service: flags[service][1] for service in ("frontend", "router", "worker")}
+    assert list(files.values()) == [str(STATE_DIR.run / f"{name}.toml") for name in ("frontend", "router", "worker-0")]
+    assert flags["worker"][2:] == ["--max_running=8"]
+    frontend = load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={})
+    router = load(RouterConfig, file=settings(stack, "router", tmp_path), environ={})
+    worker = load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}, flags=flags["worker"][2:])
+    assert (frontend.http.port, router.policy, worker.max_running) == (8123, "random", 8)
+    ports = [config.observe.port for config in (worker, router, frontend)]
+    assert [f"http://127.0.0.1:{port}" for port in ports] == [*launch.also, launch.observe]
+    assert not {"nats", "discovery"} & tomllib.loads(stack.files[STATE_DIR.run / "frontend.toml"]).keys()
+
+
+def test_one_process_may_drain_as_long_as_its_services_one_after_the_other() -> None:
+    (launch,) = planned(msgspec.structs.replace(OPTIONS, single=True, workers=1)).launches
+    assert launch.program.drain_limit_s > sum(
+        service.drain_limit_s(config)
+        for service, config in zip(SERVICES, (FrontendConfig(), WorkerConfig(model="m"), RouterConfig()), strict=True)
+    )
+
+
+def test_the_settings_of_one_process_are_checked_service_by_service() -> None:
+    stack = planned(separated(msgspec.structs.replace(OPTIONS, single=True, workers=1)))
+    assert names(stack) == ["frontend", "router", "worker-0"]
+    assert separated(OPTIONS) is OPTIONS

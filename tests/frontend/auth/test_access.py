@@ -23,9 +23,9 @@ from services.frontend.config import AccessConfig, LimitsConfig
 from services.frontend.models import preprocess
 from shared import subjects
 from shared.bus.contract import LAST_HEADER
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import ConfigError
 from shared.messages.select import SelectRefused
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.tiny_model import write_tiny_model
 

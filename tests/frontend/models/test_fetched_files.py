@@ -15,11 +15,11 @@ from services.frontend.models.fetched_files import ModelFiles
 from services.worker.model.sent_files import SentFiles
 from shared import subjects
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.errors import ModelError
 from shared.messages.cards import MODEL_CARD, ModelCard
 from shared.messages.codec import JSON_HEADER
 from shared.messages.model_files import MODEL_FILE_PART, PART_BYTES, ModelFilePart
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import NAMESPACE, card_entry, clients, world
 
 

@@ -17,10 +17,10 @@ from services.frontend.requests.events import ClientLeft
 from services.frontend.requests.service import CANCELS_LIMIT, CancelLatency
 from services.frontend.requests.session import Session
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import unpack_tokens
 from shared.messages.generate import Accepted, Cancel, Generate
 from shared.messages.select import Overlap, Select, Selected, SelectRefused, SelectReply
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, card_entry, clients, world
 
 PENDING_LIMIT = 65_536

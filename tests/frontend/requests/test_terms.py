@@ -25,8 +25,8 @@ from services.frontend.server.nats_api import STATUS_HEADER
 from services.frontend.serving.request_context import SESSION_HEADER, session_name
 from shared import subjects
 from shared.api_keys import KeyEntry, key_digest
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import InvalidRequest
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 LIMITS = LimitsConfig(deadline_s=600.0, deadline_most_s=3600.0)

@@ -11,7 +11,7 @@ import pytest
 
 from services.frontend.config import FrontendConfig
 from shared import subjects
-from tests.fakes.memory_bus import MemoryBus
+from shared.bus.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, clients, world
 
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -12,7 +12,7 @@ from typing import Any
 
 from services.frontend.config import HttpConfig
 from shared import subjects
-from tests.fakes.memory_bus import MemoryBus
+from shared.bus.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.frontend.server.test_sse import DOORS, HELLO, connected, head, post, text_of
 

@@ -12,9 +12,9 @@ from services.frontend.metrics import Metrics
 from services.frontend.server import inbox_probe
 from services.frontend.server.inbox_probe import ClientInboxes, NoListener
 from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.errors import BusDown
 from shared.messages.codec import JSON_HEADER
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 from tests.frontend.peers import DEADLINE_S
 
 INBOX = "_INBOX.client"

@@ -14,11 +14,11 @@ from services.frontend.protocol.ignored_fields import IGNORED_HEADER
 from services.frontend.server.nats_api import ACTIVE_REFUSALS_LIMIT, PROBE_HEADER, WAITING_LIMIT
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBus
 from shared.config import NatsConfig
+from shared.discovery.memory import MemoryDiscovery
 from shared.messages.generate import Cancel, Generate
 from shared.messages.select import Finished
-from tests.fakes.memory_bus import MemoryBus
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.frontend.bad_bodies import BAD_BODIES, EMBEDDING_SIZE, STRICT
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, World, world
 

@@ -27,12 +27,12 @@ from services.frontend.requests.stream import InferenceRequest, Stream, StreamSe
 from services.frontend.server.routes import CLIENT_GONE
 from services.frontend.serving.choices import Choices, open_choices
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages.frames import Part, PromptLogprobs, TokenLogprob
 from shared.messages.generate import Accepted, Cancel, Generate, Refused, Sampling
 from shared.messages.select import Overlap, Selected, SelectRefused
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 
 METRICS = Metrics(CollectorRegistry()).of_model("m")

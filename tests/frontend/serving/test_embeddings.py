@@ -16,10 +16,10 @@ from services.frontend.config import LimitsConfig
 from services.frontend.protocol.embeddings import EmbeddingAnswer
 from services.frontend.serving.embeddings import NUMBERS_PER_TURN, write_answer
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.hashing import pack_tokens
 from shared.messages.generate import Refused
 from shared.messages.select import Finished, Prefilled
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.auth.test_access import ALICE, KeysFile
 from tests.frontend.peers import BLOCK_SIZE, DEADLINE_S, MODEL, NAMESPACE, World, clients, vector_of, world
 

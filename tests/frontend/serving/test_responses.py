@@ -27,10 +27,10 @@ from services.frontend.serving import response_directory, responses
 from shared import subjects
 from shared.api_keys import key_digest
 from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBus
 from shared.messages.frames import TokenLogprob
 from shared.messages.frontends import RECALLED, Recalled
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import HERMES, Templated, with_template
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, world
 from tests.frontend.pieces import CALL, THOUGHTFUL

@@ -19,10 +19,10 @@ from services.frontend.__main__ import check_files
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig, TextServersConfig
 from services.frontend.serving.text_servers import read_text_files
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import ConfigError
 from shared.hashing import SEED, pack_hashes, sequence_hashes
 from shared.messages.select import Finished, Prefilled, Select, SelectRefused
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, instance_entry, world
 from tests.frontend.text_peer import (
     BLOCK_UNITS,

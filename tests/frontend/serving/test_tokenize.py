@@ -15,9 +15,9 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.requests.terms import DEADLINE_HEADER
 from services.frontend.serving.tokenize import TOKENS_PER_TURN, ServingTokenize
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
 from shared.errors import InvalidRequest
 from shared.hashing import unpack_tokens
-from tests.fakes.memory_bus import MemoryBus
 from tests.frontend.cards import card_of, with_template
 from tests.frontend.peers import CONTEXT, DEADLINE_S, MODEL, NAMESPACE, VOCABULARY, clients, world
 from tests.frontend.pools import encode_pool

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from services.kvbm.doors.replies import ReplySender
 from services.kvbm.metrics import StoreMetrics
 from shared.bus.contract import LAST_HEADER, Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.codec import JSON_HEADER
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 
 class Rig:

@@ -8,9 +8,10 @@ from operator import xor
 from services.kvbm.layout.event_log import BACKLOG_CHANGES, BATCH_BLOCKS, BATCHES_A_TURN, EventLog
 from services.kvbm.tiers.actions import TierEvent
 from shared.blocks import Content, ContentEvicted, ContentStored
+from shared.bus.memory_bus import MemoryBroker
+from shared.bus.memory_events import MemoryEventBus
 from shared.hashing import event_hash
 from shared.messages.kv_events import EVENT_BATCH, BlockRemoved, BlockStored
-from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 from tests.kvbm.chains import chain
 
 TURN_BLOCKS = BATCH_BLOCKS * BATCHES_A_TURN
@@ -21,7 +22,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.found: dict[str, set[int]] = {"host": set(), "disk": set()}
-        self._publisher = MemoryEventBus(MemoryBroker()).open_publisher()
+        self._publisher = MemoryEventBus(MemoryBroker().events).open_publisher()
         self.log = EventLog(self._publisher, 1, self._digests, lambda: 17.0)
 
     def _digests(self) -> tuple[int, int]:

@@ -13,10 +13,10 @@ from services.kvbm.peers.peers import parse_address
 from shared import subjects
 from shared.config import load
 from shared.discovery.contract import Registration
+from shared.discovery.memory import MemoryDiscovery
 from shared.errors import ConfigError
 from shared.messages.cards import INSTANCE, EventSource, Instance
 from shared.messages.codec import JSON_HEADER
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.kvbm.peer_rig import PEERS
 from tests.kvbm.store_rig import LAYOUT, LIMIT_S, NAMESPACE, Store, serving, until
 

@@ -124,7 +124,7 @@ async def test_a_silent_source_is_shown_and_its_routing_history_is_used(
 ) -> None:
     async with fleet(config(silence_s=0.02)) as world:
         worker = await world.worker("a", plain=True)
-        world.broker.mute(worker.publisher.source)
+        world.broker.events.mute(worker.publisher.source)
         number = 0
         async with asyncio.timeout(60):
             while not status(world).silent:
@@ -136,7 +136,7 @@ async def test_a_silent_source_is_shown_and_its_routing_history_is_used(
         await until(lambda: world.metric("headrace_kv_sources_silent") == 1)
         await world.chosen([*X, 1], "first")
         assert (await world.chosen([*X, 2], "second")).overlap.device == 5, "approximate, but better than nothing"
-        world.broker.unmute(worker.publisher.source)
+        world.broker.events.unmute(worker.publisher.source)
         await worker.stores(Y)
         await world.finds("a", Y, 3)
         assert not status(world).silent
@@ -211,11 +211,11 @@ async def test_a_snapshot_that_contradicts_the_card_is_refused_like_events() -> 
 async def test_batches_beyond_the_limit_are_dropped_and_recovered_later() -> None:
     async with fleet(config(held_limit_batches=8)) as world:
         worker = await world.worker("a")
-        world.broker.mute(worker.publisher.source)
+        world.broker.events.mute(worker.publisher.source)
         for lost in range(300):
             await worker.stores(tokens_of(f"{lost}", 40))
         number = 300
-        world.broker.unmute(worker.publisher.source)
+        world.broker.events.unmute(worker.publisher.source)
         async with asyncio.timeout(60):
             while not status(world).dropped:  # while the lost batches are replayed, in slices
                 number += 1
@@ -248,10 +248,10 @@ async def test_losing_nats_loses_no_known_block_even_if_events_are_lost_meanwhil
         await world.finds("a", X, 5)
         bus = world.runtime.bus
         world.broker.disconnect(bus)  # type: ignore[arg-type]
-        world.broker.mute(worker.publisher.source)
+        world.broker.events.mute(worker.publisher.source)
         await worker.stores(tokens_of("lost", 2))
         worker.publisher.ring._batches.clear()  # type: ignore[attr-defined]
-        world.broker.unmute(worker.publisher.source)
+        world.broker.events.unmute(worker.publisher.source)
         await worker.stores(Y)
         await until(lambda: feed(world).source.state == "syncing" and feed(world).source.resyncs > 2)
         await world.finds("a", X, 5)

@@ -7,11 +7,11 @@ import pytest
 
 from services.router.sync import follower
 from shared import subjects
+from shared.bus.memory_bus import MemoryBus
+from shared.discovery.memory import MemoryDiscovery
 from shared.errors import NoResponders
 from shared.messages.cards import MODEL_CARD, ModelCard
 from shared.messages.codec import JSON_HEADER
-from tests.fakes.memory_bus import MemoryBus
-from tests.fakes.memory_discovery import MemoryDiscovery
 from tests.router.fleet import MODEL, NAMESPACE, RouterFleet, fleet, tokens_of, until
 
 

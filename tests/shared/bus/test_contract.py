@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from shared.bus.contract import LAST_HEADER, Bus, Message, Receive
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, matches
 from shared.bus.nats_bus import connect
 from shared.config import NatsConfig
 from shared.errors import BusDown, NoResponders, Overloaded, PayloadTooLarge, ProtocolError, RequestTimeout
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, matches
 
 LIMIT_BYTES = 64 << 10
 DEADLINE_S = 60.0

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
+from shared.bus.memory_bus import MemoryBroker
+from shared.bus.memory_events import MemoryEventBus
 from shared.bus.zmq_events import ZmqEventBus
 from shared.errors import RequestTimeout
-from tests.fakes.memory_bus import MemoryBroker, MemoryEventBus
 
 DEADLINE_S = 60.0
 
@@ -21,7 +22,7 @@ def events(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EventBus]
     directory = tmp_path / ("d" * (120 if "long" in request.param else 1))
     directory.mkdir()
     if request.param == "memory":
-        yield MemoryEventBus(MemoryBroker())
+        yield MemoryEventBus(MemoryBroker().events)
     else:
         with ZmqEventBus(directory=str(directory) if "sockets" in request.param else "") as opened:
             yield opened
@@ -145,11 +146,11 @@ async def test_a_closed_subscription_hears_nothing(events: EventBus) -> None:
 
 async def test_a_muted_source_loses_batches_that_a_replay_brings_back() -> None:
     broker = MemoryBroker()
-    publisher, batches = MemoryEventBus(broker).open_publisher(), Batches()
-    subscription = MemoryEventBus(broker).subscribe(publisher.source, batches.receive)
-    broker.mute(publisher.source)
+    publisher, batches = MemoryEventBus(broker.events).open_publisher(), Batches()
+    subscription = MemoryEventBus(broker.events).subscribe(publisher.source, batches.receive)
+    broker.events.mute(publisher.source)
     publisher.publish(0, b"lost")
-    broker.unmute(publisher.source)
+    broker.events.unmute(publisher.source)
     publisher.publish(1, b"heard")
     assert await batches.wait(1) == [1]
     assert await subscription.replay(0, timeout_s=DEADLINE_S) == [(0, b"lost"), (1, b"heard")]

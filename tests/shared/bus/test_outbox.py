@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 from shared import subjects
 from shared.bus import outbox
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
 from shared.messages.generate import CANCEL, Cancel
 from shared.messages.select import LOAD_EVENTS, Finished, LoadEvents
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 MODEL = "m"
 CANCEL_W1 = subjects.worker("n", "w1", "cancel")

@@ -17,8 +17,8 @@ from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, Registrat
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
 from shared.discovery.intake import DEFAULT, IntakeLimits
+from shared.discovery.memory import MemoryDiscovery, MemoryRegistration, MemoryStore
 from shared.errors import ConfigError, ProtocolError
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryRegistration, MemoryStore
 from tests.shared.watched import Watched, watching
 
 

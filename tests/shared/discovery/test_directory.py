@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from shared import subjects
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.discovery.directory import (
     CardDown,
     CardRefused,
@@ -21,13 +22,12 @@ from shared.discovery.directory import (
     InstanceDown,
     InstanceUp,
 )
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import BusDown
 from shared.hashing import self_test
 from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, ServiceName
 from shared.messages.codec import JSON_HEADER
 from shared.messages.control import PING, PONG, Pong
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
-from tests.fakes.memory_discovery import MemoryDiscovery, MemoryStore
 
 NAMESPACE = "test"
 

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shared import subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.discovery.memory import MemoryStore
 from shared.errors import RequestTimeout, Unavailable
 from shared.messages.codec import JSON_HEADER
 from shared.messages.control import CONTROL, FOUND_NOTES, PING, PONG, FindNotes, FoundNotes, Note, Ping
 from shared.runtime.control import FINDING_LIMIT, answer_control
 from shared.runtime.runtime import Runtime
 from tests.fake_runtime import fake_runtime
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
-from tests.fakes.memory_discovery import MemoryStore
 
 LIMIT_S = 60.0
 

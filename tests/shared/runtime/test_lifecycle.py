@@ -73,8 +73,8 @@ async def started(tmp_path: Path, *flags: str) -> AsyncIterator[Child]:
             await child.ended()
 
 
-async def get(tmp_path: Path, path: str) -> tuple[int, str]:
-    url = (tmp_path / "url").read_text().strip()
+async def get(tmp_path: Path, path: str, name: str = "url") -> tuple[int, str]:
+    url = (tmp_path / name).read_text().strip()
     async with aiohttp.ClientSession() as session, session.get(url + path) as answer:
         return answer.status, await answer.text()
 
@@ -84,11 +84,11 @@ async def ready(tmp_path: Path) -> None:
     await health(tmp_path, lambda status, _: status == 200)
 
 
-async def health(tmp_path: Path, enough: Callable[[int, str], bool]) -> None:
+async def health(tmp_path: Path, enough: Callable[[int, str], bool], name: str = "url") -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
-                if enough(*await get(tmp_path, "/health")):
+                if enough(*await get(tmp_path, "/health", name)):
                     return
             except (OSError, aiohttp.ClientError):
                 pass  # not there yet
@@ -304,3 +304,91 @@ def test_the_collector_looks_at_what_came_after_memory_was_settled_and_at_nothin
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+@asynccontextmanager
+async def two_started(tmp_path: Path, *flags: str, of_second: tuple[str, ...] = ()) -> AsyncIterator[Child]:
+    """Two small services in one process; their addresses are in the files `url` and `second`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.shared.small_services", "--observe-url-file", str(tmp_path / "url"), *flags),
+        *("--", "--observe-url-file", str(tmp_path / "second"), *of_second),
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    child = Child(process)
+    try:
+        yield child
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await child.ended()
+
+
+async def both_ready(tmp_path: Path) -> None:
+    for name in ("url", "second"):
+        await health(tmp_path, lambda status, _: status == 200, name)
+
+
+async def test_two_services_of_one_process_drain_in_turn(tmp_path: Path) -> None:
+    async with two_started(tmp_path) as child:
+        await both_ready(tmp_path)
+        child.process.send_signal(signal.SIGTERM)
+        assert await child.ended() == 0
+    drained = [line for line in child.log.splitlines() if "has drained" in line]
+    assert ["frontend" in line for line in drained] == [True, False], child.log
+    assert "Traceback" not in child.log
+
+
+async def test_the_second_service_of_a_process_serves_while_the_first_drains(tmp_path: Path) -> None:
+    async with two_started(tmp_path, "--mode", "stubborn") as child:
+        await both_ready(tmp_path)
+        child.process.send_signal(signal.SIGTERM)
+        await child.logged("draining")
+        assert (await get(tmp_path, "/health"))[0] == 503
+        assert (await get(tmp_path, "/health", "second"))[0] == 200
+        child.process.send_signal(signal.SIGTERM)
+        assert await child.ended() == EXIT_FAILED
+
+
+async def test_the_limits_of_two_services_of_one_process_add_up(tmp_path: Path) -> None:
+    limits = ("--drain-limit-s", "0.1")
+    async with two_started(tmp_path, *limits, of_second=("--mode", "stubborn", "--drain-limit-s", "0.2")) as child:
+        await both_ready(tmp_path)
+        child.process.send_signal(signal.SIGTERM)
+        assert await child.ended() == EXIT_FAILED
+    assert "the frontend has drained" in child.log
+    assert "not drained in 0.3 s" in child.log
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "said"),
+    [
+        ("crash", EXIT_FAILED, "ValueError: a bug"),
+        ("model", EXIT_SETTINGS, "headrace-small: model.safetensors: torn\n"),
+    ],
+)
+async def test_one_service_that_fails_ends_the_process(tmp_path: Path, mode: str, status: int, said: str) -> None:
+    async with two_started(tmp_path, of_second=("--mode", mode)) as child:
+        assert await child.ended() == status
+    assert said in child.log
+
+
+async def test_wrong_settings_of_one_service_are_refused_before_any_starts(tmp_path: Path) -> None:
+    async with two_started(tmp_path, of_second=("--observe-log-level", "loud")) as child:
+        assert await child.ended() == EXIT_SETTINGS
+    assert child.log == "headrace-small: log_level: 'loud' is not one of debug, info, warning, error\n"
+    assert not (tmp_path / "url").exists()
+
+
+async def test_the_services_of_one_process_have_metrics_of_their_own_and_know_of_each_other(tmp_path: Path) -> None:
+    async with two_started(tmp_path):
+        await both_ready(tmp_path)
+        for name, service in (("url", "frontend"), ("second", "router")):
+            _, text = await get(tmp_path, "/metrics", name)
+            assert set(re.findall(r'service="(\w+)"', text)) == {service}
+            assert "headrace_small_starts_total" in text
+        _, text = await get(tmp_path, "/sd")
+    targets = {group["labels"]["service"]: group["targets"][0] for group in json.loads(text)}
+    urls = {"frontend": (tmp_path / "url").read_text(), "router": (tmp_path / "second").read_text()}
+    assert {service: f"http://{target}\n" for service, target in targets.items()} == urls

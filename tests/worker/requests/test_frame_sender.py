@@ -12,8 +12,8 @@ from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FAIR_SHARE, FrameSender
 from shared import subjects
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.frames import STEP_FRAME
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus
 
 FRAMES = 10 * FAIR_SHARE
 

@@ -1,4 +1,4 @@
-"""Discovery inside one process, for tests and simulations, which can cause the faults of a back end."""
+"""Discovery inside one process. Simulations cause the faults of a back end with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
 
+from shared.bus.delivery import Delivery, deliver_at_once
 from shared.discovery.contract import AskOwner, Change, Entries, Read
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
 from shared.errors import DiscoveryDown
 from shared.rate_limited_log import RateLimitedLog
-from tests.fakes.faults import Delivery, deliver_at_once
 
 
 class MemoryStore:

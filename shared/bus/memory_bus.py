@@ -1,31 +1,30 @@
-"""The bus and the KV events inside one process: fakes that behave as NATS and ZMQ do.
+"""The bus inside one process: a twin that behaves as NATS does.
 
-    MemoryBroker         knows the subscriptions, and delivers in the order of publishing
-    ├── MemoryBus        one endpoint, as a process has one; `disconnect` and `reconnect` take NATS away from it
-    └── MemoryEventBus   publishers by endpoint; `mute` and `unmute` lose batches as a high-water mark does
+    MemoryBroker    knows the subscriptions, and delivers in the order of publishing
+    └── MemoryBus   one endpoint, as a service has one; `disconnect` and `reconnect` take NATS away from it
 
-The fakes are deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the
-event loop wakes them. A simulation gives the broker its own Delivery, which may deliver late, twice or never.
+It is deterministic: queue groups take turns, nothing is random, and receivers run in the order in which the event loop
+wakes them. A simulation gives the broker its own Delivery, which may deliver late, twice or never.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
 from typing import Literal
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
+from shared.bus.delivery import Delivery, deliver_at_once, next_turn
 from shared.bus.inbox import NO_RESPONDERS, ReplyInbox
+from shared.bus.memory_events import MemoryEvents
 from shared.bus.receive_queue import ReceiveQueue
-from shared.bus.replay_buffer import ReplayBuffer
-from shared.errors import BusDown, PayloadTooLarge, RequestTimeout
-from shared.messages.cards import EventSource
+from shared.errors import BusDown, PayloadTooLarge
 from shared.rate_limited_log import RateLimitedLog
-from tests.fakes.faults import Delivery, deliver_at_once
+
+SUBJECTS_LIMIT = 4096
+"""The number of subjects whose subscriptions are remembered. An inbox that is gone is one too."""
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -71,15 +70,14 @@ class MemoryBroker:
 
     def __init__(self, delivery: Delivery = deliver_at_once) -> None:
         self.delivery = delivery
+        self.events = MemoryEvents(delivery)
+        """The KV events of the same process."""
         self._subscriptions: list[MemorySubscription] = []
         self._matching: dict[str, list[MemorySubscription]] = {}
-        """Subject → the subscriptions that match it, found since the last subscription was added or removed."""
+        """Subject → the subscriptions that match it, found since the last subscription was added or removed. At most
+        SUBJECTS_LIMIT; then they are looked for again."""
         self._inboxes: dict[str, tuple[MemoryBus, Callable[[Message], None]]] = {}
         self._turns: dict[tuple[str, str], int] = {}
-        self._publishers: dict[str, MemoryEventPublisher] = {}
-        self._names = count()
-
-    # --- the bus
 
     def join(self, bus: MemoryBus, inbox: str, take: Callable[[Message], None]) -> None:
         """Deliver messages to `inbox`, or one token below it if it ends in a dot, to `take`."""
@@ -115,6 +113,11 @@ class MemoryBroker:
         if not receivers and message.reply:
             self.publish(Message(message.reply, b"", "", NO_RESPONDERS), sender)
 
+    @property
+    def remembered(self) -> int:
+        """The number of subjects whose subscriptions are remembered."""
+        return len(self._matching)
+
     def disconnect(self, bus: MemoryBus) -> None:
         """Take NATS away from `bus`: it receives nothing, and its calls and its waiting requests raise BusDown."""
         bus.disconnect()
@@ -131,6 +134,8 @@ class MemoryBroker:
         matching = self._matching.get(subject)
         if matching is None:
             matching = [subscription for subscription in self._subscriptions if subscription.matches(subject)]
+            if len(self._matching) >= SUBJECTS_LIMIT:
+                self._matching.clear()
             self._matching[subject] = matching
         everyone: list[MemorySubscription] = []
         groups: dict[tuple[str, str], list[MemorySubscription]] = {}
@@ -147,34 +152,11 @@ class MemoryBroker:
             everyone.append(members[turn % len(members)])
         return everyone
 
-    # --- KV events
-
-    def open(self, topic: str, ring_batches: int, owner: str) -> MemoryEventPublisher:
-        """Return a new publisher with its own endpoint."""
-        endpoint = f"memory://{next(self._names)}"
-        publisher = MemoryEventPublisher(self, endpoint, topic, ReplayBuffer(ring_batches), owner)
-        self._publishers[endpoint] = publisher
-        return publisher
-
-    def publisher(self, endpoint: str) -> MemoryEventPublisher | None:
-        """Return the publisher at `endpoint`, if it is open."""
-        return self._publishers.get(endpoint)
-
-    def close(self, endpoint: str) -> None:
-        self._publishers.pop(endpoint, None)
-
-    def mute(self, source: EventSource) -> None:
-        """Lose what `source` publishes from now on. Its replay buffer still keeps the batches."""
-        self._publishers[source.publish].muted = True
-
-    def unmute(self, source: EventSource) -> None:
-        self._publishers[source.publish].muted = False
-
 
 def _answer(bus: MemoryBus, take: Callable[[Message], None], message: Message) -> None:
     """Deliver an answer in the next turn of the event loop, because the caller may still be sending."""
     if bus.connected:
-        _next_turn(take, message)
+        next_turn(take, message)
 
 
 class MemoryBus:
@@ -300,109 +282,3 @@ class MemoryBus:
         if self.hung:
             return
         self.broker.publish(Message(subject, payload, reply, dict(headers or {})), self)
-
-
-class MemoryEventPublisher:
-    """The sending end of one source, with its subscriptions."""
-
-    def __init__(self, broker: MemoryBroker, endpoint: str, topic: str, ring: ReplayBuffer, owner: str) -> None:
-        self._broker = broker
-        self.ring = ring
-        self.owner = owner
-        self.muted = False
-        self.listeners: list[MemoryEventSubscription] = []
-        self.source = EventSource(publish=endpoint, replay=endpoint, topic=topic, epoch=True, digest=True)
-
-    def publish(self, sequence: int, payload: bytes) -> None:
-        self.ring.append(sequence, payload)
-        if self.muted:
-            return
-        for listener in self.listeners:
-            batch = partial(_next_turn, listener.deliver, sequence, payload)
-            self._broker.delivery(self.owner, listener.owner, "events", batch)
-
-    def close(self) -> None:
-        self._broker.close(self.source.publish)
-        self.listeners.clear()
-
-
-class MemoryEventSubscription:
-    """The receiving end of one source's KV events."""
-
-    malformed = 0
-
-    def __init__(
-        self, broker: MemoryBroker, source: EventSource, receive: Callable[[int, bytes], None], owner: str
-    ) -> None:
-        self._broker = broker
-        self._source = source
-        self._receive = receive
-        self.owner = owner
-        self._open = True
-        publisher = broker.publisher(source.publish)
-        if publisher is not None:
-            publisher.listeners.append(self)
-
-    async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        publisher = self._broker.publisher(self._source.replay)
-        if publisher is None or not self._open:
-            raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s")
-        answer: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
-        question = partial(self._replay, publisher, first, answer)
-        self._broker.delivery(self.owner, publisher.owner, "replay", partial(_next_turn, question))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
-        except TimeoutError:
-            raise RequestTimeout(f"no replay from {self._source.replay} in {timeout_s:g} s") from None
-
-    def _replay(
-        self, publisher: MemoryEventPublisher, first: int, answer: asyncio.Future[list[tuple[int, bytes]]]
-    ) -> None:
-        """Answer at the publisher; the answer travels back the same way."""
-
-        def arrived(batches: list[tuple[int, bytes]]) -> None:
-            if not answer.done():
-                answer.set_result(batches)
-
-        self._broker.delivery(publisher.owner, self.owner, "replay", partial(arrived, publisher.ring.since(first)))
-
-    def close(self) -> None:
-        self._open = False
-        publisher = self._broker.publisher(self._source.publish)
-        if publisher is not None and self in publisher.listeners:
-            publisher.listeners.remove(self)
-
-    def deliver(self, sequence: int, payload: bytes) -> None:
-        """Deliver a batch that has arrived."""
-        if self._open:
-            self._receive(sequence, payload)
-
-
-def _next_turn(callback: Callable[..., None], *arguments: object) -> None:
-    """Call back in the next turn, as for a descriptor that became readable."""
-    asyncio.get_running_loop().call_soon(callback, *arguments)
-
-
-class MemoryEventBus:
-    """The EventBus of `shared.bus.contract` for one process. `name` is what a `Delivery` sees."""
-
-    malformed = 0
-
-    def __init__(self, broker: MemoryBroker, name: str = "") -> None:
-        self._broker = broker
-        self._name = name
-        self._subscriptions: list[MemoryEventSubscription] = []
-
-    def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:
-        return self._broker.open(topic, ring_batches, self._name)
-
-    def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> MemoryEventSubscription:
-        subscription = MemoryEventSubscription(self._broker, source, receive, self._name)
-        self._subscriptions.append(subscription)
-        return subscription
-
-    def close(self) -> None:
-        """Close all subscriptions: nothing arrives here any longer."""
-        for subscription in self._subscriptions:
-            subscription.close()

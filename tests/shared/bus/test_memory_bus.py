@@ -1,4 +1,4 @@
-"""The in-process fake beyond the contract: a Delivery decides when messages arrive."""
+"""The bus inside one process beyond the contract: a Delivery decides when messages arrive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from shared.bus.contract import Message
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.memory_events import MemoryEventBus
 from shared.errors import NoResponders, RequestTimeout
-from tests.fakes.memory_bus import MemoryBroker, MemoryBus, MemoryEventBus
 
 SOON_S = 0.05
 
@@ -80,8 +81,8 @@ async def test_a_request_and_the_lack_of_responders_travel_too() -> None:
 async def test_event_batches_and_replays_travel_too() -> None:
     held, seen = Held(), asyncio.Queue[tuple[int, bytes]]()
     broker = MemoryBroker(held)
-    publisher = MemoryEventBus(broker, "w").open_publisher()
-    subscription = MemoryEventBus(broker, "r").subscribe(publisher.source, lambda *batch: seen.put_nowait(batch))
+    publisher = MemoryEventBus(broker.events, "w").open_publisher()
+    subscription = MemoryEventBus(broker.events, "r").subscribe(publisher.source, lambda *batch: seen.put_nowait(batch))
     publisher.publish(0, b"0")
     assert [each[:3] for each in held.waiting] == [("w", "r", "events")]
     held.let_go()
@@ -96,3 +97,22 @@ async def test_event_batches_and_replays_travel_too() -> None:
     assert await replaying == [(0, b"0")]
     with pytest.raises(RequestTimeout):
         await subscription.replay(0, timeout_s=SOON_S)
+
+
+async def test_n_subjects_are_remembered_and_messages_to_all_are_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shared.bus.memory_bus.SUBJECTS_LIMIT", 3)
+    broker, seen = MemoryBroker(), asyncio.Queue[str]()
+    bus = MemoryBus(broker)
+
+    async def receive(message: Message) -> None:
+        seen.put_nowait(message.subject)
+
+    await bus.subscribe("x.*", receive)
+    sent = [f"x.{number % 5}" for number in range(20)]
+    for subject in sent:
+        await bus.publish(subject, b"")
+        assert broker.remembered <= 3
+    assert [await seen.get() for _ in sent] == sent
+    await bus.drain()

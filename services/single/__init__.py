@@ -1,0 +1,1 @@
+"""Frontend, router and worker in one process, for `headrace up --single`."""

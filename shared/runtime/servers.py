@@ -1,0 +1,41 @@
+"""Connects a service over NATS, ZMQ, and etcd or files. Apart from lifecycle.py, because a process without servers
+loads none of their clients."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry
+
+from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.zmq_events import ZmqEventBus
+from shared.config import ServiceConfig
+from shared.discovery.backends import open_discovery
+from shared.runtime.network import Network, close_later
+from shared.runtime.observe import ProcessHealth, advertised
+
+
+async def connect_to_servers(
+    opened: AsyncExitStack,
+    config: ServiceConfig,
+    name: str,
+    registry: CollectorRegistry,
+    health: ProcessHealth,
+    *,
+    client_bus: bool,
+) -> Network:
+    """Connect a service, as `shared.runtime.network.Connect` says. Raise ConfigError."""
+    waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
+    health.unready(waiting)
+    bus = await connect(config.nats, name, lambda why: health.unready(why or waiting))
+    close_later(opened, bus.drain, "the bus")
+    of_clients: NatsBus | None = None
+    if client_bus:
+        of_clients = NatsBus(config.nats, f"{name}-clients", unreadable=bus.unreadable)
+        close_later(opened, of_clients.drain, "the bus of clients")
+    discovery = open_discovery(config.discovery, registry)
+    close_later(opened, discovery.close, "discovery")
+    host = config.observe.host
+    events = opened.enter_context(ZmqEventBus(host, advertised(host), config.observe.events))
+    watches = [each.wait_closed for each in (bus, of_clients) if each is not None]
+    return Network(bus, events, discovery, of_clients, watches)
