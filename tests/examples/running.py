@@ -90,7 +90,7 @@ class Examples:
         port = f"--port {self.ports['8000']}"
         self.program(
             "headrace",
-            f'case $1 in\nup | route) {cli} "$@" {state} {port} ;;\nexplain | status) {cli} "$@" {state} ;;\n'
+            f'case $1 in\nup | route | picker) {cli} "$@" {state} {port} ;;\nexplain | status) {cli} "$@" {state} ;;\n'
             f'*) {cli} "$@" ;;\nesac',
         )
         self.program("python3", f'exec {sys.executable} "$@"')

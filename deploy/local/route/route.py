@@ -84,7 +84,7 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
             source = _source_of(join)
             listed = pick(join.found, {join.model})
             names |= listed.names if listed else set()
-            name = name or _name_of(join.model)
+            name = name or join.model
         path = fetch_source(source, check_options, terminal, weights=False)
         name = name or source.name
         options = replace(options, model_name=name)
@@ -93,11 +93,6 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
         options = replace(options, model=str(path), workers=0)
         keeper = Keeper(wanted, Servers(names - {""}, servers, text=False), flags, terminal)
         return up(options, flags.state_dir, terminal, partial(keeper.keep, options))
-
-
-def _name_of(served: str) -> str:
-    """Return a model's name for clients: that on its servers, which clients of these use; of a path its last part."""
-    return served.rstrip("/").rpartition("/")[2] if served.startswith(("/", ".")) else served
 
 
 def _options(flags: RouteFlags) -> UpOptions:
