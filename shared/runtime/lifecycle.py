@@ -34,9 +34,12 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from shared import subjects
+from shared.bus import nats_access
 from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.nats_servers import without_password
 from shared.bus.zmq_events import ZmqEventBus
-from shared.config import ServiceConfig, load
+from shared.config import ObserveConfig, ServiceConfig, load
+from shared.discovery.backends import check_settings as check_discovery
 from shared.discovery.backends import open_discovery
 from shared.discovery.directory import Directory
 from shared.errors import ConfigError, ModelError
@@ -109,6 +112,8 @@ def run(
             raise ConfigError(f"namespace: {config.namespace!r} must be 1 to 64 letters, digits, - and _")
         if CHECK in checks:
             observe.check_host("observe.host", config.observe.host)
+            nats_access.check_settings(config.nats)
+            check_discovery(config.discovery)
             if config.trace.endpoint:
                 open_exporter(config.trace)
             check(config)
@@ -214,8 +219,7 @@ async def _serve(
             opened.push_async_callback(_within_limit, client_bus.drain, "the bus of clients")
         discovery = open_discovery(config.discovery, registry)
         opened.push_async_callback(_within_limit, discovery.close, "discovery")
-        host = config.observe.host
-        events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
+        events = opened.enter_context(_event_bus(config.observe))
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
         directory = Directory(discovery, bus, config.namespace, service=_FOLLOWED.get(service), registry=registry)
         health.targets = _targets(service, directory)
@@ -252,9 +256,14 @@ async def _serve(
 
 async def _connected(config: ServiceConfig, name: str, health: ProcessHealth) -> NatsBus:
     """Connect to NATS, however long that takes; until then the process is not ready."""
-    waiting = f"waiting for NATS at {config.nats.url.rpartition('@')[2]}"
+    waiting = f"waiting for NATS at {without_password(config.nats.url)}"
     health.unready(waiting)
     return await connect(config.nats, name, lambda why: health.unready(why or waiting))
+
+
+def _event_bus(config: ObserveConfig) -> ZmqEventBus:
+    advertised = observe.advertised(config.host)
+    return ZmqEventBus(config.host, advertised, config.events, encrypted=config.events_curve)
 
 
 def _trace_resource(service: str, namespace: str, instance: str) -> dict[str, str]:

@@ -191,7 +191,7 @@ def plan(
         "nats": {"url": nats, **({} if options.nats else services)},
         "discovery": {
             "backend": options.discovery,
-            "endpoints": [etcd] if etcd else [],
+            "endpoints": options.etcd.split(",") if options.etcd else [etcd] if etcd else [],
             "path": str(state_dir.run / "discovery"),
         },
     }
