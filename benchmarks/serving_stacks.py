@@ -72,6 +72,10 @@ class RunningStack:
         self.observed = {} if observed is None else dict(observed)
         self._kinds = dict(kinds)
 
+    def include(self, pid: int, kind: str) -> None:
+        """Count a process that was not started with the others."""
+        self._kinds[pid] = kind
+
     def costs(self) -> dict[str, Cost]:
         """Return the cost of each kind of process, descendants included."""
         parents, costs = _processes()

@@ -26,6 +26,9 @@ from msgspec.structs import FieldInfo, fields
 
 from shared.errors import ConfigError
 
+# Before gRPC is imported: it prints a line of its own for each failed handshake with etcd, whose error says the same.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 PREFIX = "HEADRACE_"
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 SECRETS = ("password", "token")
@@ -38,10 +41,24 @@ class NatsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The connection to NATS."""
 
     url: str = "nats://127.0.0.1:4222"
-    """The server's URL: nats://host:port, or tls://host:port if the system, or the file that the variable SSL_CERT_FILE
-    names, has the authority of its certificate."""
+    """The server's URL, or those of a cluster, separated by commas: nats://host:port, or tls://host:port if the system,
+    or the file that the variable SSL_CERT_FILE names, has the authority of its certificate."""
     user: str = ""
     password: str = ""
+    password_file: str = ""
+    """The path of a file with the password, in place of `password`. It is read for each new connection, as all files of
+    this table are."""
+    nkey_file: str = ""
+    """The path of a file with the NKey seed of a user (SU…), in place of `user`."""
+    creds_file: str = ""
+    """The path of a file with the JWT and the NKey seed of a user, as `nsc` writes it, in place of `user`."""
+    tls_ca: str = ""
+    """The path of a PEM file with the authority whose servers are believed, in place of the system's. Each connection
+    then uses TLS, whatever the URL says."""
+    tls_cert: str = ""
+    """The path of a PEM file with our certificate, for servers that ask for one."""
+    tls_key: str = ""
+    """The path of a PEM file with its key, without a passphrase."""
     payload_limit_bytes: int = 4 << 20
     """The maximum size of a payload in bytes, at most the server's max_payload."""
     inbox: str = "_INBOX"
@@ -54,11 +71,21 @@ class DiscoveryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     backend: str = "etcd"
     """The back end: etcd, or file (for one machine)."""
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
-    """The endpoints of etcd: one or more host:port, or unix:PATH for a socket."""
+    """The endpoints of etcd: one or more host:port, https://host:port with TLS, or unix:PATH for a socket."""
     path: str = ".headrace/discovery"
     """The directory of the file back end."""
     user: str = ""
     password: str = ""
+    password_file: str = ""
+    """The path of a file with the password, in place of `password`. It is read for each new connection, as all files of
+    this table are."""
+    tls_ca: str = ""
+    """The path of a PEM file with the authority whose servers are believed, in place of those that gRPC brings. Each
+    connection to a port then uses TLS."""
+    tls_cert: str = ""
+    """The path of a PEM file with our certificate, for servers that ask for one."""
+    tls_key: str = ""
+    """The path of a PEM file with its key, without a passphrase."""
     lease_ttl_s: float = 10.0
     """The TTL of a lease in etcd, in seconds; at least 2."""
 
@@ -79,6 +106,9 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     events: str = ""
     """The directory of sockets for KV events, for processes of this machine that may enter it. Empty if KV events use
     ports of `host`."""
+    events_curve: bool = False
+    """Whether KV events at a port are encrypted by CURVE: only who can read the address book can read them then. It has
+    no effect on sockets, and none on what attached servers publish."""
     hosts: tuple[str, ...] = ()
     """Host names by which scrapers reach this port, in addition to addresses, localhost and names without a dot. Counts
     only if `host` is a loopback address, or if this is not empty: other names then get 403."""

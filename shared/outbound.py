@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -87,8 +88,9 @@ def open_socket(place: AddrInfoType) -> socket.socket:
     return opened
 
 
-def read_tls(files: TlsFiles, names: TlsNames) -> ssl.SSLContext | None:
-    """Return the TLS towards servers; None without files. Raise ConfigError in the words of `names`."""
+def read_tls(files: TlsFiles, names: TlsNames, *, protocols: Sequence[str] = ("http/1.1",)) -> ssl.SSLContext | None:
+    """Return the TLS towards servers; None without files. `protocols` are offered over ALPN. Raise ConfigError in the
+    words of `names`."""
     if files == TlsFiles():
         return None
     if bool(files.client_cert) != bool(files.client_key):
@@ -99,7 +101,8 @@ def read_tls(files: TlsFiles, names: TlsNames) -> ssl.SSLContext | None:
         context = ssl.create_default_context(cadata=(text or "empty") if files.ca_file else None)
     except ssl.SSLError:
         raise ConfigError(f"{names.ca_file} {files.ca_file}: no certificates in PEM") from None
-    context.set_alpn_protocols(["http/1.1"])
+    if protocols:
+        context.set_alpn_protocols(list(protocols))
     if files.client_cert:
         try:
             context.load_cert_chain(files.client_cert, files.client_key, password=lambda: "")

@@ -19,7 +19,7 @@ from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
-from shared.config import TraceConfig
+from shared.config import DiscoveryConfig, TraceConfig
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
 from shared.metrics import register_scraped
@@ -67,7 +67,7 @@ async def every_metric() -> dict[str, list[KnownMetric]]:
 
 async def _register(service: str, registry: CollectorRegistry) -> None:
     bus = MemoryBus(MemoryBroker())
-    discovery = EtcdDiscovery(("127.0.0.1:1",), registry=registry)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=("127.0.0.1:1",)), registry=registry)
     Directory(discovery, bus, "test", registry=registry)
     await discovery.close()
     register_scraped(UNREADABLE, registry, lambda: 0)

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -102,6 +102,11 @@ class _Process:
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    @property
     def running(self) -> bool:
         return self._child is not None and self._child.poll() is None
 
@@ -169,6 +174,10 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self) -> None:
         self._process.start([str(servers.nats_server()), "-c", str(self._configuration)])
         self._process.wait_ready(self._answers)
@@ -189,6 +198,10 @@ class NatsServer:
         self.stop()
         self.start()
 
+    def retire(self) -> None:
+        """Enter lame duck mode: it accepts nothing more, and asks its clients to leave before it stops."""
+        self._process.send(signal.SIGUSR2)
+
     def reload(self, settings: str) -> None:
         """Load new settings while running; clients that they no longer admit are disconnected."""
         self._configure(settings)
@@ -208,11 +221,23 @@ class NatsServer:
 
 class EtcdServer:
     """One etcd without fsync and with short elections; its data survives `restart` and not `wipe`. At a port, or at a
-    socket in `directory`."""
+    socket in `directory`. `more` are flags that override those here; `tls` is its certificate, its key, and the
+    authority of the clients' certificates if it asks for them."""
 
-    def __init__(self, directory: Path, port: int | None = None, *, socket: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        *,
+        socket: bool = False,
+        more: Sequence[str] = (),
+        tls: tuple[Path, Path, Path | None] | None = None,
+    ) -> None:
         self.port = free_port() if port is None else port
         self._peer_port = free_port()
+        self._health_port = self.port if tls is None else free_port()
+        self._more = more
+        self._tls = tls
         self._data = directory / "etcd"
         self._socket = directory / servers.ETCD_SOCKET if socket else None
         self._process = _Process("etcd", directory / "etcd.log")
@@ -221,8 +246,21 @@ class EtcdServer:
     def endpoint(self) -> str:
         return f"127.0.0.1:{self.port}" if self._socket is None else f"unix:{self._socket}"
 
+    @property
+    def running(self) -> bool:
+        return self._process.running
+
     def start(self) -> None:
-        client = f"http://{self.endpoint}" if self._socket is None else f"unix://{servers.ETCD_SOCKET}"
+        self.launch()
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        self._process.wait_ready(self._healthy)
+
+    def launch(self) -> None:
+        """Start, and do not wait: a member of a cluster is ready only when most others are."""
+        scheme = "http" if self._tls is None else "https"
+        client = f"{scheme}://{self.endpoint}" if self._socket is None else f"unix://{servers.ETCD_SOCKET}"
         peer = f"http://127.0.0.1:{self._peer_port}"
         self._process.start(
             [
@@ -237,10 +275,19 @@ class EtcdServer:
                 "--heartbeat-interval=20",
                 "--election-timeout=200",
                 "--log-level=warn",
+                *self._tls_flags(),
+                *self._more,
             ],
             self._data.parent,
         )
-        self._process.wait_ready(self._healthy)
+
+    def _tls_flags(self) -> list[str]:
+        if self._tls is None:
+            return []
+        cert, key, clients = self._tls
+        asks = [] if clients is None else ["--client-cert-auth", f"--trusted-ca-file={clients}"]
+        health = f"--listen-metrics-urls=http://127.0.0.1:{self._health_port}"
+        return [f"--cert-file={cert}", f"--key-file={key}", health, *asks]
 
     def stop(self) -> None:
         self._process.end(signal.SIGTERM)
@@ -269,7 +316,8 @@ class EtcdServer:
         try:
             with ExitStack() as opened, socket.socket(socket.AF_UNIX if at_socket else socket.AF_INET) as connection:
                 connection.settimeout(1.0)
-                connection.connect(reachable(str(self._socket), opened) if at_socket else ("127.0.0.1", self.port))
+                where = reachable(str(self._socket), opened) if at_socket else ("127.0.0.1", self._health_port)
+                connection.connect(where)
                 connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
                 return b'"health":"true"' in connection.makefile("rb").read()
         except OSError:

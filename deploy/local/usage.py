@@ -72,7 +72,7 @@ class StackFlags(StateFlags, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The log level of all services."""
     nats: Url = ""
-    """The URL of a NATS server that runs already."""
+    """The URL of a NATS server that runs already; commas separate those of a cluster."""
 
 
 class UpFlags(StackFlags, frozen=True, kw_only=True):

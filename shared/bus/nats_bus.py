@@ -4,8 +4,9 @@
          ▲             │           ▲
          └── lost ─────┘           └── drain, from either
 
-There is one connection after the other, without end. Each is a nats-py client that does not reconnect by itself, so
-that the first connection, an outage, a refused password and a server that closes the connection all take the same path.
+There is one connection after the other, without end. Each is a nats-py client that does not reconnect by itself. So
+the first connection, an outage, a refused password and a server that closes the connection, or asks its clients to
+leave, all take the same path. The next server of a cluster is tried at once; there is a pause after all have failed.
 Subscriptions survive a connection, with the messages that wait in them. Open requests and streams fail with BusDown,
 because their answers may be lost.
 """
@@ -17,6 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from random import SystemRandom
 
 import nats.errors
 from nats.aio.client import Client
@@ -25,29 +27,31 @@ from nats.aio.subscription import Subscription as RemoteSubscription
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
 from shared.bus.inbox import ReplyInbox
+from shared.bus.nats_access import check_settings, refusal_text
 from shared.bus.nats_connection import (
     FAILURES,
     UNSENT_LIMIT_BYTES,
     DirectClient,
     abort,
     as_headrace_error,
-    check_url,
     dial,
     drain,
     is_reading,
     reading_ended,
-    refusal_text,
     sync,
     unsubscribe_now,
     wait_sent,
-    without_password,
 )
+from shared.bus.nats_servers import server_urls, without_password
 from shared.bus.receive_queue import ReceiveQueue
 from shared.config import NatsConfig
-from shared.errors import BusDown, PayloadTooLarge, ProtocolError
+from shared.errors import BusDown, ConfigError, PayloadTooLarge, ProtocolError
 from shared.rate_limited_log import RateLimitedLog
+from shared.server_order import ServerOrder
 
 RETRY_WAIT_S = 0.25
+SHORT_S = 1.0
+"""A connection that was lost sooner than this many seconds is followed by a pause, whichever server is next."""
 WATCH_INTERVAL_S = 0.05
 LOOK_AGAIN_S = 1.0
 COMPLAIN_INTERVAL_S = 5.0
@@ -58,12 +62,12 @@ _log = logging.getLogger(__name__)
 async def connect(config: NatsConfig, name: str, refused: Callable[[str], None] = lambda _why: None) -> NatsBus:
     """Return a connected bus; wait for NATS as long as it takes. `name` is shown in NATS's monitoring.
 
-    Until the first connection, `refused` is called for each failed attempt, with the reason if NATS refused it, else
-    with an empty text. An error that it raises ends the wait.
+    Until the first connection, `refused` is called each time that all servers have failed, with the reasons of those
+    that refused, which may be an empty text. An error that it raises ends the wait.
 
-    Raise ConfigError if the URL is invalid.
+    Raise ConfigError if a URL is invalid, or a file that `config` names cannot be used.
     """
-    check_url(config.url)
+    check_settings(config)
     bus = NatsBus(config, name, refused=refused)
     try:
         await bus.wait_connected()
@@ -112,7 +116,7 @@ class NatsSubscription:
 class NatsBus:
     """The bus of `shared.bus.contract` over NATS. `connect` waits for a connection; the constructor does not.
 
-    It must be made in a running event loop.
+    It must be made in a running event loop. Raise ConfigError if a URL is invalid.
     """
 
     def __init__(
@@ -125,8 +129,11 @@ class NatsBus:
     ) -> None:
         """`refused` is that of `connect`. `unreadable` logs and counts unreadable messages; two buses may share it."""
         self._config = config
+        self._order = ServerOrder(server_urls(config.url), SystemRandom())
         self._name = name
         self._refused = refused
+        self._refusals: dict[str, str] = {}
+        """URL → why that server refused the last attempt, or an empty text."""
         self._replies = ReplyInbox(config.inbox)
         self._subscriptions: list[NatsSubscription] = []
         self._client: DirectClient | None = None
@@ -306,24 +313,44 @@ class NatsBus:
 
     async def _keep_connected(self) -> None:
         while True:
-            client = await self._connect()
+            url = self._order.current
+            client, wait_s = await self._connect(url), 0.0
             if client is not None:
-                _log.info("connected to NATS at %s", without_password(self._config.url))
-                # Polled, because nats-py skips its closed callback if closing fails.
-                while is_reading(client):
-                    await reading_ended(client, LOOK_AGAIN_S)
-                self._client = None
-                abort(client)
-                with suppress(*FAILURES):
-                    await client.close()  # a client that only stopped reading still has tasks
-                self._replies.fail(BusDown("the connection to NATS was lost"))
-                _log.warning(
-                    "lost the connection to NATS at %s: %r", without_password(self._config.url), client.last_error
-                )
-            await asyncio.sleep(RETRY_WAIT_S)
+                wait_s = await self._use(client, url)
+            elif self._order.failed():
+                wait_s = RETRY_WAIT_S
+                if not self.connections:
+                    self._refused("; ".join(filter(None, self._refusals.values())))
+            await asyncio.sleep(wait_s)
 
-    async def _connect(self) -> DirectClient | None:
-        """Return a connection with every subscription on it, or None."""
+    async def _use(self, client: DirectClient, url: str) -> float:
+        """Keep a connection until it is lost, or must be left. Return the pause after it in seconds."""
+        shown, clock = without_password(url), asyncio.get_running_loop().time
+        _log.info("connected to NATS at %s", shown)
+        self._order.answered()
+        began_s, leaves = clock(), False
+        # Polled, because nats-py skips its closed callback if closing fails. So not all clients of a server that will
+        # stop leave it at the same moment.
+        while is_reading(client) and not leaves:
+            await reading_ended(client, LOOK_AGAIN_S)
+            leaves = client.lame_duck and self._order.several
+        self._client = None
+        if leaves:
+            with suppress(*FAILURES, BusDown):
+                await sync(client)
+        abort(client)
+        with suppress(*FAILURES):
+            await client.close()  # a client that only stopped reading still has tasks
+        self._replies.fail(BusDown("the connection to NATS was lost"))
+        if leaves:
+            _log.info("left NATS at %s, which will stop", shown)
+        else:
+            _log.warning("lost the connection to NATS at %s: %r", shown, client.last_error)
+        self._order.lost()
+        return 0.0 if self._order.several and clock() - began_s > SHORT_S else RETRY_WAIT_S
+
+    async def _connect(self, url: str) -> DirectClient | None:
+        """Return a connection to this server with every subscription on it, or None."""
         client = DirectClient()
         reason: Exception | None = None
 
@@ -334,7 +361,7 @@ class NatsBus:
                 self._report(wrong)
 
         try:
-            await dial(client, self._config, self._name, failed)
+            await dial(client, self._config, url, self._name, failed)
             await client.subscribe_direct(self._replies.prefix + "*", self._replies.deliver)
             while missing := [each for each in self._subscriptions if not each.is_on(client)]:
                 for subscription in missing:
@@ -342,10 +369,11 @@ class NatsBus:
                 await sync(client)  # connected means that the server knows them all
             self._client = client
             self.connections += 1
-        except (*FAILURES, BusDown) as wrong:
-            self._complain(wrong if reason is None else reason)
+        except (*FAILURES, BusDown, ConfigError) as wrong:
+            self._complain(wrong if reason is None else reason, url)
         finally:
             if self._client is not client:
+                abort(client)
                 with suppress(*FAILURES):
                     await client.close()
         if self._client is not client:
@@ -356,20 +384,17 @@ class NatsBus:
 
     def _report(self, wrong: Exception) -> None:
         """Log an error of a live connection: most often, the user may not publish or subscribe to a subject."""
-        if isinstance(wrong, nats.errors.UnexpectedEOF):
-            pass  # logged when the connection has ended
-        elif isinstance(wrong, ProtocolError):
+        if isinstance(wrong, ProtocolError):
             self.unreadable.warn("unreadable message from NATS", wrong)
-        else:
+        elif not isinstance(wrong, nats.errors.UnexpectedEOF):  # that is logged when the connection has ended
             self._outages.error("NATS", wrong)
 
-    def _complain(self, wrong: Exception) -> None:
-        """Report that a connection could not be made: in the log every few seconds at most."""
-        refused = refusal_text(wrong, self._config)
-        if not self.connections:
-            self._refused(refused)
-        waiting = f"waiting for NATS at {without_password(self._config.url)}"
+    def _complain(self, wrong: Exception, url: str) -> None:
+        """Report that a connection could not be made: in the log every few seconds at most, for each server."""
+        shown = without_password(url)
+        refused = self._refusals[url] = refusal_text(wrong, self._config, url)
         if refused:
-            self._outages.error("no connection to NATS, tried again", refused)
+            self._outages.error(f"no connection to NATS at {shown}, tried again", refused)
         else:
-            self._outages.warn(waiting, wrong)
+            next_one = f"no connection to NATS at {shown}, the next server is tried"
+            self._outages.warn(next_one if self._order.several else f"waiting for NATS at {shown}", repr(wrong))

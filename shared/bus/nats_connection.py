@@ -8,6 +8,8 @@ These are the faults of nats-py 2.16, each with its remedy here:
 - A message whose header, subject or reply it cannot read ends its reading for good, while it still calls itself
   connected: `DirectClient`, `is_reading`.
 - The answer to a flush that was cancelled ends its reading too: `DirectClient`.
+- It tries a server twice that does not answer, and then says only that there is none: `DirectClient`.
+- It sends the password unencrypted to a server without TLS, also if the URL says tls://: `DirectClient`.
 
 docs/decisions/0021 gives the reasons.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -26,11 +28,17 @@ from nats.aio.subscription import Subscription as RemoteSubscription
 from nats.aio.transport import TcpTransport
 
 from shared.bus.contract import Message
+from shared.bus.nats_access import NoTls, read_access
+from shared.bus.nats_key import NatsKey
+from shared.bus.nats_servers import server_urls
 from shared.config import NatsConfig
-from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError
+from shared.errors import BusDown, HeadraceError, PayloadTooLarge, ProtocolError
 
 CONNECT_LIMIT_S = 2
 PING_INTERVAL_S = 10
+"""The time in seconds between two PINGs. A server that leaves three without an answer is given up."""
+CLUSTER_PING_INTERVAL_S = 2
+"""The time in seconds between two PINGs if there is another server to go to."""
 UNSENT_LIMIT_BYTES = 2 << 20
 WRITE_LIMIT_BYTES = 64 << 10
 """The maximum of unsent bytes in the socket's buffer."""
@@ -61,6 +69,10 @@ class DirectClient(Client):
         super().__init__()
         self._takers: dict[int, Take] = {}
         self._share = 0
+        self.lame_duck = False
+        """Whether the server asks its clients to leave, because it will stop."""
+        self.needs_tls = False
+        """Whether the connection must be encrypted before anything is sent."""
 
     def send(self, subject: str, payload: bytes, reply: str) -> None:
         """Publish without headers. uvloop writes everything that is sent in one turn at once, at the end of the turn.
@@ -109,6 +121,25 @@ class DirectClient(Client):
         if not self._share:
             await asyncio.sleep(0)
 
+    def show_key(self, key: NatsKey) -> None:
+        """Name this key to the server, which nats-py does only if it has read the key itself."""
+        self._auth_configured = True
+        self._public_nkey = key.public
+
+    async def _select_next_server(self) -> None:
+        """Try the one server once."""
+        [server] = self._server_pool
+        await self._connect_to_server(server)
+        self._current_server = server
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Refuse a server without TLS before a password is sent, and use TLS that a server only offers."""
+        if initial_connection and self.needs_tls:
+            if not (info.get("tls_required") or info.get("tls_available")):
+                raise NoTls
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
+
     async def _process_pong(self) -> None:
         """Survive a PONG whose flush was cancelled: nats-py would end its reading."""
         if self._pongs and self._pongs[0].done():
@@ -131,24 +162,37 @@ class DirectClient(Client):
             self._takers.pop(sid, None)
 
 
-async def dial(client: Client, config: NatsConfig, name: str, failed: Callable[[Exception], None]) -> None:
-    """Connect once. `failed` is called for errors then and later. Raise one of FAILURES."""
+async def dial(
+    client: DirectClient, config: NatsConfig, url: str, name: str, failed: Callable[[Exception], None]
+) -> None:
+    """Connect once, to the server `url` of `config`. `failed` is called for errors then and later. Raise one of
+    FAILURES, or ConfigError."""
+    access = read_access(config)
+    client.needs_tls = access.tls is not None or url.startswith("tls:")
+    key, jwt = access.key, access.jwt
+    if key is not None:
+        client.show_key(key)
 
     async def error(wrong: Exception) -> None:
         failed(wrong)
 
+    async def leave() -> None:
+        client.lame_duck = True
+
     await client.connect(
-        config.url,
+        url,
         name=name,
         user=config.user or None,
-        password=config.password or None,
+        password=access.password or None,
+        signature_cb=None if key is None else key.sign,
+        user_jwt_cb=jwt.encode if jwt else None,
+        tls=access.tls,
         allow_reconnect=False,
-        max_reconnect_attempts=1,  # of a first connection: else nats-py would retry silently
-        reconnect_time_wait=0,
         connect_timeout=CONNECT_LIMIT_S,
-        ping_interval=PING_INTERVAL_S,
+        ping_interval=CLUSTER_PING_INTERVAL_S if len(server_urls(config.url)) > 1 else PING_INTERVAL_S,
         pending_size=1 << 40,
         error_cb=error,
+        lame_duck_mode_cb=leave,
     )
 
 
@@ -203,9 +247,10 @@ async def unsubscribe_now(remote: RemoteSubscription) -> None:
 
 
 def abort(client: DirectClient) -> None:
-    """Free the socket of a lost connection."""
+    """Free the socket of a lost connection, or of one that was not made: nats-py would wait for its end, which does not
+    come after a failed TLS handshake."""
     client.drop_unsent()
-    writer = getattr(client._transport, "_io_writer", None)
+    writer, client._transport = getattr(client._transport, "_io_writer", None), None
     if writer is not None:
         writer.transport.abort()
 
@@ -219,34 +264,3 @@ def as_headrace_error(wrong: Exception, client: Client, subject: str, payload: b
     if isinstance(wrong, nats.errors.BadHeaderError):
         return ProtocolError(f"invalid header: {wrong}")
     return BusDown(f"NATS: {wrong}")
-
-
-def check_url(url: str) -> None:
-    """Raise ConfigError if `url` is neither nats://host:port nor tls://host:port."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("nats", "tls") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"nats.url: {without_password(url)} is not nats://host:port or tls://host:port")
-
-
-def refusal_text(wrong: Exception, config: NatsConfig) -> str:
-    """Return what to do if the server refuses the user: its text, and the settings to change. Empty for another
-    error."""
-    said = str(wrong)
-    if not any(word in said.lower() for word in ("authorization violation", "authentication")):
-        return ""
-    user = config.user or urlsplit(config.url).username
-    client = f"user {user!r}" if user else "a connection without a user"
-    return (
-        f"NATS at {without_password(config.url)} refuses {client} ({said}): set nats.user and nats.password "
-        "(HEADRACE_NATS_USER, HEADRACE_NATS_PASSWORD)"
-    )
-
-
-def without_password(url: str) -> str:
-    """Return a URL without its password."""
-    before, at, host = url.rpartition("@")
-    return f"{before.partition('://')[0]}://…@{host}" if at else url

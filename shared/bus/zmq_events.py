@@ -5,9 +5,7 @@
             one answer for each batch            ["", topic, sequence, payload]
             the end                              ["", "", ff ff ff ff ff ff ff ff, ""]
 
-Sockets are read in the event loop. ZMQ's descriptor is edge-triggered, and it wakes for sending too. So a socket is
-read until nothing is left, after every wake and after every send. (`zmq.asyncio` costs three times as much per
-message.)
+With CURVE keys the port is libzmq's (curve.py), and the replay's ROUTER asks for the key too.
 
 The limits: batches are dropped if more are unsent than event_port.py allows, or RECEIVE_LIMIT_BATCHES are unread; the
 receiver sees a gap in the sequences. The replay buffer is limited in number and in bytes. No socket accepts a frame
@@ -28,8 +26,11 @@ from typing import Literal
 
 import zmq
 
+from shared.bus import curve
+from shared.bus.curve import CurveKeys, CurvePort
 from shared.bus.event_port import SEND_LIMIT_BATCHES, EventPort
 from shared.bus.replay_buffer import RING_BYTES, ReplayBuffer
+from shared.bus.zmq_reader import ZmqReader, receive_batch
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
 from shared.messages.cards import EventSource
 from shared.rate_limited_log import RateLimitedLog
@@ -49,90 +50,10 @@ REPLAY_SHARE = 64
 REPLAY_LIMIT_BATCHES = 100_000
 REPLAY_LIMIT_BYTES = 512 << 20
 """The maximum size of a replay; a source that sends more is broken."""
-FAIR_SHARE = 16
-"""The number of messages read from one socket before the event loop gets a turn. A flood of small batches then delays
-others by less than 0.5 ms for each source, and a message costs no more than with larger shares."""
 END = b"\xff" * 8
-_POLLIN = int(zmq.POLLIN)
 _IPC, _REPLAY = "ipc://", ".replay"
 """The scheme of Unix sockets, and the end of the path of a replay socket."""
 _log = logging.getLogger(__name__)
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a message can be read. The exception would cost twice as much (4 µs), and most wakes bring at most
-    one message."""
-    events = socket.getsockopt(zmq.EVENTS)
-    assert isinstance(events, int)
-    return events & _POLLIN != 0
-
-
-def _message(socket: zmq.Socket[bytes]) -> list[bytes]:
-    return socket.recv_multipart(zmq.DONTWAIT)
-
-
-def _batch(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Receive a batch at half the cost of `_message` (2 µs).
-
-    Asking whether more frames follow costs more than receiving one, so it is not asked after a frame that looks like a
-    sequence. If that was the last frame, the next message is lost with this one: a gap like any other.
-    """
-    frames = [socket.recv(zmq.DONTWAIT)]
-    if socket.getsockopt(zmq.RCVMORE):
-        frames.append(socket.recv(zmq.DONTWAIT))
-        if len(frames[1]) == 8:
-            try:
-                frames.append(socket.recv(zmq.DONTWAIT))
-            except zmq.Again:
-                return frames
-        while socket.getsockopt(zmq.RCVMORE):
-            frames.append(socket.recv(zmq.DONTWAIT))
-    return frames
-
-
-class _Reader:
-    """Calls `take(frames)` for each message that comes to `socket`, in the event loop."""
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        take: Callable[[list[bytes]], None],
-        receive: Callable[[zmq.Socket[bytes]], list[bytes]] = _message,
-    ) -> None:
-        self._socket = socket
-        self._take = take
-        self._receive = receive
-        self._loop = asyncio.get_running_loop()
-        self._again: asyncio.Handle | None = None
-        self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self.read)
-        self.read()
-
-    def read(self) -> None:
-        """Read what is there. This must be called after each send as well: sending may consume the descriptor's
-        edge."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        for _ in range(FAIR_SHARE):
-            if self._socket.closed or not _readable(self._socket):
-                return
-            try:
-                frames = self._receive(self._socket)
-            except zmq.Again:
-                return
-            try:
-                self._take(frames)
-            except BaseException:
-                self._again = self._loop.call_soon(self.read)  # the next messages must not wait for the next edge
-                raise
-        self._again = self._loop.call_soon(self.read)
-
-    def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-        self._loop.remove_reader(self._descriptor)
-        self._socket.close(linger=0)
 
 
 class ZmqEventPublisher:
@@ -147,7 +68,9 @@ class ZmqEventPublisher:
         ring: ReplayBuffer,
         malformed: RateLimitedLog,
         directory: str = "",
+        keys: CurveKeys | None = None,
     ) -> None:
+        """With `keys` what is published at a port, and replays of it, are encrypted."""
         self._topic = topic.encode()
         self._ring = ring
         address = _address(host)
@@ -157,7 +80,12 @@ class ZmqEventPublisher:
         self._opened.callback(self._replay.close, linger=0)
         try:
             bound = reachable(f"{path}{_REPLAY}", self._opened).removesuffix(_REPLAY) if path else ""
-            self._port = EventPort(address, self._topic, path=bound)
+            self._port: CurvePort | EventPort
+            if keys is None:
+                self._port = EventPort(address, self._topic, path=bound)
+            else:
+                self._port = CurvePort(context, address, keys)
+                curve.serve(self._replay, keys)
             self._opened.callback(self._port.close)
             if bound:
                 self._opened.callback(Path(f"{bound}{_REPLAY}").unlink, missing_ok=True)  # libzmq does not delete it
@@ -176,11 +104,12 @@ class ZmqEventPublisher:
                 publish=f"tcp://{_bracketed(advertise)}:{self._port.port}",
                 replay=f"tcp://{_bracketed(advertise)}:{_bound_port(self._replay)}",
                 topic=topic,
+                curve_key=keys.public.decode() if keys is not None else "",
             )
         self._answers: deque[_Answer] = deque()
         self._resume: asyncio.Handle | None = None
         self._malformed = malformed
-        self._reader = _Reader(self._replay, self._asked)
+        self._reader = ZmqReader(self._replay, self._asked)
 
     def publish(self, sequence: int, payload: bytes) -> None:
         if len(payload) > BATCH_LIMIT_BYTES:
@@ -266,9 +195,10 @@ class ZmqEventSubscription:
         self._receive = receive
         self._malformed = RateLimitedLog()
         self._opened = ExitStack()
-        socket = _receiver(context, zmq.SUB, source.publish, self._opened, binds=source.binds == "subscriber")
+        binds = source.binds == "subscriber"
+        socket = _receiver(context, zmq.SUB, source.publish, self._opened, key=source.curve_key, binds=binds)
         socket.subscribe(source.topic.encode())
-        self._reader = _Reader(socket, self._take, _batch)
+        self._reader = ZmqReader(socket, self._take, receive_batch)
         self._closed = False
         self._replays: set[_Replay] = set()
 
@@ -282,7 +212,7 @@ class ZmqEventSubscription:
         invalid."""
         if not self._source.replay or self._closed:
             raise RequestTimeout(f"{self._source.publish} has no replay")
-        replay = _Replay(self._context, self._source.replay, first, self._malformed)
+        replay = _Replay(self._context, self._source, first, self._malformed)
         self._replays.add(replay)
         try:
             async with asyncio.timeout(timeout_s):
@@ -313,17 +243,17 @@ class _Replay:
     """One replay request to a source's ROUTER."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, malformed: RateLimitedLog
+        self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource, first: int, malformed: RateLimitedLog
     ) -> None:
         self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
         self._so_far: list[tuple[int, bytes]] = []
         self._size_bytes = 0
-        self._endpoint = endpoint
+        self._endpoint = source.replay
         self._malformed = malformed
         self._opened = ExitStack()
-        socket = _receiver(context, zmq.DEALER, endpoint, self._opened)
+        socket = _receiver(context, zmq.DEALER, source.replay, self._opened, key=source.curve_key)
         socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.DONTWAIT)
-        self._reader = _Reader(socket, self._take)
+        self._reader = ZmqReader(socket, self._take)
 
     def fail(self, wrong: HeadraceError) -> None:
         if not self.batches.done():
@@ -351,12 +281,16 @@ class _Replay:
 class ZmqEventBus:
     """Opens publishers and subscriptions on one ZMQ context; a context manager that ends it.
 
-    Publishers listen on `host`, and publish the address `advertise` (`host` if not given). With `directory` they listen
-    at Unix sockets in it instead.
+    Publishers listen on `host`, and publish the address `advertise` (`host` if not given); with `encrypted` they have a
+    CURVE key. With `directory` they listen at Unix sockets in it instead, without one.
     """
 
-    def __init__(self, host: str = "127.0.0.1", advertise: str = "", directory: str = "") -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", advertise: str = "", directory: str = "", *, encrypted: bool = False
+    ) -> None:
+        """Raise ConfigError if it cannot encrypt."""
         self._host = host
+        self._keys = curve.new_keys() if encrypted and not directory else None
         self._directory = directory
         self._advertise = advertise or host
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -377,7 +311,7 @@ class ZmqEventBus:
         """Open a publisher, in a running event loop. Raise ConfigError if it cannot listen."""
         ring = ReplayBuffer(ring_batches)
         return ZmqEventPublisher(
-            self._context, self._host, self._advertise, topic, ring, self._malformed, self._directory
+            self._context, self._host, self._advertise, topic, ring, self._malformed, self._directory, self._keys
         )
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> ZmqEventSubscription:
@@ -398,23 +332,31 @@ def _address(host: str) -> str:
 
 
 def _receiver(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, opened: ExitStack, *, binds: bool = False
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    endpoint: str,
+    opened: ExitStack,
+    *,
+    key: str,
+    binds: bool = False,
 ) -> zmq.Socket[bytes]:
-    """Return a socket for batches from `endpoint`, which is valid until `opened` is closed. Raise ProtocolError if the
-    endpoint is invalid."""
+    """Return a socket for batches from `endpoint`, which is valid until `opened` is closed. With a CURVE `key` it talks
+    only to the publisher that has it. Raise ProtocolError if endpoint or key is invalid."""
     socket = context.socket(kind)
     opened.callback(socket.close, linger=0)
     try:
         socket.rcvhwm = RECEIVE_LIMIT_BATCHES
         socket.maxmsgsize = BATCH_LIMIT_BYTES
         socket.ipv6 = "[" in endpoint
+        if key:
+            curve.join(socket, key)
         if binds:
             socket.bind(endpoint)
         elif endpoint.startswith(_IPC):  # the path may be too long for the kernel
             socket.connect(f"{_IPC}{reachable(endpoint.removeprefix(_IPC), opened)}")
         else:
             socket.connect(endpoint)
-    except (zmq.ZMQError, OSError) as wrong:
+    except (zmq.ZMQError, OSError, ValueError) as wrong:
         opened.close()
         raise ProtocolError(f"KV events of {endpoint}: {wrong}") from None
     return socket

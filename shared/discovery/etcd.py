@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry
 
+from shared.config import DiscoveryConfig
 from shared.discovery.contract import AskOwner, Change, Entries, Read
 from shared.discovery.etcd_client import EtcdClient
 from shared.discovery.etcd_lease import EtcdRegistration
 from shared.discovery.etcd_watch import EtcdWatch, list_prefix
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import KeyFeed, changes, listed
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DiscoveryDown
 from shared.metrics import counter, register_metrics, register_scraped
 from shared.rate_limited_log import RateLimitedLog
 
@@ -40,7 +41,7 @@ _LEASES_LOST = counter("headrace_leases_lost", "",
 
 
 class EtcdDiscovery:
-    """One process's endpoint at etcd, made and used in one event loop. `endpoints` are host:port or unix:PATH."""
+    """One process's endpoint at etcd, made and used in one event loop. Raise ConfigError."""
 
     # fmt: off
     _failures = counter("headrace_discovery_failures", "",
@@ -49,20 +50,19 @@ class EtcdDiscovery:
 
     def __init__(
         self,
-        endpoints: Sequence[str],
-        ttl_s: float = 10.0,
-        user: str = "",
-        password: str = "",
+        config: DiscoveryConfig,
         *,
         registry: CollectorRegistry | None = None,
         limits: IntakeLimits = DEFAULT,
     ) -> None:
+        ttl_s = config.lease_ttl_s
         if ttl_s < LEAST_TTL_S:
             raise ConfigError(f"discovery.lease_ttl_s: {ttl_s} is too short; etcd needs at least {LEAST_TTL_S}")
         registry = CollectorRegistry() if registry is None else registry
         register_metrics(self, registry)
-        self._connect = partial(EtcdClient, endpoints, user, password, self._failures.inc)
+        self._connect = partial(EtcdClient, config, self._failures.inc)
         self._ttl_s = ttl_s
+        self._endpoints = len(config.endpoints)
         self._limits = limits
         self._left_out = RateLimitedLog()
         self._calls = self._connect()
@@ -104,9 +104,17 @@ class EtcdDiscovery:
         return any(key in registration.wanted for registration in self._registrations)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
-        intake = Intake(limits=self._limits)
-        await self._calls.call(lambda etcd: list_prefix(etcd, prefix, intake, self._limits.page))
-        return listed(intake, self._left_out)
+        tries = self._endpoints
+        while True:
+            intake = Intake(limits=self._limits)
+            tries -= 1
+            try:
+                await self._calls.call(partial(list_prefix, prefix=prefix, intake=intake, page=self._limits.page))
+            except DiscoveryDown:  # a command lists once, so each endpoint is asked
+                if not tries:
+                    raise
+            else:
+                return listed(intake, self._left_out)
 
     async def close(self) -> None:
         """End the watches and stop the registrations. It does not wait for etcd."""

@@ -1,7 +1,7 @@
 """A connection to etcd: every call has a deadline, every error becomes DiscoveryDown or LeaseGone.
 
-After an error the connection is closed, and the next call makes a new one: to a random endpoint, with a new login, and
-without gRPC's memory of failures. The caller decides how soon the next call comes.
+After an error the connection is closed, and the next call makes a new one: to the next endpoint, with a new login, the
+files of that moment, and without gRPC's memory of failures. The caller decides how soon the next call comes.
 
 It runs in the event loop on the library's generated stubs. Its own client is synchronous and took seven threads and
 twice the idle CPU. The price: a loop that stands still for 0.8 of a TTL loses its lease.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from random import SystemRandom
 from typing import Any, TypeVar
@@ -20,7 +20,10 @@ import grpc
 import grpc.aio
 from etcd3 import etcdrpc
 
+from shared.config import DiscoveryConfig
+from shared.discovery.etcd_access import check_settings, describe_fault, read_credentials, read_login, split_endpoint
 from shared.errors import ConfigError, DiscoveryDown
+from shared.server_order import ServerOrder
 from shared.socket_path import reachable
 
 CALL_TIMEOUT_S = 2.0
@@ -36,6 +39,9 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MESSAGE_LIMIT_BYTES),
 ]
+
+_LED = (("hasleader", "true"),)
+"""Metadata: a member that is cut off from the cluster's leader must say so, and not show what it knew before."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,8 +60,8 @@ class EtcdConnection:
         self.lease = rpc.LeaseStub(channel)
         self.maintenance = rpc.MaintenanceStub(channel)
         self.watch = rpc.WatchStub(channel)
-        self.metadata: tuple[tuple[str, str], ...] = ()
-        """The token of the login; it goes as metadata, since gRPC refuses call credentials without TLS."""
+        self.metadata: tuple[tuple[str, str], ...] = _LED
+        """Metadata of each call. It has the token of the login, since gRPC refuses call credentials without TLS."""
 
     async def ask(self, method: Callable[..., Any], request: object) -> Any:
         """Return the one answer of a stub's method."""
@@ -65,23 +71,20 @@ class EtcdConnection:
 class EtcdClient:
     """One connection for one call at a time, since an error of one call closes it for all.
 
-    `endpoints` are host:port or unix:PATH. `failed` is called for each call that etcd did not answer.
+    `failed` is called for each call that etcd did not answer. Raise ConfigError.
     """
 
-    def __init__(self, endpoints: Sequence[str], user: str, password: str, failed: Callable[[], None]) -> None:
-        self._endpoints = [_split(endpoint) for endpoint in endpoints]
-        if not self._endpoints:
-            raise ConfigError("discovery: no etcd endpoint given")
-        if bool(user) != bool(password):
-            raise ConfigError("discovery: etcd needs a user and a password, or neither")
-        self._user = user
-        self._password = password
+    def __init__(self, config: DiscoveryConfig, failed: Callable[[], None]) -> None:
+        check_settings(config)
+        self._config = config
+        self._order = ServerOrder(config.endpoints, SystemRandom())
         self._failed = failed
         self._calling = asyncio.Lock()
         self._connection: EtcdConnection | None = None
         self._opened = AsyncExitStack()
         """The channel, and the directories that it needs open."""
-        self._away = False
+        self._away: set[str] = set()
+        """The endpoints that failed since one answered."""
 
     async def call(self, operation: Callable[[EtcdConnection], Awaitable[T]]) -> T:
         """Run `operation` on the connection, and log an outage once.
@@ -93,15 +96,17 @@ class EtcdClient:
                 if self._connection is None:
                     self._connection = await self._connect()
                 answer = await operation(self._connection)
-            except (grpc.aio.AioRpcError, OSError) as wrong:
+            except (grpc.aio.AioRpcError, OSError, ConfigError) as wrong:
                 await self.close()
-                error = self._error(wrong)
-                if not self._away:
-                    self._away = True
+                endpoint = self._order.current
+                error = self._error(wrong, endpoint)
+                self._order.failed()
+                if endpoint not in self._away:
+                    self._away.add(endpoint)
                     _log.warning("%s; the last known view stays in use", error)
                 raise error from None
         if self._away:
-            self._away = False
+            self._away.clear()
             _log.info("etcd answers again")
         return answer
 
@@ -111,32 +116,29 @@ class EtcdClient:
         await self._opened.aclose()
 
     async def _connect(self) -> EtcdConnection:
-        host, port = SystemRandom().choice(self._endpoints)
-        channel = grpc.aio.insecure_channel(f"{host}:{reachable(port, self._opened, in_url=True)}", _OPTIONS)
+        endpoint = self._order.current
+        host, port = split_endpoint(endpoint)
+        target = f"{host}:{reachable(port, self._opened, in_url=True)}"
+        credentials = read_credentials(self._config, endpoint)
+        if credentials is None:
+            channel = grpc.aio.insecure_channel(target, _OPTIONS)
+        else:
+            channel = grpc.aio.secure_channel(target, credentials, _OPTIONS)
         self._opened.push_async_callback(channel.close)
         connection = EtcdConnection(channel)
-        if self._user:
-            login = rpc.AuthenticateRequest(name=self._user, password=self._password)
-            connection.metadata = (("token", (await connection.ask(connection.auth.Authenticate, login)).token),)
+        user, password = read_login(self._config)
+        if user:
+            login = rpc.AuthenticateRequest(name=user, password=password)
+            token = (await connection.ask(connection.auth.Authenticate, login)).token
+            connection.metadata = (*_LED, ("token", token))
         return connection
 
-    def _error(self, wrong: grpc.aio.AioRpcError | OSError) -> DiscoveryDown:
+    def _error(self, wrong: grpc.aio.AioRpcError | OSError | ConfigError, endpoint: str) -> DiscoveryDown:
         if isinstance(wrong, grpc.aio.AioRpcError) and wrong.code() is grpc.StatusCode.NOT_FOUND:
             return LeaseGone(f"etcd: {wrong.details()}")
         self._failed()
         if isinstance(wrong, TimeoutError):
-            return DiscoveryDown("etcd: closed a connection that did not answer")
-        return DiscoveryDown(f"etcd: {wrong.details() if isinstance(wrong, grpc.aio.AioRpcError) else wrong}")
-
-
-def _split(endpoint: str) -> tuple[str, str]:
-    """Split an endpoint into a host and a port, or `unix` and a path; gRPC accepts them joined by a colon."""
-    if endpoint.startswith("unix:"):
-        path = endpoint.removeprefix("unix:").removeprefix("//")
-        if not path:
-            raise ConfigError(f"discovery.endpoints: {endpoint!r} has no path")
-        return "unix", path
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        raise ConfigError(f"discovery.endpoints: {endpoint!r} is neither host:port nor unix:PATH")
-    return host, port
+            return DiscoveryDown(f"etcd at {endpoint}: closed a connection that did not answer")
+        if isinstance(wrong, grpc.aio.AioRpcError):
+            return DiscoveryDown(f"etcd at {endpoint}: {describe_fault(wrong.details() or '', self._config, endpoint)}")
+        return DiscoveryDown(f"etcd at {endpoint}: {wrong}")

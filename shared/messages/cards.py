@@ -34,6 +34,8 @@ class EventSource(Struct, frozen=True):
     """Whether the source answers a SnapshotRequest."""
     digest: bool = False
     """Whether the load reports of the source have a digest of its blocks."""
+    curve_key: str = ""
+    """The public CURVE key of the source, in Z85. Empty if it is not encrypted."""
 
 
 class Instance(Struct, frozen=True):

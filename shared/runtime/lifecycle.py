@@ -104,7 +104,7 @@ class _Part(Generic[C]):
 
 def run(service: Service[C], flags: Sequence[str] | None = None) -> NoReturn:
     """Run a service's whole process, and end it with a status. `flags` are those of the command line if not given."""
-    from shared.runtime.servers import connect_to_servers  # here, because a process without servers loads no clients
+    from shared.runtime.servers import check_servers, connect_to_servers  # a process without servers loads no clients
 
     program = f"headrace-{service.name}"
     flags = sys.argv[1:] if flags is None else flags
@@ -117,6 +117,7 @@ def run(service: Service[C], flags: Sequence[str] | None = None) -> NoReturn:
         config = _load(service, [flag for flag in flags if flag not in checks])
         if CHECK in checks:
             observe.check_host("observe.host", config.observe.host)
+            check_servers(config)
             if config.trace.endpoint:
                 open_exporter(config.trace)
             service.check(config)

@@ -21,6 +21,7 @@ from deploy.local.stack import servers
 from deploy.local.stack.stack import Value, toml
 from services.worker.config import Device
 from shared import subjects
+from shared.config import DiscoveryConfig
 from shared.discovery.contract import Discovery
 from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
@@ -97,7 +98,7 @@ class Stack:
         self._pool = directory / "pool" / "pool"
         self._model = write_tiny_model(directory / MODEL)
         self._nats_port, self._etcd_port = self._servers()
-        self._discovery: Discovery = EtcdDiscovery((f"127.0.0.1:{self._etcd_port}",))
+        self._discovery: Discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(f"127.0.0.1:{self._etcd_port}",)))
         self._service("kvbm", 0)
         for number in range(instances):
             for service in SERVICES:

@@ -60,7 +60,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--prefill", "0"], "error: --prefill 0: at least 1; leave --prefill and --decode out"),
         (["up", "--decode", "-1"], "error: --decode -1: at least 1; leave --prefill and --decode out"),
         (["up", "--nats", "foo"], "error: --nats foo: not HOST:PORT"),
-        (["status", "--etcd", "foo"], "error: --etcd: 'foo' is neither host:port nor unix:PATH"),
+        (["status", "--etcd", "foo"], "error: --etcd: 'foo' is none of host:port, https://host:port and unix:PATH"),
         (["bench", "--url", "foo"], "error: --url foo: not an address such as http://127.0.0.1:8000/v1"),
         (
             ["up", "--prefill", "1", "--decode", "64"],
@@ -122,6 +122,10 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--device", "cuda", "--cuda", "memory_share=1"], "error: --cuda memory_share: --gpu-memory-share "),
         (["up", "--device", "cuda", "--engine", "echo"], "error: --device cuda: engine echo computes nothing"),
         (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: no server answers there"),
+        (
+            ["up", "--nats", "nats://a.invalid:1,nats://127.0.0.1:1"],
+            "error: --nats nats://a.invalid:1,nats://127.0.0.1:1: ",
+        ),
         (["up", "--model", "SmolLM2-135M-Instruct", "--policy", "nope"], "error: policy nope: not one of kv, "),
         (["up", "--chat-template", "nope"], "error: --chat-template nope: no such file, and not one of chatml, "),
         (["up", "--keys", "/no/such"], "error: --keys /no/such: no such file"),
@@ -166,12 +170,12 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ["check", "--etcd", "somewhere"],
-            "error: --etcd: 'somewhere' is neither host:port nor unix:PATH",
+            "error: --etcd: 'somewhere' is none of host:port, https://host:port and unix:PATH",
         ),
         (["status"], "error: no `up` runs with --state /"),
         (["explain", "--nats", "nats://127.0.0.1:1"], "error: no `up` runs with --state /"),
-        (["status", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
-        (["explain", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd: "),
+        (["status", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd at "),
+        (["explain", "--nats", "nats://127.0.0.1:1", "--etcd", "127.0.0.1:1"], "error: etcd at "),
     ],
 )
 def test_wrong_settings_are_reported_in_one_line(

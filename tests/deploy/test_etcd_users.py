@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.config import DiscoveryConfig
 from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
 from tests.servers import EtcdServer
@@ -34,7 +35,7 @@ def run(etcd: EtcdServer, **passwords: str) -> tuple[int, str]:
 
 @asynccontextmanager
 async def discovery(etcd: EtcdServer, user: str = "services", password: str = "12e4") -> AsyncIterator[EtcdDiscovery]:
-    opened = EtcdDiscovery((etcd.endpoint,), 2.0, user, password)
+    opened = EtcdDiscovery(DiscoveryConfig(endpoints=(etcd.endpoint,), lease_ttl_s=2.0, user=user, password=password))
     try:
         yield opened
     finally:

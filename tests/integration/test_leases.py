@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 
 from shared.bus.nats_bus import connect
-from shared.config import NatsConfig
+from shared.config import DiscoveryConfig, NatsConfig
 from shared.discovery.catalogue import DirectoryChange, InstanceDown
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
@@ -48,7 +48,7 @@ async def test_when_all_leases_end_at_once_every_request_is_answered_and_only_th
         await asyncio.to_thread(services.wait_ready)
 
         bus = await connect(NatsConfig(url=own_nats.url), "test")
-        discovery = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
+        discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=TTL_S))
         directory = Directory(discovery, bus, NAMESPACE)
         answered, stopping, lost = 0, False, list[int]()
 

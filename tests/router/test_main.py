@@ -12,7 +12,7 @@ from pathlib import Path
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
 from shared.bus.zmq_events import ZmqEventBus
-from shared.config import NatsConfig, environment
+from shared.config import DiscoveryConfig, NatsConfig, environment
 from shared.discovery.contract import KeyAdded
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
@@ -89,7 +89,7 @@ async def test_losing_nats_and_all_of_etcd_loses_no_known_block(
     own_nats: NatsServer, own_etcd: EtcdServer, tmp_path: Path
 ) -> None:
     bus = await connect(NatsConfig(url=own_nats.url), "test")
-    discovery = EtcdDiscovery((own_etcd.endpoint,), 5.0)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=5.0))
     with ZmqEventBus("127.0.0.1") as events:
         worker = ScriptedWorker("a1", bus, events, discovery)
         await worker.start()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta, Struct
 
-from shared.config import DiscoveryConfig, NatsConfig, load
+from shared.config import DiscoveryConfig, NatsConfig, TraceConfig, load
 from shared.errors import ConfigError
 
 
@@ -20,6 +20,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     sizes: tuple[int, ...] = ()
     nats: NatsConfig = NatsConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
+    trace: TraceConfig = TraceConfig()
 
 
 class Needs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,13 +186,18 @@ def test_a_wrong_variable_is_refused() -> None:
 def test_a_secret_comes_from_the_environment_or_from_a_file_that_it_names(tmp_path: Path) -> None:
     secret = tmp_path / "password"
     secret.write_text("from the file\n", encoding="utf-8")
-    assert load(Settings, environ={"HEADRACE_NATS_PASSWORD": "plain"}).nats.password == "plain"
-    assert load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(secret)}).nats.password == "from the file"
-    with pytest.raises(ConfigError, match="HEADRACE_NATS_PASSWORD_FILE"):
-        load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(tmp_path / "none")})
+    assert load(Settings, environ={"HEADRACE_TRACE_TOKEN": "plain"}).trace.token == "plain"
+    assert load(Settings, environ={"HEADRACE_TRACE_TOKEN_FILE": str(secret)}).trace.token == "from the file"
+    with pytest.raises(ConfigError, match="HEADRACE_TRACE_TOKEN_FILE"):
+        load(Settings, environ={"HEADRACE_TRACE_TOKEN_FILE": str(tmp_path / "none")})
     secret.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="HEADRACE_NATS_PASSWORD_FILE"):
-        load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": str(secret)})
+    with pytest.raises(ConfigError, match="HEADRACE_TRACE_TOKEN_FILE"):
+        load(Settings, environ={"HEADRACE_TRACE_TOKEN_FILE": str(secret)})
+
+
+def test_the_file_of_a_password_is_a_setting_since_it_is_read_again_and_again() -> None:
+    loaded = load(Settings, environ={"HEADRACE_NATS_PASSWORD_FILE": "/a"}, flags=["--discovery-password-file", "/b"])
+    assert (loaded.nats.password_file, loaded.discovery.password_file) == ("/a", "/b")
 
 
 def test_a_setting_without_a_default_must_be_given() -> None:

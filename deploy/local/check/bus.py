@@ -1,4 +1,4 @@
-"""Measures a NATS server: messages to itself and back, the largest payload, the rights of the user, the clock."""
+"""Measures the servers of NATS: messages to itself and back, the largest payload, the rights of the user, the clock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from contextlib import suppress
 from datetime import datetime
 from statistics import median, quantiles
 
+from msgspec.structs import replace
+
 from deploy.local.check.measurements import BusMeasured, ClockSample, Unmeasured, clock_bounds
 from shared import subjects
 from shared.bus.contract import Message
+from shared.bus.nats_access import refusal_text
 from shared.bus.nats_connection import (
     FAILURES,
     DirectClient,
     abort,
     dial,
-    refusal_text,
     sync,
-    without_password,
 )
+from shared.bus.nats_servers import server_urls, without_password
 from shared.config import NatsConfig
 from shared.errors import BusDown
 
@@ -39,21 +41,27 @@ TIME_SUBJECT = "$SYS.REQ.USER.INFO"
 
 
 def measure(config: NatsConfig, namespace: str) -> BusMeasured | Unmeasured:
-    """Return what was measured within LIMIT_S."""
+    """Return what was measured of the first server that answers, within LIMIT_S, and what is wrong with the others."""
     logging.getLogger("nats").setLevel(logging.CRITICAL)
-    return asyncio.run(_measure(config, namespace))
+    found = [asyncio.run(_measure(config, url, namespace)) for url in server_urls(config.url)]
+    faults = [each for each in found if isinstance(each, Unmeasured)]
+    down = tuple(each.reason for each in faults)
+    for each in found:
+        if isinstance(each, BusMeasured):
+            return replace(each, down=down)
+    return Unmeasured("; ".join(down), wanted=True, advice=faults[0].advice)
 
 
-async def _measure(config: NatsConfig, namespace: str) -> BusMeasured | Unmeasured:
+async def _measure(config: NatsConfig, url: str, namespace: str) -> BusMeasured | Unmeasured:
     client, said = DirectClient(), list[Exception]()
-    shown = without_password(config.url)
+    shown = without_password(url)
     try:
         async with asyncio.timeout(LIMIT_S):
-            await dial(client, config, "headrace check", said.append)
+            await dial(client, config, url, "headrace check", said.append)
             return await _Probe(client, config, namespace, said).run(shown)
     except (*FAILURES, BusDown) as wrong:
         for each in (*said, wrong):
-            if refused := refusal_text(each, config):
+            if refused := refusal_text(each, config, url):
                 return Unmeasured(refused, wanted=True)
         why = str(next(iter(said), wrong)) or "it did not answer in time"
         advice = "start NATS, or give its address: --nats, nats.url of every service"

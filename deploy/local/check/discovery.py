@@ -12,10 +12,12 @@ from statistics import median
 from typing import Any
 
 import grpc.aio
+from msgspec.structs import replace
 
 from deploy.local.check.measurements import ClockSample, DiscoveryMeasured, Unmeasured, clock_bounds
 from shared import subjects
 from shared.config import DiscoveryConfig
+from shared.discovery.etcd_access import read_credentials
 from shared.discovery.etcd_client import EtcdClient, EtcdConnection, rpc
 from shared.errors import DiscoveryDown
 
@@ -49,27 +51,29 @@ ADVICE = {
 
 
 def measure(config: DiscoveryConfig) -> DiscoveryMeasured | Unmeasured:
-    """Return what was measured within LIMIT_S. Raise ConfigError."""
+    """Return what was measured of the first server that answers, within LIMIT_S, and what is wrong with the others.
+    Raise ConfigError."""
     logging.getLogger("shared.discovery").setLevel(logging.CRITICAL)
-    return asyncio.run(_measure(config))
+    found = [asyncio.run(_measure(config, endpoint)) for endpoint in config.endpoints]
+    faults = [each for each in found if isinstance(each, Unmeasured)]
+    down = tuple(each.reason for each in faults)
+    for each in found:
+        if isinstance(each, DiscoveryMeasured):
+            return replace(each, down=down)
+    return Unmeasured("; ".join(down), wanted=True, advice=faults[0].advice)
 
 
-def client_of(config: DiscoveryConfig) -> EtcdClient:
-    """Return a client of the first endpoint, not connected yet. Raise ConfigError."""
-    return EtcdClient(config.endpoints[:1], config.user, config.password, lambda: None)
-
-
-async def _measure(config: DiscoveryConfig) -> DiscoveryMeasured | Unmeasured:
-    endpoint = config.endpoints[0] if config.endpoints else ""
-    client = client_of(config)
+async def _measure(config: DiscoveryConfig, endpoint: str) -> DiscoveryMeasured | Unmeasured:
+    client = EtcdClient(replace(config, endpoints=(endpoint,)), lambda: None)
     try:
         async with asyncio.timeout(LIMIT_S):
             found = await client.call(lambda etcd: _ask(etcd, endpoint))
-            samples = [] if endpoint.startswith("unix:") else await _clock(endpoint)
+            asks = not endpoint.startswith("unix:") and read_credentials(config, endpoint) is None
+            samples = await _clock(endpoint) if asks else []
     except (DiscoveryDown, TimeoutError) as wrong:
-        said = str(wrong) or f"etcd: no answer within {LIMIT_S:g} s"
+        said = str(wrong) or f"etcd at {endpoint}: no answer within {LIMIT_S:g} s"
         advice = next((what for word, what in ADVICE.items() if word in said.lower()), REACH)
-        return Unmeasured(f"{said}, at {endpoint}", wanted=True, advice=advice)
+        return Unmeasured(said, wanted=True, advice=advice)
     finally:
         await client.close()
     return DiscoveryMeasured(**found, clock=clock_bounds(samples))

@@ -65,6 +65,8 @@ class BusMeasured(Struct, frozen=True, tag="bus"):
     refused: str = ""
     """What the server said when the user was not allowed to do something. Empty if there is nothing."""
     clock: ClockBounds | None = None
+    down: tuple[str, ...] = ()
+    """What is wrong with other servers that were named."""
 
 
 class DiscoveryMeasured(Struct, frozen=True, tag="discovery"):
@@ -82,6 +84,8 @@ class DiscoveryMeasured(Struct, frozen=True, tag="discovery"):
     faults: tuple[str, ...] = ()
     """What the server says of itself, such as an alarm."""
     clock: ClockBounds | None = None
+    down: tuple[str, ...] = ()
+    """What is wrong with other servers that were named."""
 
 
 class MemoryMeasured(Struct, frozen=True, tag="memory"):

@@ -32,7 +32,8 @@ from deploy.local.check.verdicts import State, Verdict, verdicts
 from deploy.local.check.wire import Address
 from deploy.local.show.fleet import FleetConfig
 from deploy.local.terminal import Style, paint
-from shared.bus.nats_connection import check_url
+from shared.bus.nats_access import check_settings
+from shared.discovery.backends import check_settings as check_discovery
 from shared.errors import HeadraceError
 from shared.version import VERSION
 
@@ -73,9 +74,9 @@ class CheckReport(Struct, frozen=True):
 def check(options: CheckOptions, *, as_json: bool) -> int:
     """Measure and print. Return 1 if something is bad, else 0. Raise ConfigError, before anything is measured."""
     if options.nats:
-        check_url(options.fleet.nats.url)
+        check_settings(options.fleet.nats)
     if options.etcd:
-        discovery.client_of(options.fleet.discovery)
+        check_discovery(options.fleet.discovery)
     found = _measure(options)
     judged = verdicts(found)
     if as_json:

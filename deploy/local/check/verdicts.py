@@ -125,6 +125,7 @@ def _bus(bus: BusMeasured) -> Iterator[Verdict]:
     meaning = "Headrace keeps nothing in NATS and uses no JetStream. These settings cannot be seen from here:"
     advice = 'max_pending: 512MB, ping_interval: "10s", ping_max: 2 in the file of nats-server'
     yield Verdict("NATS server", "ok", shown, meaning, advice)
+    yield from _others("NATS servers", bus.down, "nats.url")
     if bus.refused:
         meaning = "Services publish and subscribe below headrace., and are answered below their inbox."
         advice = "nats.user, nats.password, nats.inbox of a user with the rights of `services` in compose's nats.conf"
@@ -137,6 +138,13 @@ def _bus(bus: BusMeasured) -> Iterator[Verdict]:
     yield _payload(bus)
     if bus.clock is not None:
         yield _clock("clock of NATS", bus.clock)
+
+
+def _others(name: str, down: tuple[str, ...], setting: str) -> Iterator[Verdict]:
+    """Yield a warning if some servers of a cluster are wrong."""
+    if down:
+        meaning = "Services use the other servers. When those are away too, nothing is left."
+        yield Verdict(name, "warn", "; ".join(down), meaning, f"start these servers, or change {setting}")
 
 
 def _payload(bus: BusMeasured) -> Verdict:
@@ -169,6 +177,7 @@ def _discovery(etcd: DiscoveryMeasured) -> Iterator[Verdict]:
         meaning = f"It has raised the alarm {', '.join(etcd.faults)}: processes cannot join."
     advice = "compact and defragment etcd, then `etcdctl alarm disarm`; --auto-compaction-retention"
     yield _verdict("etcd server", "bad" if etcd.faults else "ok", shown, meaning, advice)
+    yield from _others("etcd servers", etcd.down, "discovery.endpoints")
     renewing = "Each process renews its lease (10 s) every 2 s, and gives a call up after 2 s. No request waits for it."
     advice = "a faster disk for etcd, or a nearer one; discovery.lease_ttl_s of every service, such as 20"
     reading = "Processes read all keys when they start, and after an outage of etcd."

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
 from deploy.local.state import CACHE_VARIABLE
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
+from shared.bus.nats_servers import server_urls, without_password
 from shared.config import ServiceConfig, environment, load
 from shared.discovery.backends import open_discovery
 from shared.discovery.catalogue import Entry, read_entry
@@ -22,6 +22,7 @@ from shared.messages.cards import Instance, ServiceName
 from shared.messages.codec import Codec
 
 CONNECT_LIMIT_S = 3.0
+"""The time in seconds that each server of NATS has to answer."""
 ANSWER_LIMIT_S = 1.0
 _PLURALS = {"worker": "workers", "process": "processes"}
 _LISTED = 8
@@ -38,9 +39,8 @@ class FleetConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
 
     @property
     def nats_shown(self) -> str:
-        """The URL of NATS without a password."""
-        parts = urlsplit(self.nats.url)
-        return f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}"
+        """The URLs of NATS without passwords."""
+        return without_password(self.nats.url)
 
     @property
     def discovery_shown(self) -> str:
@@ -81,11 +81,12 @@ async def connect_bus(config: FleetConfig, name: str) -> AsyncIterator[NatsBus]:
         if why:
             raise BusDown(why)
 
+    limit_s = CONNECT_LIMIT_S * len(server_urls(config.nats.url))
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             bus = await connect(config.nats, name, refuse)
     except TimeoutError:
-        raise BusDown(f"NATS did not answer within {CONNECT_LIMIT_S:g} s at {config.nats_shown}") from None
+        raise BusDown(f"NATS did not answer within {limit_s:g} s at {config.nats_shown}") from None
     try:
         yield bus
     finally:

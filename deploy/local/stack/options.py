@@ -71,9 +71,10 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or workers
-    for flag, address in (("--nats", flags.nats), ("--etcd", flags.etcd)):
-        if address and not servers.answers(flag, address):
-            raise ConfigError(f"{flag} {address}: no server answers there")
+    for flag, addresses in (("--nats", flags.nats), ("--etcd", flags.etcd)):
+        answer = [servers.answers(flag, each.strip()) for each in addresses.split(",") if addresses]
+        if addresses and not any(answer):
+            raise ConfigError(f"{flag} {addresses}: no server answers there")
     options = UpOptions(
         model="",
         model_name="",

@@ -150,3 +150,15 @@ async def test_nothing_of_it_reaches_the_subjects_of_the_services(nats_url: str)
     await client.drain()
     assert heard
     assert all(subject.startswith("headrace.quiet.check.") for subject in heard)
+
+
+def test_of_two_servers_the_one_that_is_away_is_named_and_the_other_measured(nats_url: str) -> None:
+    away = f"nats://127.0.0.1:{free_port()}"
+    for url in (f"{away},{nats_url}", f"{nats_url},{away}"):
+        found = measured(url)
+        assert found.address == nats_url
+        [down] = found.down
+        assert down.startswith(f"no NATS server answers at {away}: ")
+        assert judged(found)["NATS servers"].state == "warn"
+    nowhere = unmeasured(f"{away},nats://127.0.0.1:{free_port()}")
+    assert nowhere.reason.count("no NATS server answers at") == 2

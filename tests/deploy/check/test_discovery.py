@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from deploy.local.check import discovery
 from deploy.local.check.measurements import DiscoveryMeasured, Unmeasured
+from deploy.local.check.verdicts import verdicts
 from shared.config import DiscoveryConfig
 from shared.discovery.etcd_client import EtcdClient, EtcdConnection, rpc
 from shared.errors import ConfigError
-from tests.servers import EtcdServer, etcd_server
+from tests.authority import Authority, needs_openssl
+from tests.deploy.check.measured import WELL
+from tests.servers import EtcdServer, etcd_server, free_port
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +34,7 @@ def ask(endpoint: str, *requests: tuple[str, str, object]) -> list[Any]:
     """The answers of etcd to requests of (stub, method, message)."""
 
     async def run() -> list[Any]:
-        client = EtcdClient((endpoint,), "", "", lambda: None)
+        client = EtcdClient(DiscoveryConfig(endpoints=(endpoint,)), lambda: None)
 
         async def all_of_them(etcd: EtcdConnection) -> list[Any]:
             return [await etcd.ask(getattr(getattr(etcd, stub), method), message) for stub, method, message in requests]
@@ -105,5 +109,30 @@ def test_a_server_that_is_frozen_or_gone_is_said(own_etcd: EtcdServer) -> None:
 
 
 def test_what_is_no_endpoint_is_wrong_usage() -> None:
-    with pytest.raises(ConfigError, match="neither host:port nor unix:PATH"):
+    with pytest.raises(ConfigError, match="none of host:port"):
         measured("somewhere")
+
+
+def test_of_two_endpoints_the_one_that_is_away_is_named_and_the_other_measured(own_etcd: EtcdServer) -> None:
+    away = f"127.0.0.1:{free_port()}"
+    found = discovery.measure(DiscoveryConfig(endpoints=(away, own_etcd.endpoint)))
+    assert isinstance(found, DiscoveryMeasured)
+    assert found.address == own_etcd.endpoint
+    [down] = found.down
+    assert down.startswith(f"etcd at {away}: ")
+    assert (
+        next(each for each in verdicts(replace(WELL, discovery=found)) if each.name == "etcd servers").state == "warn"
+    )
+
+
+@needs_openssl
+def test_a_server_with_tls_is_measured_without_its_clock(tmp_path: Path) -> None:
+    ours = Authority(tmp_path)
+    server = EtcdServer(tmp_path, tls=(*ours.sign("127.0.0.1"), None))
+    server.start()
+    try:
+        found = discovery.measure(DiscoveryConfig(endpoints=(server.endpoint,), tls_ca=str(ours.pem)))
+        assert isinstance(found, DiscoveryMeasured)
+        assert found.clock is None
+    finally:
+        server.kill()

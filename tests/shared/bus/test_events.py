@@ -17,14 +17,15 @@ from shared.errors import RequestTimeout
 DEADLINE_S = 60.0
 
 
-@pytest.fixture(params=["memory", "zmq", "sockets", "sockets of long names"])
+@pytest.fixture(params=["memory", "zmq", "curve", "sockets", "sockets of long names"])
 def events(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EventBus]:
     directory = tmp_path / ("d" * (120 if "long" in request.param else 1))
     directory.mkdir()
     if request.param == "memory":
         yield MemoryEventBus(MemoryBroker().events)
     else:
-        with ZmqEventBus(directory=str(directory) if "sockets" in request.param else "") as opened:
+        sockets = str(directory) if "sockets" in request.param else ""
+        with ZmqEventBus(directory=sockets, encrypted=request.param == "curve") as opened:
             yield opened
     assert not list(directory.iterdir()), "no socket is left"
 

@@ -71,7 +71,9 @@ def _etcd(endpoint: str) -> Backend:
             assert about is not None
             client.revoke_lease(about.lease_id)
 
-    return Backend(lambda limits: EtcdDiscovery((endpoint,), ttl_s=5.0, limits=limits), lose)
+    return Backend(
+        lambda limits: EtcdDiscovery(DiscoveryConfig(endpoints=(endpoint,), lease_ttl_s=5.0), limits=limits), lose
+    )
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])

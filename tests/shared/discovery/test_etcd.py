@@ -16,6 +16,7 @@ import pytest
 from etcd3.events import DeleteEvent
 from prometheus_client import CollectorRegistry
 
+from shared.config import DiscoveryConfig
 from shared.discovery import etcd_client
 from shared.discovery.contract import OwnerAnswer
 from shared.discovery.etcd import EtcdDiscovery
@@ -72,14 +73,14 @@ def plain_client(server: EtcdServer) -> etcd3.Etcd3Client:
 
 @pytest.fixture
 async def discovery(own_etcd: EtcdServer) -> AsyncIterator[EtcdDiscovery]:
-    made = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
+    made = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=TTL_S))
     yield made
     await made.close()
 
 
 @pytest.fixture
 async def lasting(own_etcd: EtcdServer) -> AsyncIterator[EtcdDiscovery]:
-    made = EtcdDiscovery((own_etcd.endpoint,), LONG_TTL_S)
+    made = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=LONG_TTL_S))
     yield made
     await made.close()
 
@@ -117,7 +118,7 @@ async def test_while_etcd_is_frozen_past_the_ttl_no_living_instance_is_lost(
 
 async def test_a_silent_stream_is_given_up_for_a_new_connection(own_etcd: EtcdServer) -> None:
     sight = KeyFeed()
-    watch = EtcdWatch(EtcdClient((own_etcd.endpoint,), "", "", lambda: None), PREFIX, sight, TTL_S)
+    watch = EtcdWatch(EtcdClient(DiscoveryConfig(endpoints=(own_etcd.endpoint,)), lambda: None), PREFIX, sight, TTL_S)
     following = asyncio.create_task(watch.run())
     async with asyncio.timeout(60):
         while sight.state != ({}, 0):
@@ -183,7 +184,7 @@ async def test_compaction_while_the_watcher_is_away_hides_nothing(
 async def test_registration_waits_for_an_etcd_that_comes_late(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path)
     registry = CollectorRegistry()
-    discovery = EtcdDiscovery((server.endpoint,), TTL_S, registry=registry)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(server.endpoint,), lease_ttl_s=TTL_S), registry=registry)
     registering = asyncio.create_task(discovery.register(epochs))
     with pytest.raises(DiscoveryDown):
         await discovery.list(PREFIX)
@@ -202,7 +203,7 @@ async def test_registration_waits_for_an_etcd_that_comes_late(tmp_path: Path) ->
 
 
 async def test_closing_ends_although_etcd_is_frozen(own_etcd: EtcdServer) -> None:
-    discovery = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=TTL_S))
     registration = await discovery.register(epochs)
     async with watching(discovery, PREFIX), asyncio.timeout(60):
         own_etcd.freeze()
@@ -212,7 +213,7 @@ async def test_closing_ends_although_etcd_is_frozen(own_etcd: EtcdServer) -> Non
 
 async def test_a_registration_given_up_leaves_no_key(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path)
-    discovery = EtcdDiscovery((server.endpoint,), TTL_S)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(server.endpoint,), lease_ttl_s=TTL_S))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await discovery.register(epochs)
@@ -262,7 +263,7 @@ async def test_a_lease_that_ends_hides_no_owner_that_is_silent_for_a_moment(
 
 
 async def test_a_key_whose_owner_stays_silent_goes_when_it_is_asked_again(own_etcd: EtcdServer) -> None:
-    discovery = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=TTL_S))
     with plain_client(own_etcd) as client:
         client.put(DEAD, b"1", client.lease(2))
         async with watching(discovery, PREFIX, owners := Owners(set(), silences=2)) as watched:
@@ -292,11 +293,13 @@ async def test_a_user_and_a_password_are_passed_on(own_etcd: EtcdServer) -> None
     ctl = [str(etcdctl), f"--endpoints={own_etcd.endpoint}", *patient]
     for command in ("user add root:secret", "user grant-role root root", "auth enable"):
         await asyncio.to_thread(subprocess.run, [*ctl, *command.split()], check=True, capture_output=True)
-    stranger = EtcdDiscovery((own_etcd.endpoint,), TTL_S)
+    stranger = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=TTL_S))
     with pytest.raises(DiscoveryDown, match="user name is empty"):
         await stranger.list(PREFIX)
     await stranger.close()
-    known = EtcdDiscovery((own_etcd.endpoint,), LONG_TTL_S, "root", "secret")
+    known = EtcdDiscovery(
+        DiscoveryConfig(endpoints=(own_etcd.endpoint,), lease_ttl_s=LONG_TTL_S, user="root", password="secret")
+    )
     registration = await known.register(epochs)
     async with watching(known, PREFIX) as watched:
         assert watched.entries == {LIVING: b"1"}
@@ -330,7 +333,7 @@ async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_
         server = EtcdServer(directory, socket=True)
         await asyncio.to_thread(server.start)
         try:
-            discovery = EtcdDiscovery((server.endpoint,), TTL_S)
+            discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(server.endpoint,), lease_ttl_s=TTL_S))
             registration = await discovery.register(epochs)
             async with watching(discovery, PREFIX) as watched:
                 assert watched.entries.keys() == {LIVING}  # of a later epoch if a lease ended on a busy machine
@@ -348,14 +351,18 @@ async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_
 
 
 async def test_a_socket_whose_directory_is_not_there_is_an_outage_of_discovery(tmp_path: Path) -> None:
-    discovery = EtcdDiscovery((f"unix:{tmp_path / ('d' * 120) / 'etcd'}",), TTL_S)
+    discovery = EtcdDiscovery(
+        DiscoveryConfig(endpoints=(f"unix:{tmp_path / ('d' * 120) / 'etcd'}",), lease_ttl_s=TTL_S)
+    )
     with pytest.raises(DiscoveryDown, match="No such file"):
         await discovery.list(PREFIX)
     await discovery.close()
 
 
 async def test_of_several_endpoints_one_that_answers_is_enough(own_etcd: EtcdServer) -> None:
-    discovery = EtcdDiscovery((f"127.0.0.1:{free_port()}", own_etcd.endpoint), LONG_TTL_S)
+    discovery = EtcdDiscovery(
+        DiscoveryConfig(endpoints=(f"127.0.0.1:{free_port()}", own_etcd.endpoint), lease_ttl_s=LONG_TTL_S)
+    )
     registration = await discovery.register(epochs)
     async with watching(discovery, PREFIX) as watched:
         assert watched.entries == {LIVING: b"1"}
@@ -373,9 +380,9 @@ async def test_of_several_endpoints_one_that_answers_is_enough(own_etcd: EtcdSer
 )
 async def test_an_endpoint_that_is_not_host_and_port_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"discovery\.endpoints: "):
-        EtcdDiscovery((endpoint,))
+        EtcdDiscovery(DiscoveryConfig(endpoints=(endpoint,)))
 
 
 async def test_a_ttl_that_etcd_would_not_grant_is_refused() -> None:
     with pytest.raises(ConfigError, match="lease_ttl_s"):
-        EtcdDiscovery(("127.0.0.1:2379",), 1.0)
+        EtcdDiscovery(DiscoveryConfig(endpoints=("127.0.0.1:2379",), lease_ttl_s=1.0))
