@@ -1,0 +1,133 @@
+"""deploy/kubernetes/: everything that is rendered is started as processes, with a real NATS and a real etcd. It answers
+and drains, and every workload is rolled in turn under load without a lost request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.kubernetes.helm import VALUES, named, render
+from tests.kubernetes.pods import SERVERS, Cluster
+from tests.tiny_model import write_tiny_model
+
+PASSWORDS = {name: f"12e4-{name}" for name in ("services-password", "client-password", "etcd-root-password")}
+PROMPTS = [f"The mill at the {place} turns" for place in ("river", "dam", "bridge", "weir", "sea")]
+TOKENS = 60
+LIMIT_S = 180.0
+NOTICED_S = 0.5
+"""Seconds for which the proxies of nodes still send requests to a pod that ends."""
+ENGINES = {"cpu": "native", "gpu": "native", "vllm": "echo", "disaggregated": "simulated"}
+"""What stands for the engine of each file of values on a machine without a GPU."""
+
+
+def values_for(name: str) -> dict[str, Any]:
+    """Return what differs here: a small model, no GPU, a small pool, and no 10 s until a frontend ends."""
+    own = {"engine": ENGINES[name], "model": "/var/lib/headrace/tiny", "modelName": "tiny", "gpus": 0}
+    sets = {"disaggregated": ("prefill", "decode")}.get(name, (name,))
+    return {
+        "frontend": {"drainDelaySeconds": 4, "settings": {"limits": {"wait_s": 0, "rescue_s": 120, "drain_s": 60}}},
+        "kvbm": {"poolBytes": 64 << 20, "peers": False},
+        "workers": {each: {**own, "settings": {"threads": 1, "capacity_blocks": 512}} for each in sets},
+        "etcd": {"storage": "2Gi"},
+    }
+
+
+@contextlib.contextmanager
+def cluster(name: str, folder: Path) -> Iterator[Cluster]:
+    """Start what a file of values renders; it is ready."""
+    manifests = named(render(VALUES[name], values=values_for(name)))
+    write_tiny_model(folder / "shared" / "stack-models" / "tiny")
+    one = Cluster(manifests, folder, {"headrace-passwords": PASSWORDS})
+    try:
+        one.apply()
+        one.wait_ready()
+        yield one
+    finally:
+        one.close()
+
+
+class Clients:
+    """Ask one question after the other, each at the next pod of the frontends' Service."""
+
+    def __init__(self, one: Cluster) -> None:
+        self.answers: dict[str, set[str]] = {}
+        self.answered = 0
+        self.stopping = False
+        self._cluster = one
+        self._turns = count()
+
+    async def ask(self) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as http:
+            while not self.stopping:
+                turn = next(self._turns)
+                ready = self._cluster.served("stack-frontend", NOTICED_S)
+                prompt = PROMPTS[turn % len(PROMPTS)]
+                text = await answer(http, f"http://{ready[turn % len(ready)]}:8000", prompt)
+                self.answers.setdefault(prompt, set()).add(text)
+                self.answered += 1
+
+    async def answer_more(self, more: int = 8) -> None:
+        """Until a few more answers came."""
+        due = self.answered + more
+        async with asyncio.timeout(LIMIT_S):
+            while self.answered < due:  # noqa: ASYNC110 - answers come one by one from many tasks
+                await asyncio.sleep(0.01)
+
+
+async def answer(http: aiohttp.ClientSession, url: str, prompt: str) -> str:
+    """Return the text of a whole answer; each request must get one."""
+    body: Mapping[str, object] = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with http.post(f"{url}/v1/completions", json=body, headers={"Connection": "close"}) as response:
+        text = await response.text()
+    assert response.status == 200, text
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]", text[-500:]
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert chunks[-1]["usage"]["completion_tokens"] == TOKENS, text[-500:]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("name", VALUES)
+async def test_what_a_file_of_values_renders_answers_and_drains(name: str, tmp_path: Path) -> None:
+    with cluster(name, tmp_path) as one:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as http:
+            for address in one.served("stack-frontend", 0):
+                assert await answer(http, f"http://{address}:8000", PROMPTS[0])
+        for pods in one.pods.values():
+            for pod in pods:
+                for container in pod.containers:
+                    assert pod.probed(container.spec, "livenessProbe"), container.spec["name"]
+        for pod in [pod for key, pods in one.pods.items() if not key.endswith(SERVERS) for pod in pods]:
+            await asyncio.to_thread(pod.stop)
+
+
+@pytest.mark.parametrize("name", ["cpu", "disaggregated"])
+async def test_rolling_each_workload_in_turn_under_load_loses_nothing(name: str, tmp_path: Path) -> None:
+    with cluster(name, tmp_path) as one:
+        clients = Clients(one)
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(clients.ask()) for _ in range(4)]
+            for key in one.pods:
+                await clients.answer_more()
+                await asyncio.to_thread(one.roll, key)
+            await clients.answer_more()
+            clients.stopping = True
+            await asyncio.gather(*asking)
+        assert len(clients.answers) == len(PROMPTS)
+        assert {len(texts) for texts in clients.answers.values()} == {1}, "greedy answers are alike, whoever gave them"
