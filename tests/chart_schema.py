@@ -76,6 +76,7 @@ REFINED: Mapping[str, Any] = {
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "imagePullSecrets": {"type": "array", "items": TEXT},
     "etcd.endpoints": {"type": "array", "items": {"type": "string", "pattern": ":[0-9]+$"}},
+    "models.pull": {"type": "array", "items": {"type": "string", "pattern": "^[^/@]+/[^/@]+@[0-9a-f]{40}$"}},
     "models.claim.accessModes": {"type": "array", "minItems": 1, "items": TEXT},
     "frontend.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "frontend.drainDelaySeconds": {"type": "number", "minimum": 0, "maximum": 600},

@@ -11,6 +11,7 @@ Apache-2.0.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -58,14 +59,20 @@ def helm() -> Path:
     return program
 
 
-def render(*files: Path, values: Mapping[str, Any] | None = None, name: str = "stack") -> list[Manifest]:
+def render(*files: Path, values: Mapping[str, Any] | None = None) -> list[Manifest]:
     """Return what `helm template` makes of these files of values, and of `values` over them. Raise Refused."""
+    text = _rendered(files, json.dumps(values or {}))
+    return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each]
+
+
+@functools.cache
+def _rendered(files: tuple[Path, ...], values: str) -> str:
     flags = [word for file in files for word in ("--values", str(file))]
-    command = [str(helm()), "template", name, str(CHART), "--namespace", "serving", *flags, "--values", "-"]
-    ended = subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, check=False)
+    command = [str(helm()), "template", "stack", str(CHART), "--namespace", "serving", *flags, "--values", "-"]
+    ended = subprocess.run(command, input=values, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise Refused(ended.stderr)
-    return [each for each in yaml.load_all(ended.stdout, yaml.CSafeLoader) if each]
+    return ended.stdout
 
 
 def named(manifests: Iterable[Manifest]) -> dict[str, Manifest]:

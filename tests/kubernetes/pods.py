@@ -137,18 +137,18 @@ class Pod:
         """Return a container's command, environment and log, rewritten for this machine."""
         mounts = {each["mountPath"]: places[each["name"]] for each in container.get("volumeMounts", [])}
         for place, content in self._cluster.files(self.template, container):
-            place_dir = places[place]
             for name, text in content.items():
-                (place_dir / name).write_text(self._rewritten(text, mounts), encoding="utf-8")
+                (places[place] / name).write_text(self._rewritten(text, mounts), encoding="utf-8")
         words = [*container.get("command", ENTRYPOINT), *container.get("args", [])]
-        environment = {"PATH": os.environ["PATH"], **VARIABLES, **self._cluster.links(self.template)}
+        own: dict[str, str] = {}
         for each in container.get("env", []):
             value = each["value"] if "value" in each else self._value_from(each["valueFrom"])
-            environment[each["name"]] = re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], value)
+            own[each["name"]] = self._rewritten(re.sub(r"\$\((\w+)\)", lambda found: own[found[1]], value), mounts)
+        environment = {"PATH": os.environ["PATH"], **VARIABLES, **self._cluster.links(self.template), **own}
         program = PROGRAMS[words[0]]() if words[0] in PROGRAMS else words[0]
         command = [str(program), *(self._rewritten(word, mounts) for word in words[1:])]
         log = self._cluster.folder / f"{self.name}.{container['name']}.log"
-        return command, {name: self._rewritten(value, mounts) for name, value in environment.items()}, log
+        return command, environment, log
 
     def _value_from(self, source: Manifest) -> str:
         if "fieldRef" in source:
@@ -182,6 +182,7 @@ class Cluster:
         self.manifests = manifests
         self.folder = folder
         self.secrets = secrets
+        self._started: list[Pod] = []
         self._addresses = _addresses()
         self._kept: dict[str, str] = {}
         """The addresses of servers by the names of their pods."""
@@ -263,7 +264,7 @@ class Cluster:
                 yield volume["name"], {each["path"]: content[each["key"]] for each in items}
 
     def close(self) -> None:
-        for pod in itertools.chain(*self.pods.values()):
+        for pod in self._started:
             pod.kill()
 
     def _start(self, key: str, index: int) -> Pod:
@@ -281,6 +282,7 @@ class Cluster:
         if self.manifests[key]["kind"] != "StatefulSet":
             name += f"-{next(_numbers)}"
         pod = Pod(self, name, template, index)
+        self._started.append(pod)
         pod.start()
         return pod
 

@@ -38,7 +38,7 @@ def closed(schema: object) -> object:
     if not isinstance(schema, dict):
         return schema
     found = {name: closed(each) for name, each in schema.items()}
-    if isinstance(found.get("properties"), dict) and "type" in found and found["properties"].keys() != {"metadata"}:
+    if isinstance(found.get("properties"), dict) and "type" in found:
         found.setdefault("additionalProperties", False)
     return found
 

@@ -34,9 +34,8 @@ def values_for(name: str) -> dict[str, Any]:
     sets = {"disaggregated": ("prefill", "decode")}.get(name, (name,))
     return {
         "frontend": {"drainDelaySeconds": 4, "settings": {"limits": {"wait_s": 0, "rescue_s": 120, "drain_s": 60}}},
-        "kvbm": {"poolBytes": 64 << 20, "peers": False},
+        "kvbm": {"poolBytes": 64 << 20},
         "workers": {each: {**own, "settings": {"threads": 1, "capacity_blocks": 512}} for each in sets},
-        "etcd": {"storage": "2Gi"},
     }
 
 

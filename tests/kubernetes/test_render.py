@@ -48,6 +48,7 @@ ON: Mapping[str, Any] = {
     },
     "kvbm": {"diskHostPath": "/var/lib/headrace/blocks", "peers": True, "settings": {"disk": {"limit_bytes": 1 << 40}}},
     "workerDefaults": {"autoscaling": {"enabled": True}, "settings": {"drain_s": 60.5}, "runtimeClassName": "nvidia"},
+    "models": {"pull": [f"org/name@{40 * 'a'}"], "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}]},
     "picker": {"enabled": True, "pool": {"enabled": True, "selector": {"app": "vllm"}}},
     "monitoring": {"podMonitor": True, "rules": True, "boards": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {key: [{"namespaceSelector": {}}] for key in ("clients", "monitoring", "gateway", "nats")},
