@@ -47,6 +47,7 @@ class Container:
 
     def __init__(self, spec: Manifest, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.spec = spec
+        self.environment = environment
         self.log = log
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
@@ -123,6 +124,12 @@ class Pod:
             ours = each.spec["args"][0].startswith("services.") if "args" in each.spec else False
             assert status == 0 or not ours, f"{self.name} ended with {status}:\n{self.logs()}"
 
+    def exec(self, *command: str) -> str:
+        """Return what a command prints in the pod's first container, as `kubectl exec` runs it."""
+        words = [str(PROGRAMS[command[0]]()), *(self._rewritten(word, {}) for word in command[1:])]
+        environment = self.containers[0].environment
+        return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
     def kill(self) -> None:
         for each in self.containers:
             if each.process.poll() is None:
@@ -198,8 +205,12 @@ class Cluster:
                     self.pods[key][0].wait_ready()
         for key in order:
             if self.manifests[key]["kind"] == "Job":
-                job = self._start(key, 0)
-                assert [each.process.wait(READY_LIMIT_S) for each in job.containers] == [0], job.logs()
+                self.run(key)
+
+    def run(self, key: str) -> None:
+        """Run a Job to its end."""
+        job = self._start(key, 0)
+        assert [each.process.wait(READY_LIMIT_S) for each in job.containers] == [0], job.logs()
 
     def wait_ready(self) -> None:
         """Wait for all. Workers come first: no frontend is ready while none serves, and a worker's log says why."""

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.hub_server import NO_PROXY, HubServer, Repository, files_of
 from tests.kubernetes.helm import VALUES, named, render
 from tests.kubernetes.pods import SERVERS, Cluster
 from tests.tiny_model import write_tiny_model
@@ -108,11 +109,15 @@ async def test_what_a_file_of_values_renders_answers_and_drains(name: str, tmp_p
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as http:
             for address in one.served("stack-frontend", 0):
                 assert await answer(http, f"http://{address}:8000", PROMPTS[0])
+        where = ("--nats", "nats://stack-nats.serving.svc:4222", "--etcd", "stack-etcd.serving.svc:2379")
+        shown = one.pods["Deployment/stack-frontend"][0].exec("python", "-m", "deploy.local.cli", "status", *where)
+        ours = [key for key in one.pods if not key.endswith(SERVERS)]
+        assert all(service in shown for service in ("frontend", "router", "worker", "kvbm")), shown
         for pods in one.pods.values():
             for pod in pods:
                 for container in pod.containers:
                     assert pod.probed(container.spec, "livenessProbe"), container.spec["name"]
-        for pod in [pod for key, pods in one.pods.items() if not key.endswith(SERVERS) for pod in pods]:
+        for pod in [pod for key in ours for pod in one.pods[key]]:
             await asyncio.to_thread(pod.stop)
 
 
@@ -130,3 +135,21 @@ async def test_rolling_each_workload_in_turn_under_load_loses_nothing(name: str,
             await asyncio.gather(*asking)
         assert len(clients.answers) == len(PROMPTS)
         assert {len(texts) for texts in clients.answers.values()} == {1}, "greedy answers are alike, whoever gave them"
+
+
+def test_a_model_that_values_name_is_fetched_to_the_volume_of_models(tmp_path: Path) -> None:
+    hub = HubServer()
+    there = Repository(files_of(write_tiny_model(tmp_path / "tiny")))
+    hub.repositories["org/tiny"] = there
+    variables = {"HF_ENDPOINT": hub.elsewhere, "NO_PROXY": NO_PROXY}
+    models = {
+        "pull": [f"org/tiny@{there.commit}"],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+    }
+    manifests = named(render(VALUES["cpu"], values={"models": models}))
+    one = Cluster(manifests, tmp_path / "cluster", {})
+    with hub.running(), contextlib.closing(one):
+        [job] = [key for key in manifests if key.startswith("Job/stack-pull-")]
+        one.run(job)
+    snapshot = tmp_path / "cluster/shared/stack-models/hub/models--org--tiny/snapshots" / there.commit
+    assert files_of(snapshot).keys() == there.files.keys()

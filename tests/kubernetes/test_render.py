@@ -106,6 +106,25 @@ def test_what_is_rendered_fits_the_schemas_and_the_services(name: str, more: Map
         assert limits[service] + FORCED_LIMIT_S < grace_s < limits[service] + 10
 
 
+def test_the_schemas_refuse_what_does_not_fit() -> None:
+    manifests = named(render(CPU, values=ON))
+    ours: Any = manifests["Deployment/stack-frontend"]
+    ours["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    pool: Any = manifests["InferencePool/stack-pool"]
+    pool["spec"]["endpointPickerRef"]["failureMode"] = "FailNever"
+    monitor: Any = manifests["PodMonitor/stack-nats"]
+    monitor["spec"]["podMetricsEndpoints"] = {"port": "metrics"}
+    scaled: Any = manifests["ScaledObject/stack-worker-cpu"]
+    scaled["spec"]["triggers"][0]["metadata"]["threshold"] = 16
+    said = faults([ours, pool, monitor, scaled])
+    assert [line.partition(":")[0] for line in said.splitlines()] == [
+        "Deployment stack-frontend",
+        "InferencePool stack-pool",
+        "PodMonitor stack-nats",
+        "ScaledObject stack-worker-cpu",
+    ], said
+
+
 def test_flags_add_what_they_name_and_nothing_is_there_without_them() -> None:
     def kinds(more: Mapping[str, Any]) -> set[str]:
         return {each["kind"] for each in render(CPU, values=more)}
