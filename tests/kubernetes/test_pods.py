@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from deploy.local.key import new
+from tests.authority import Authority, needs_openssl
 from tests.hub_server import NO_PROXY, HubServer, Repository, files_of
 from tests.kubernetes.helm import VALUES, named, render
 from tests.kubernetes.pods import SERVERS, Cluster
+from tests.picker.gateway import connected
 from tests.tiny_model import write_tiny_model
 
 PASSWORDS = {name: f"12e4-{name}" for name in ("services-password", "client-password", "etcd-root-password")}
@@ -41,11 +45,16 @@ def values_for(name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def cluster(name: str, folder: Path) -> Iterator[Cluster]:
-    """Start what a file of values renders; it is ready."""
-    manifests = named(render(VALUES[name], values=values_for(name)))
+def cluster(
+    name: str, folder: Path, flags: Mapping[str, Any] | None = None, secrets: Mapping[str, Mapping[str, str]] = {}
+) -> Iterator[Cluster]:
+    """Start what a file of values renders, with `flags` in addition; it is ready."""
+    values = values_for(name)
+    for part, more in (flags or {}).items():
+        values[part] = {**values.get(part, {}), **more}
+    manifests = named(render(VALUES[name], values=values))
     write_tiny_model(folder / "shared" / "stack-models" / "tiny")
-    one = Cluster(manifests, folder, {"headrace-passwords": PASSWORDS})
+    one = Cluster(manifests, folder, {"headrace-passwords": PASSWORDS, **secrets})
     try:
         one.apply()
         one.wait_ready()
@@ -82,7 +91,7 @@ class Clients:
                 await asyncio.sleep(0.01)
 
 
-async def answer(http: aiohttp.ClientSession, url: str, prompt: str) -> str:
+async def answer(http: aiohttp.ClientSession, url: str, prompt: str, server_hostname: str | None = None) -> str:
     """Return the text of a whole answer; each request must get one."""
     body: Mapping[str, object] = {
         "model": "tiny",
@@ -93,7 +102,8 @@ async def answer(http: aiohttp.ClientSession, url: str, prompt: str) -> str:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    async with http.post(f"{url}/v1/completions", json=body, headers={"Connection": "close"}) as response:
+    asked = {"json": body, "headers": {"Connection": "close"}, "server_hostname": server_hostname}
+    async with http.post(f"{url}/v1/completions", **asked) as response:  # type: ignore[arg-type]
         text = await response.text()
     assert response.status == 200, text
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
@@ -119,6 +129,32 @@ async def test_what_a_file_of_values_renders_answers_and_drains(name: str, tmp_p
                     assert pod.probed(container.spec, "livenessProbe"), container.spec["name"]
         for pod in [pod for key in ours for pod in one.pods[key]]:
             await asyncio.to_thread(pod.stop)
+
+
+@needs_openssl
+async def test_keys_tls_a_disk_and_the_picker_reach_the_processes(tmp_path: Path) -> None:
+    cert, key = Authority(tmp_path).sign("stack-frontend")
+    new("alice", {}, tmp_path / "keys.toml", tmp_path / "alice.key")
+    secrets = {
+        "keys": {"keys.toml": (tmp_path / "keys.toml").read_text()},
+        "tls": {"tls.crt": cert.read_text(), "tls.key": key.read_text()},
+    }
+    flags = {
+        "frontend": {"keysSecret": "keys", "tlsSecret": "tls", "drainDelaySeconds": 0},
+        "kvbm": {"diskHostPath": "/var/lib/blocks"},
+        "picker": {"enabled": True},
+    }
+    with cluster("cpu", tmp_path / "cluster", flags, secrets) as one:
+        [address, _] = one.served("stack-frontend", 0)
+        connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=tmp_path / "authority.pem"))
+        headers = {"Authorization": f"Bearer {(tmp_path / 'alice.key').read_text().strip()}"}
+        url = f"https://{address}:8000"
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
+            assert await answer(http, url, PROMPTS[0], server_hostname="stack-frontend")
+        async with connected(f"{address}:9002") as gateway:
+            assert await gateway.health("liveness") == 1
+        assert (tmp_path / "cluster/shared/var/lib/blocks").stat().st_mode & 0o777 == 0o700
+        assert list((tmp_path / "cluster/shared/var/lib/blocks").iterdir())
 
 
 @pytest.mark.parametrize("name", ["cpu", "disaggregated"])
