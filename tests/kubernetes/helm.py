@@ -68,7 +68,7 @@ def render(*files: Path, values: Mapping[str, Any] | None = None) -> list[Manife
 @functools.cache
 def _rendered(files: tuple[Path, ...], values: str) -> str:
     flags = [word for file in files for word in ("--values", str(file))]
-    command = [str(helm()), "template", "stack", str(CHART), "--namespace", "serving", *flags, "--values", "-"]
+    command = [str(helm()), "template", "headrace", str(CHART), "--namespace", "serving", *flags, "--values", "-"]
     ended = subprocess.run(command, input=values, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise Refused(ended.stderr)
@@ -76,7 +76,7 @@ def _rendered(files: tuple[Path, ...], values: str) -> str:
 
 
 def named(manifests: Iterable[Manifest]) -> dict[str, Manifest]:
-    """Return manifests by kind and name, such as `Service/stack-nats`."""
+    """Return manifests by kind and name, such as `Service/headrace-nats`."""
     return {f"{each['kind']}/{each['metadata']['name']}": each for each in manifests}
 
 

@@ -23,6 +23,7 @@ from tests.kubernetes.pods import SERVERS, Cluster
 from tests.picker.gateway import connected
 from tests.tiny_model import write_tiny_model
 
+LONG = pytest.mark.tier("long")
 PASSWORDS = {name: f"12e4-{name}" for name in ("services-password", "client-password", "etcd-root-password")}
 PROMPTS = [f"The mill at the {place} turns" for place in ("river", "dam", "bridge", "weir", "sea")]
 TOKENS = 60
@@ -53,7 +54,7 @@ def cluster(
     for part, more in (flags or {}).items():
         values[part] = {**values.get(part, {}), **more}
     manifests = named(render(VALUES[name], values=values))
-    write_tiny_model(folder / "shared" / "stack-models" / "tiny")
+    write_tiny_model(folder / "shared" / "headrace-models" / "tiny")
     one = Cluster(manifests, folder, {"headrace-passwords": PASSWORDS, **secrets})
     try:
         one.apply()
@@ -77,7 +78,7 @@ class Clients:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as http:
             while not self.stopping:
                 turn = next(self._turns)
-                ready = self._cluster.served("stack-frontend", NOTICED_S)
+                ready = self._cluster.served("headrace-frontend", NOTICED_S)
                 prompt = PROMPTS[turn % len(PROMPTS)]
                 text = await answer(http, f"http://{ready[turn % len(ready)]}:8000", prompt)
                 self.answers.setdefault(prompt, set()).add(text)
@@ -113,14 +114,14 @@ async def answer(http: aiohttp.ClientSession, url: str, prompt: str, server_host
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", [name if name == "cpu" else pytest.param(name, marks=LONG) for name in VALUES])
 async def test_what_a_file_of_values_renders_answers_and_drains(name: str, tmp_path: Path) -> None:
     with cluster(name, tmp_path) as one:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as http:
-            for address in one.served("stack-frontend", 0):
+            for address in one.served("headrace-frontend", 0):
                 assert await answer(http, f"http://{address}:8000", PROMPTS[0])
-        where = ("--nats", "nats://stack-nats.serving.svc:4222", "--etcd", "stack-etcd.serving.svc:2379")
-        shown = one.pods["Deployment/stack-frontend"][0].exec("python", "-m", "deploy.local.cli", "status", *where)
+        where = ("--nats", "nats://headrace-nats.serving.svc:4222", "--etcd", "headrace-etcd.serving.svc:2379")
+        shown = one.pods["Deployment/headrace-frontend"][0].exec("python", "-m", "deploy.local.cli", "status", *where)
         ours = [key for key in one.pods if not key.endswith(SERVERS)]
         assert all(service in shown for service in ("frontend", "router", "worker", "kvbm")), shown
         for pods in one.pods.values():
@@ -131,9 +132,10 @@ async def test_what_a_file_of_values_renders_answers_and_drains(name: str, tmp_p
             await asyncio.to_thread(pod.stop)
 
 
+@LONG
 @needs_openssl
 async def test_keys_tls_a_disk_and_the_picker_reach_the_processes(tmp_path: Path) -> None:
-    cert, key = Authority(tmp_path).sign("stack-frontend")
+    cert, key = Authority(tmp_path).sign("headrace-frontend")
     new("alice", {}, tmp_path / "keys.toml", tmp_path / "alice.key")
     secrets = {
         "keys": {"keys.toml": (tmp_path / "keys.toml").read_text()},
@@ -145,18 +147,19 @@ async def test_keys_tls_a_disk_and_the_picker_reach_the_processes(tmp_path: Path
         "picker": {"enabled": True},
     }
     with cluster("cpu", tmp_path / "cluster", flags, secrets) as one:
-        [address, _] = one.served("stack-frontend", 0)
+        [address, _] = one.served("headrace-frontend", 0)
         connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=tmp_path / "authority.pem"))
         headers = {"Authorization": f"Bearer {(tmp_path / 'alice.key').read_text().strip()}"}
         url = f"https://{address}:8000"
         async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
-            assert await answer(http, url, PROMPTS[0], server_hostname="stack-frontend")
+            assert await answer(http, url, PROMPTS[0], server_hostname="headrace-frontend")
         async with connected(f"{address}:9002") as gateway:
             assert await gateway.health("liveness") == 1
         assert (tmp_path / "cluster/shared/var/lib/blocks").stat().st_mode & 0o777 == 0o700
         assert list((tmp_path / "cluster/shared/var/lib/blocks").iterdir())
 
 
+@LONG
 @pytest.mark.parametrize("name", ["cpu", "disaggregated"])
 async def test_rolling_each_workload_in_turn_under_load_loses_nothing(name: str, tmp_path: Path) -> None:
     with cluster(name, tmp_path) as one:
@@ -185,7 +188,7 @@ def test_a_model_that_values_name_is_fetched_to_the_volume_of_models(tmp_path: P
     manifests = named(render(VALUES["cpu"], values={"models": models}))
     one = Cluster(manifests, tmp_path / "cluster", {})
     with hub.running(), contextlib.closing(one):
-        [job] = [key for key in manifests if key.startswith("Job/stack-pull-")]
+        [job] = [key for key in manifests if key.startswith("Job/headrace-pull-")]
         one.run(job)
-    snapshot = tmp_path / "cluster/shared/stack-models/hub/models--org--tiny/snapshots" / there.commit
+    snapshot = tmp_path / "cluster/shared/headrace-models/hub/models--org--tiny/snapshots" / there.commit
     assert files_of(snapshot).keys() == there.files.keys()
