@@ -1,5 +1,7 @@
 """A server with vLLM's API and the timing of an engine, but no arithmetic, for `benchmarks/gateways.py`.
 
+With several ports it is as many servers, which share the process.
+
 All streams get a token at each step; a request's first one comes with the first step that begins after it. Answers to
 chats and to completions of text have pieces of text, and those to completions that ask for them have token ids, as
 vLLM's have. It prints `ready` when it listens.
@@ -12,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -224,18 +228,20 @@ class Connection(asyncio.Protocol):
         self.write(head.encode() + body)
 
 
-async def serve(port: int, answers: Answers, step_s: float) -> None:
+async def serve(ports: Sequence[int], answers: Answers, step_s: float) -> None:
     """Serve until the process ends."""
-    engine = Engine(step_s)
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(answers, engine), "127.0.0.1", port)
+    loop = asyncio.get_running_loop()
+    for port in ports:
+        connected = partial(Connection, answers, Engine(step_s))
+        await loop.create_server(connected, "127.0.0.1", port)
     print("ready", flush=True)
-    await server.serve_forever()
+    await loop.create_future()
 
 
 def main() -> None:
     """Run the server."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True, nargs="+")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--name", default="tiny")
     parser.add_argument("--step-s", type=float, default=0.02)

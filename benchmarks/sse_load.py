@@ -127,7 +127,7 @@ class LoadRun:
 
     def __init__(self, flags: argparse.Namespace) -> None:
         self._flags = flags
-        self._words = _words(flags.tokenizer)
+        self._words = words_of(flags.tokenizer)
         self._marked = False
         self._total = flags.warmup + flags.requests
         self.errors: Counter[str] = Counter()
@@ -249,26 +249,26 @@ class LoadRun:
             "req_s": round(count / max(elapsed_s, 1e-9), 2),
             "out_tok_s": round(sum(tokens) / max(elapsed_s, 1e-9), 1),
             "ev_per_req": round(sum(each[3] for each in self.ended) / max(1, count), 2),
-            "ttft_p50_ms": _percentile_ms(first, 50),
-            "ttft_p99_ms": _percentile_ms(first, 99),
-            "tpot_p50_ms": _percentile_ms(step, 50),
-            "tpot_p99_ms": _percentile_ms(step, 99),
-            "gap_p50_ms": _percentile_ms(gaps, 50),
-            "gap_p99_ms": _percentile_ms(gaps, 99),
+            "ttft_p50_ms": percentile_ms(first, 50),
+            "ttft_p99_ms": percentile_ms(first, 99),
+            "tpot_p50_ms": percentile_ms(step, 50),
+            "tpot_p99_ms": percentile_ms(step, 99),
+            "gap_p50_ms": percentile_ms(gaps, 50),
+            "gap_p99_ms": percentile_ms(gaps, 99),
             "client_cpu_s": round(_cpu_s() - self.start_cpu_s, 2),
             "cut": self.cut,
             "short_streams": sum(n < 0.95 * flags.osl for n in tokens),
         }
 
 
-def _words(tokenizer: Path) -> list[str]:
+def words_of(tokenizer: Path) -> list[str]:
     """Return words that are one token each after a space; only longer ones, if there are any."""
     vocabulary: dict[str, int] = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
     words = sorted(key[1:] for key in vocabulary if key[0] == "Ġ" and key[1:].isascii() and key[1:].isalpha())
     return [word for word in words if len(word) >= _LEAST_LETTERS] or words
 
 
-def _percentile_ms(values: list[float], percent: float) -> float | None:
+def percentile_ms(values: list[float], percent: float) -> float | None:
     """Return a percentile of sorted seconds, in milliseconds."""
     return round(values[min(len(values) - 1, int(len(values) * percent / 100))] * 1e3, 3) if values else None
 

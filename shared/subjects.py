@@ -124,9 +124,9 @@ def namespace_prefix(namespace: str) -> str:
     return f"/{ROOT}/{namespace}/"
 
 
-def instances_prefix(namespace: str) -> str:
-    """The prefix of the address book entries of all instances."""
-    return f"/{ROOT}/{namespace}/instances/"
+def instances_prefix(namespace: str, service: str = "") -> str:
+    """The prefix of the address book entries of all instances, or of those of one service."""
+    return f"/{ROOT}/{namespace}/instances/{service + '/' if service else ''}"
 
 
 def instance_key(namespace: str, service: str, instance: str) -> str:

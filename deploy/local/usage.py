@@ -125,6 +125,14 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """The URLs of the servers, without /v1."""
     file: File | None = None
     """The file with these URLs, one a line, in place of arguments. It is read again when it changes."""
+    inference_pool: Annotated[str, "NAMESPACE/NAME"] = ""
+    """The InferencePool whose Pods are the servers, in place of URLs (docs/picker.md)."""
+    kube_api: Url = ""
+    """The URL of the Kubernetes API server (that of the cluster that this Pod is in)."""
+    kube_token_file: File | None = None
+    """The file with the token for that server (the Pod's, unless --kube-api names another server)."""
+    kube_ca_file: File | None = None
+    """The authorities of that server's certificate, in PEM (the Pod's, or those of the system)."""
     model: str = ""
     """The model's tokenizer and config.json: a directory, or a name on the hub (what the first server names)."""
     model_name: str = ""
@@ -141,6 +149,14 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """A setting of all frontends, routers or workers, such as worker.attached.grammars=true."""
     etcd: Address = ""
     """The address of an etcd server that runs already (discovery is in files)."""
+    picker: int | None = None
+    """The port on 127.0.0.1 of the endpoint picker, which a gateway asks where requests go"""
+
+
+class PickerFlags(RouteFlags, frozen=True, kw_only=True):
+    """Run `route` with an endpoint picker, for Envoy or a Kubernetes gateway (docs/picker.md)."""
+
+    picker: int | None = 9002
 
 
 class PullFlags(StateFlags, frozen=True, kw_only=True):
@@ -424,6 +440,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "check": CheckFlags,
     "up": UpFlags,
     "route": RouteFlags,
+    "picker": PickerFlags,
     "pull": PullFlags,
     "status": StatusFlags,
     "top": TopFlags,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.frontend.app import serve
@@ -24,24 +25,29 @@ def drain_limit_s(config: FrontendConfig) -> float:
 
 
 def check_files(config: FrontendConfig) -> None:
-    """Check the address of the port, its certificate and the keys file. Raise ConfigError or ModelError."""
-    http, keys_file = config.http, config.access.keys_file
+    """Check the addresses of the ports, their certificates and the keys file. Raise ConfigError or ModelError."""
+    http, picker, keys_file = config.http, config.picker, config.access.keys_file
     check_host("http.host", http.host)
-    check_host("picker.host", config.picker.host)
-    for name, file in (("tls_cert", http.tls_cert), ("tls_key", http.tls_key)):
-        if file:
-            _read(f"http.{name}", file)
-    try:
-        if http.tls_cert:
-            tls_context(Path(http.tls_cert), Path(http.tls_key))
-    except ConfigError as wrong:
-        raise ConfigError(f"http.tls_cert {http.tls_cert}, http.tls_key {http.tls_key}: {wrong}") from None
+    check_host("picker.host", picker.host)
+    _check_tls({f"http.{name}": getattr(http, name) for name in ("tls_cert", "tls_key") if getattr(http, name)})
+    _check_tls(picker.tls_files)
     if keys_file:
         content = _read("access.keys_file", keys_file)
         try:
             read_keys(content)
         except ConfigError as wrong:
             raise ConfigError(f"access.keys_file {keys_file}: {wrong}") from None
+
+
+def _check_tls(files: Mapping[str, str]) -> None:
+    """Check a port's certificate, its key and, if there is one, the file of authorities, by their settings."""
+    for setting, file in files.items():
+        _read(setting, file)
+    try:
+        if files:
+            tls_context(*map(Path, files.values()))
+    except ConfigError as wrong:
+        raise ConfigError(f"{', '.join(map(' '.join, files.items()))}: {wrong}") from None
 
 
 def _read(setting: str, file: str) -> bytes:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import resource
 from collections.abc import AsyncIterator, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models.encode_pool import EncodePool
+from services.frontend.models.fetched_files import ModelFiles
 from services.frontend.models.model import ParserNames
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.openapi.document import document
@@ -68,7 +69,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
     """Serve while the context is open, and drain when it is left."""
     metrics = Metrics(runtime.registry)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize") as threads:
-        models = ModelRegistry(runtime.directory, config.models, runtime.tasks, threads, partial(_parsers, config))
+        models = _registry(runtime, config, threads)
         service = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
         grammars = GrammarCompiler()
@@ -116,6 +117,11 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                     page.close()
                 await _drain(service, apps, pickers, config.limits.drain_s)
                 await _end_registration(registering)
+
+
+def _registry(runtime: Runtime, config: FrontendConfig, threads: Executor) -> ModelRegistry:
+    files = ModelFiles(runtime.bus, runtime.namespace)
+    return ModelRegistry(runtime.directory, files, config.models, runtime.tasks, threads, partial(_parsers, config))
 
 
 async def _pickers(

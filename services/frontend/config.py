@@ -168,7 +168,7 @@ class AccessConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 class PickerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The endpoint picker: a gateway asks over gRPC, by Envoy's ext_proc, which attached server gets a request. The
-    port has neither TLS nor keys: only gateways should reach it."""
+    port has no keys: only gateways should reach it, or only they have a certificate that `tls_ca` has signed."""
 
     host: str = "127.0.0.1"
     """Address of the port."""
@@ -184,6 +184,27 @@ class PickerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     unseen_s: Seconds = 1.0
     """Seconds after the headers of a streamed answer for which its prompt counts as not computed yet, if the gateway
     does not show the answer's text; also for which the load stays reserved, if the gateway ends its stream there."""
+    tls_cert: str = ""
+    """Path of a PEM file with the certificate chain; the port then speaks only TLS 1.2 or newer. Read again when it
+    changes. Empty means no TLS."""
+    tls_key: str = ""
+    """Path of the PEM file with the certificate's key, without a passphrase."""
+    tls_ca: str = ""
+    """Path of a PEM file with authorities; a gateway must then show a certificate that one of them has signed. Read
+    again when it changes. Empty means that none is asked for."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for files of TLS that need each other."""
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key need each other")
+        if self.tls_ca and not self.tls_cert:
+            raise ValueError("tls_ca needs tls_cert and tls_key")
+
+    @property
+    def tls_files(self) -> dict[str, str]:
+        """The files of TLS by their settings; none without TLS."""
+        named = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        return {f"picker.{name}": file for name, file in named.items() if file}
 
 
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -226,7 +247,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     """Whether an object of a JSON Schema has only the properties that it declares, if the schema does not say: closed,
     as OpenAI's strict mode demands; open, by the letter of JSON Schema."""
     models: dict[str, str] = field(default_factory=dict)
-    """Model name → directory with its tokenizer, if the path that the worker announces is not valid on this machine."""
+    """Model name → directory with its tokenizer, that counts instead of the worker's."""
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → format of its tool calls, if its chat template does not show it. None means no requests with
     tools."""

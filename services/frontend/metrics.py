@@ -160,7 +160,7 @@ class Metrics:
         "Stored responses removed without a request: age; or to make room: count, bytes",
         "`count`, `bytes`: raise these two settings.")
     stale_files = gauge("headrace_stale_files", "file",
-        "1 if the file (keys, tls) cannot be read and its former content is still used",
+        "1 if the file (keys, tls, picker_tls) cannot be read and its former content is still used",
         "Mend the file: [access.md](access.md).")
     # fmt: on
 

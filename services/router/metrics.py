@@ -107,6 +107,10 @@ class RouterMetrics:
     _standing_still = gauge("headrace_workers_standing_still", "model",
         "Workers passed over because they have work but make no step, or send no report",
         "See that worker's log; its engine is killed after `worker.stall_s`.")
+    left_out = gauge("headrace_workers_left_out", "reason",
+        "Workers that live and get no requests: unregistered (they report, and discovery does not have them), no_card, "
+        "refused (their cards), unused (for a minute in which prompts waited at others)",
+        "`headrace status` names them and says why.")
     _index_blocks = gauge("headrace_index_blocks", "model", "Distinct blocks in the index")
     _index_pairs = gauge("headrace_index_pairs", "tier model",
         "(block, holder) pairs in the index; holders are candidates and block stores")

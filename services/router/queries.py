@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from services.router.config import RouterConfig
 from services.router.selection.decision_log import Decision
+from services.router.selection.left_out import LeftOutWorkers
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
@@ -104,12 +105,14 @@ class Queries:
         config: RouterConfig,
         models: Mapping[str, ModelRouter],
         feeds: Mapping[str, EventFeed],
+        left_out: LeftOutWorkers,
         limited_log: RateLimitedLog,
     ) -> None:
         self._runtime = runtime
         self._config = config
         self._models = models
         self._feeds = feeds
+        self._left_out = left_out
         self._limited_log = limited_log
         self._pausing: set[asyncio.Task[None]] = set()
 
@@ -143,6 +146,7 @@ class Queries:
             sources,
             policy_trouble=policy_problem(self._models.values()),
             events=self._config.events,
+            left_out={each.instance: each.reason for each in self._left_out.found},
         )
         await self._answer("state", message, ROUTER_STATE.encode(state, JSON_HEADER))
 

@@ -29,6 +29,7 @@ from services.router.config import RouterConfig
 from services.router.index.inheritance import store_id
 from services.router.metrics import ModelGauges, RouterMetrics
 from services.router.queries import Queries
+from services.router.selection.left_out import KINDS, LeftOutWorkers
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy_guard import PolicyFault
 from services.router.sync.follower import DirectoryFollower
@@ -118,7 +119,8 @@ class Router:
         )
         self.models = self._follower.models
         self.feeds = self._follower.feeds
-        self._queries = Queries(runtime, config, self.models, self.feeds, self._limited_log)
+        self._left_out = LeftOutWorkers()
+        self._queries = Queries(runtime, config, self.models, self.feeds, self._left_out, self._limited_log)
         self._subscriptions: list[Subscription] = []
         self._model_subscriptions: dict[str, list[Subscription]] = {}
         """Model → subscriptions that are open for it."""
@@ -328,6 +330,8 @@ class Router:
         now_s = self._now()
         for model in self.models.values():
             model.apply_load_report(report, now_s)
+        if report.instance not in self._runtime.directory.instances:
+            self._left_out.report_of_unknown(report.instance, now_s)
         feed = self.feeds.get(report.instance)
         if feed is not None:
             feed.load_reported(report.kv)
@@ -363,6 +367,7 @@ class Router:
             await self._follower.tick()
             if tick % _TICKS_PER_GAUGE_UPDATE == 0:
                 self._update_gauges()
+                self._look_for_left_out()
             if self._runtime.stopping.is_set():
                 continue
             if self._runtime.bus.connected:
@@ -378,6 +383,15 @@ class Router:
             self._limited_log.warn("messages came faster than they were read", f"{dropped} are lost")
         self._dropped = dropped
         self._metrics.dropped.set(dropped)
+
+    def _look_for_left_out(self) -> None:
+        directory = self._runtime.directory
+        workers = (each for each in directory.instances.values() if each.service == "worker")
+        loads = {name: model.loads() for name, model in self.models.items()}
+        found = self._left_out.look(self._now(), workers, directory.cards, directory.refused, loads)
+        kinds = [each.kind for each in found]
+        for kind in KINDS:
+            self._metrics.left_out.labels(kind).set(kinds.count(kind))
 
     def _entries(self, epoch: int) -> dict[str, bytes]:
         namespace, instance = self._runtime.namespace, self._runtime.instance

@@ -31,6 +31,7 @@ from services.worker.kv_connector.link import LinkReports
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.model.card import CardAnnouncement, card_of, served_name
+from services.worker.model.sent_files import SentFiles
 from services.worker.operations.operator import Operator
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
@@ -164,6 +165,7 @@ class Worker:
             "cancel": self._cancel,
             "resend": self._resend,
             "snapshot": self._snapshot,
+            "files": SentFiles(lambda: self._announcement.card, self._answer).receive,
             "operate": self._operator.receive,
         }
         subscriptions = [

@@ -25,7 +25,7 @@ from shared.discovery.catalogue import InstanceDown as InstanceDown
 from shared.discovery.catalogue import InstanceUp as InstanceUp
 from shared.discovery.contract import Discovery, KeyAdded, KeyRemoved, LeftOut, OwnerAnswer, Synced
 from shared.errors import BusDown, NoResponders, ProtocolError, RequestTimeout
-from shared.messages.cards import Instance, ModelCard
+from shared.messages.cards import Instance, ModelCard, ServiceName
 from shared.messages.control import PING, PONG, Ping
 from shared.metrics import counter, register_metrics
 from shared.rate_limited_log import RateLimitedLog
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Directory:
-    """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`.
+    """Follows `/headrace/{ns}/instances/` and `/headrace/{ns}/models/`, or the instances of one service.
 
     A key whose value does not parse, or names an id that another key has, is counted, logged at most once a minute, and
     left out. A missing key stays while its owner's Pong says that it publishes the key, and for one TTL if its owner is
@@ -52,8 +52,16 @@ class Directory:
     # fmt: on
 
     def __init__(
-        self, discovery: Discovery, bus: Bus, namespace: str, *, registry: CollectorRegistry | None = None
+        self,
+        discovery: Discovery,
+        bus: Bus,
+        namespace: str,
+        *,
+        service: ServiceName | None = None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
+        """With `service` only its instances are known, and no model cards."""
+        self._service = service
         self._discovery = discovery
         self._bus = bus
         self._namespace = namespace
@@ -88,6 +96,8 @@ class Directory:
     async def run(self) -> None:
         """Follow discovery until cancelled."""
         prefix, read = subjects.namespace_prefix(self._namespace), partial(read_entry, self._namespace)
+        if self._service is not None:
+            prefix = subjects.instances_prefix(self._namespace, self._service)
         async for change in self._discovery.watch(prefix, ask_owner=self._ask_owner, read=read):
             match change:
                 case KeyAdded():

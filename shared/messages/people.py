@@ -107,6 +107,8 @@ class RouterState(Struct, frozen=True):
     """Why the policy does not make every choice, for the model with the worst trouble. Empty if it makes them all."""
     events: str = "on"
     """Whether the router follows KV events: on, or off; then it has no sources."""
+    left_out: dict[str, str] = {}
+    """Why workers that live get no requests, by their ids."""
 
 
 WorkerOperation = Literal["sleep", "wake", "drain", "resume", "clear", "load_lora", "unload_lora"]

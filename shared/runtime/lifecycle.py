@@ -24,7 +24,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from random import Random
@@ -60,6 +60,9 @@ CLOSE_LIMIT_S = 10.0
 FORCED_LIMIT_S = 2.0
 """The time in seconds between a forced end and the hard exit of the process."""
 
+_FOLLOWED: Mapping[ServiceName, ServiceName] = {"worker": "frontend"}
+"""The service whose instances alone a service follows. Most processes of a fleet are workers: if each followed all, a
+thousand that start would be a million notifications of etcd."""
 YOUNG_OBJECTS = 10_000
 """The number of new objects that starts a garbage collection. Python's default, 700, is three requests of a
 frontend."""
@@ -178,6 +181,13 @@ class _Served(Exception):
     """The service has drained: this ends the remaining tasks."""
 
 
+def _targets(service: ServiceName, directory: Directory) -> Callable[[], bytes | None] | None:
+    """Return `ProcessHealth.targets`."""
+    if service in _FOLLOWED:
+        return None
+    return lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
+
+
 async def _serve(
     service: ServiceName,
     instance: str,
@@ -207,8 +217,8 @@ async def _serve(
         host = config.observe.host
         events = opened.enter_context(ZmqEventBus(host, observe.advertised(host), config.observe.events))
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
-        directory = Directory(discovery, bus, config.namespace, registry=registry)
-        health.targets = lambda: scrape_targets(directory.instances.values()) if directory.is_synced else None
+        directory = Directory(discovery, bus, config.namespace, service=_FOLLOWED.get(service), registry=registry)
+        health.targets = _targets(service, directory)
         health.unready("starting")
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -43,8 +43,9 @@ class ProcessHealth:
         self._judge: Callable[[], Sequence[str]] | None = None
         self.also: Callable[[], dict[str, list[str]]] = dict
         """Returns further fields of /health."""
-        self.targets: Callable[[], bytes | None] = lambda: None
-        """Returns the content of /sd; None while the process has not read the address book."""
+        self.targets: Callable[[], bytes | None] | None = lambda: None
+        """Returns the content of /sd; None while the process has not read the address book. None if it does not follow
+        all of it."""
         self._draining: Callable[[], str] | None = None
         self.progress = 0
         """The number of steps of the engine, if there is one, for Pong."""
@@ -114,6 +115,8 @@ def takes_openmetrics(accept: Sequence[str]) -> bool:
 
 
 async def _targets(health: ProcessHealth, _request: web.Request) -> web.Response:
+    if health.targets is None:
+        raise web.HTTPNotFound(text="this process does not know all others; ask a frontend, a router or a kvbm\n")
     targets = health.targets()
     if targets is None:  # Prometheus then keeps the targets that it has
         raise web.HTTPServiceUnavailable(text="the address book is not read yet\n")

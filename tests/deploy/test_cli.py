@@ -97,6 +97,9 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["route", "http://127.0.0.1:1", "--api-key-file", "/none"], "error: --api-key-file /none: No such file or di"),
         (["route", "http://127.0.0.1:1", "--model", "/none"], "error: --model /none: no such file or directory; a mod"),
         (["route", "http://127.0.0.1:1", "--port", "0"], "error: --port is 1 to 65535"),
+        (["picker"], "error: route: give URLs of servers, such as http://127.0.0.1:8001, or a file "),
+        (["route", "http://127.0.0.1:1", "--picker", "0"], "error: --picker is 1 to 65535"),
+        (["picker", "http://127.0.0.1:1", "--set", "frontend.picker.prot=1"], "error: frontend.picker.prot: no such "),
         (["route", "http://127.0.0.1:1", "--set", "worker.foo=1"], "error: worker.foo: no such setting; "),
         (
             ["route", "http://127.0.0.1:1", "--set", "worker.attached.api_key_file=key"],

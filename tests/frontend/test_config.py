@@ -41,6 +41,18 @@ def test_limits_that_cannot_be_are_refused_by_name(flags: tuple[str, ...], told:
         configured(*flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--picker-tls-cert", "c"), "tls_cert and tls_key need each other"),
+        (("--picker-tls-ca", "a"), "tls_ca needs tls_cert and tls_key"),
+    ],
+)
+def test_files_of_the_pickers_tls_that_need_others_are_refused(flags: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        configured(*flags)
+
+
 def test_parsers_are_named_by_model_and_an_unknown_one_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "frontend.toml"
     file.write_text('[tool_parser]\n"a/b" = "hermes"\nc = "none"\n[reasoning_parser]\n"a/b" = "think"\n')

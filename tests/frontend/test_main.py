@@ -71,6 +71,14 @@ async def frontend_keys(discovery: FileDiscovery) -> list[str]:
     return [key for key in await discovery.list(f"/headrace/{NAMESPACE}/") if "/instances/frontend/" in key]
 
 
+async def registered(discovery: FileDiscovery) -> None:
+    """Wait until a frontend is in discovery: it answers before that, since it need not wait for etcd."""
+    while True:
+        if await frontend_keys(discovery):
+            return
+        await asyncio.sleep(0.05)
+
+
 async def test_a_process_answers_over_http_and_to_a_plain_nats_client_and_drains(
     directory: Path, tmp_path: Path, nats_url: str
 ) -> None:
@@ -109,8 +117,7 @@ async def test_a_process_answers_over_http_and_to_a_plain_nats_client_and_drains
         assert text == "grüße 🚰"
         await client.close()
 
-        while not await frontend_keys(discovery):  # it answers before it is registered: both need not wait for etcd
-            await asyncio.sleep(0.05)
+        await registered(discovery)
         running.send_signal(signal.SIGTERM)
         assert await running.wait() == 0
         assert not await frontend_keys(discovery)
@@ -218,10 +225,15 @@ def with_files(*, cert: str = "", key: str = "", keys: str = "", host: str = "12
     return FrontendConfig(http=HttpConfig(host=host, tls_cert=cert, tls_key=key), access=AccessConfig(keys_file=keys))
 
 
+def with_picker(tls_cert: str, tls_key: str, tls_ca: str = "") -> FrontendConfig:
+    return FrontendConfig(picker=PickerConfig(tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca))
+
+
 def test_the_check_passes_files_that_the_frontend_can_use(tmp_path: Path) -> None:
     check_files(with_files())
     (keys := tmp_path / "keys.toml").write_text(f'alice = {{ sha256 = "{"0" * 64}" }}\n')
     check_files(with_files(cert=str(CERTIFICATES / "one.pem"), key=str(CERTIFICATES / "one.key"), keys=str(keys)))
+    check_files(with_picker(*(str(CERTIFICATES / name) for name in ("one.pem", "one.key", "two.pem"))))
 
 
 def test_the_check_names_each_file_that_the_frontend_cannot_use(tmp_path: Path) -> None:
@@ -240,6 +252,11 @@ def test_the_check_names_each_file_that_the_frontend_cannot_use(tmp_path: Path) 
         (
             FrontendConfig(picker=PickerConfig(host="192.0.2.1")),
             "picker.host: 192.0.2.1 is no address of this machine",
+        ),
+        (with_picker(tls_cert=good, tls_key=missing), f"picker.tls_key {missing}: No such file"),
+        (
+            with_picker(tls_cert=good, tls_key=key, tls_ca=key),
+            f"picker.tls_cert {good}, picker.tls_key {key}, picker.tls_ca {key}: no certificates of authorities in PEM",
         ),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):

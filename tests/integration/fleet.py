@@ -90,16 +90,22 @@ class Fleet:
         self._started = 0
 
     def start(
-        self, service: ServiceName, name: str, *flags: str, module: str = "", more: Mapping[str, str] | None = None
+        self,
+        service: ServiceName,
+        name: str,
+        *flags: str,
+        module: str = "",
+        more: Mapping[str, str] | None = None,
+        through: Sequence[str] = (),
     ) -> Service:
         """Returns at once; `ready` says when it serves. `module`: of a service's program that is a test's own. `more`
-        is added to its environment."""
+        is added to its environment. `through` is a command that runs another one."""
         self._started += 1
         log = self._folder / f"{name}.{self._started}.log"
         # On a slow machine a worker may be predicted to be late; only a test of that limit wants a refusal.
         patient = ("--http-port", "0", "--limits-wait-s", "0")
         where = patient if service == "frontend" else ("--observe-url-file", str(log.with_suffix(".url")))
-        command = [sys.executable, "-m", module or f"services.{service}", *self._common, *where, *flags]
+        command = [*through, sys.executable, "-m", module or f"services.{service}", *self._common, *where, *flags]
         self.services[name] = Service(name, command, log, more)
         return self.services[name]
 

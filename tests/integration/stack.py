@@ -111,7 +111,8 @@ def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iter
 def started(
     state: Path, command: str, *flags: str, variables: Mapping[str, str] = {}, within: Sequence[str] = ()
 ) -> Iterator[Up]:
-    """`headrace up` or `route` on free ports; ended afterwards. `within` are the words of a program that becomes it."""
+    """`headrace up`, `route` or `picker` on free ports; ended afterwards. `within` are the words of a program that
+    becomes it."""
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
     environment |= {"HEADRACE_CACHE": str(state / "models"), **variables}

@@ -422,6 +422,13 @@ def test_an_etcd_that_does_not_answer_and_a_process_that_stood_still(watched: Wa
         first.process.send_signal(signal.SIGCONT)
 
 
+def test_a_worker_that_uses_another_discovery(watched: Watched) -> None:
+    elsewhere = ("--discovery-backend", "file", "--discovery-path", str(watched.folder / "elsewhere"))
+    with watched.fires({"HeadraceWorkersLeftOut": {"reason": "unregistered"}}):
+        start_worker(watched.services, "stray", watched.folder / "tiny", "tiny", watched.folder / "pool", *elsewhere)
+    watched.process("stray").kill()
+
+
 def test_no_worker_no_block_store_and_no_router(watched: Watched) -> None:
     third = watched.services.services["third"]
     eventually(lambda: third.metric("headrace_kvbm_attached") == 1, limit_s=LIMIT_S, what="third has its store")

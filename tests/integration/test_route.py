@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.authority import Authority, needs_openssl, serving
+from tests.deploy.route.kube_server import PODS, POOLS, TOKEN, KubeServer, kube_serving, pod, pool, token_file
 from tests.integration.stack import Up, eventually, started
+from tests.picker.gateway import connected, destination
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.peer import Peer, answering
@@ -130,6 +134,59 @@ async def test_each_address_of_a_name_is_a_server_that_comes_and_goes_also_over_
             assert len(peers["127.0.0.2"].bodies) == before["127.0.0.2"]
             up.process.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(up.process.wait, LIMIT_S) == 0
+
+
+async def test_pods_of_an_inference_pool_come_and_go_and_a_gateway_is_sent_to_those_that_are_ready(
+    tmp_path: Path,
+) -> None:
+    model, port, picker = write_tiny_model(tmp_path / "tiny", context_length=512), free_port(), free_port()
+    labels = {"app": "vllm"}
+    peers = {address: Peer(model, port) for address in ("127.0.0.2", "127.0.0.3")}
+    server = KubeServer(role_of_the_document())
+    server.token = TOKEN
+    async with AsyncExitStack() as servers:
+        await servers.enter_async_context(kube_serving(server))
+        for address, peer in peers.items():
+            await servers.enter_async_context(answering(peer, address))
+        api = ("--kube-api", server.url, "--kube-token-file", str(token_file(tmp_path)))
+        flags = ("--inference-pool", "default/vllm", *api, "--picker", str(picker))
+        with started(tmp_path / "state", "picker", *flags) as up:
+            await said(up, "InferencePool default/vllm: there is no such InferencePool; it is waited for\n")
+            await server.put(POOLS, pool("vllm", labels, port))
+            await server.put(PODS, pod("one", "127.0.0.2", labels))
+            await said(up, f"http://127.0.0.2:{port}: serves\n", "\nready ")
+            assert await _sent_to(picker, f"127.0.0.2:{port}") == {f"127.0.0.2:{port}"}
+            await server.put(PODS, pod("two", "127.0.0.3", labels))
+            await said(up, f"http://127.0.0.3:{port}: serves\n")
+            await server.put(PODS, pod("one", "127.0.0.2", labels, ready=False))
+            await said(up, f"http://127.0.0.2:{port}: not wanted any more\n")
+            await _sent_to(picker, f"127.0.0.3:{port}")
+            server.cut()
+            await server.delete(PODS, "two")
+            await said(up, "InferencePool default/vllm: none of its Pods (1) is ready\n")
+            up.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(up.process.wait, LIMIT_S) == 0
+
+
+def role_of_the_document() -> list[dict[str, list[str]]]:
+    """Return what the Role in docs/picker.md allows."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "picker.md"
+    blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    [role] = [each for block in blocks for each in yaml.safe_load_all(block) if each.get("kind") == "Role"]
+    return list(role["rules"])
+
+
+async def _sent_to(picker: int, endpoint: str) -> set[str]:
+    """Ask the picker until it sends a request to this endpoint, and return all to which it sent one."""
+    body, found = json.dumps({"model": "tiny", "prompt": "hello"}).encode(), set()
+    async with asyncio.timeout(LIMIT_S), connected(f"127.0.0.1:{picker}") as gateway:
+        while endpoint not in found:
+            stream = gateway.ask()
+            await stream.headers({":method": "POST", ":path": "/v1/completions"})
+            await stream.body(body)
+            found.add(destination(await stream.read())[0])
+            await stream.end()
+    return found
 
 
 async def test_a_model_whose_files_are_not_here_ends_it_with_one_line(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_streamed_answer_knows_the_capital_of_france_and_the_cache_remembers_t
     assert cached > 0
 
 
-def test_another_conversation_goes_to_the_other_worker_and_a_follow_up_goes_back(up: Up, client: OpenAI) -> None:
+def test_another_conversation_goes_to_the_other_worker_and_a_follow_up_finds_its_blocks(up: Up, client: OpenAI) -> None:
     opening = "Tell me a long story about a river, a mill and the miller's three daughters. " * 4
     first = client.with_raw_response.chat.completions.create(
         model=MODEL,
@@ -123,7 +123,11 @@ def test_another_conversation_goes_to_the_other_worker_and_a_follow_up_goes_back
     )
     home = up.worker_of(MODEL, first.headers["x-request-id"])
     assert up.worker_of(MODEL, other.headers["x-request-id"]) != home
-    assert up.worker_of(MODEL, follow.headers["x-request-id"]) == home
+    [decision] = up.explained(MODEL, follow.headers["x-request-id"])["decisions"]
+    device = {row["instance"]: row["overlap"][0] for row in decision["candidates"]}
+    # Where speeds come and go, a worker that loads the blocks may seem faster than the one that has them.
+    assert decision["instance"] == home or decision["predicted_cached_tokens"] > 200
+    assert device[home] == max(device.values()) > 0
     usage = follow.parse().usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None

@@ -39,6 +39,7 @@ def values_for(name: str) -> dict[str, Any]:
     own = {"engine": ENGINES[name], "model": "/var/lib/headrace/tiny", "modelName": "tiny", "gpus": 0}
     sets = {"disaggregated": ("prefill", "decode")}.get(name, (name,))
     return {
+        "models": {"volume": {"hostPath": {"path": "/models"}}},
         "frontend": {"drainDelaySeconds": 4, "settings": {"limits": {"wait_s": 0, "rescue_s": 120, "drain_s": 60}}},
         "kvbm": {"poolBytes": 64 << 20},
         "workers": {each: {**own, "settings": {"threads": 1, "capacity_blocks": 512}} for each in sets},
@@ -54,7 +55,7 @@ def cluster(
     for part, more in (flags or {}).items():
         values[part] = {**values.get(part, {}), **more}
     manifests = named(render(VALUES[name], values=values))
-    write_tiny_model(folder / "shared" / "headrace-models" / "tiny")
+    write_tiny_model(folder / "shared" / "models" / "tiny")
     one = Cluster(manifests, folder, {"headrace-passwords": PASSWORDS, **secrets})
     try:
         one.apply()
@@ -185,7 +186,7 @@ def test_a_model_that_values_name_is_fetched_to_the_volume_of_models(tmp_path: P
         "pull": [f"org/tiny@{there.commit}"],
         "env": [{"name": name, "value": value} for name, value in variables.items()],
     }
-    manifests = named(render(VALUES["cpu"], values={"models": models}))
+    manifests = named(render(VALUES["gpu"], values={"models": models}))
     one = Cluster(manifests, tmp_path / "cluster", {})
     with hub.running(), contextlib.closing(one):
         [job] = [key for key in manifests if key.startswith("Job/headrace-pull-")]

@@ -132,7 +132,7 @@ def test_flags_add_what_they_name_and_nothing_is_there_without_them() -> None:
 
     added = {"HorizontalPodAutoscaler", "ScaledObject", "InferencePool", "PodMonitor", "PrometheusRule"}
     assert kinds(ON) - kinds({}) == added
-    assert kinds({}) - kinds(OFF) == {"DaemonSet", "Job", "NetworkPolicy", "PersistentVolumeClaim"}
+    assert kinds({}) - kinds(OFF) == {"DaemonSet", "Job", "NetworkPolicy"}
     on = named(render(CPU, values=ON))
     rules = yaml.safe_load((ROOT / "deploy" / "monitoring" / "alerts.yml").read_text(encoding="utf-8"))
     assert on["PrometheusRule/headrace-alerts"]["spec"] == rules

@@ -66,6 +66,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], str]] = {
         {f'headrace_workers_standing_still{{{ROUTER}, model="m"}}': "0x25"},
         "10m",
     ),
+    "HeadraceWorkersLeftOut": (
+        {f'headrace_workers_left_out{{{ROUTER}, reason="refused"}}': "0x5 2x40"},
+        {f'headrace_workers_left_out{{{ROUTER}, reason="refused"}}': "0x5 2x10 0x30"},
+        "30m",
+    ),
     "HeadraceIndexDiffers": (
         {f'headrace_kv_digests_total{{{ROUTER}, outcome="differed"}}': "0x5 1x20"},
         {f'headrace_kv_digests_total{{{ROUTER}, outcome="agreed"}}': "0+1x25"},

@@ -28,11 +28,12 @@ class Gateway:
             request_serializer=MESSAGES["ProcessingRequest"].SerializeToString,
             response_deserializer=MESSAGES["ProcessingResponse"].FromString,
         )
-        self._check = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=MESSAGES["HealthCheckRequest"].SerializeToString,
-            response_deserializer=MESSAGES["HealthCheckResponse"].FromString,
-        )
+        codec = {
+            "request_serializer": MESSAGES["HealthCheckRequest"].SerializeToString,
+            "response_deserializer": MESSAGES["HealthCheckResponse"].FromString,
+        }
+        self._check = channel.unary_unary("/grpc.health.v1.Health/Check", **codec)
+        self._watch = channel.unary_stream("/grpc.health.v1.Health/Watch", **codec)
 
     def ask(self) -> GatewayStream:
         """Open a stream, as for one request of a client."""
@@ -42,6 +43,25 @@ class Gateway:
         """Return the status of a service: 1 is serving, 2 is not. Raise grpc.RpcError for one that is unknown."""
         answer = await self._check(MESSAGES["HealthCheckRequest"](service=service))
         return int(answer.status)
+
+    def watch(self, service: str) -> HealthWatch:
+        """Watch the status of a service."""
+        return HealthWatch(self._watch(MESSAGES["HealthCheckRequest"](service=service)))
+
+
+class HealthWatch:
+    """The statuses of a service, as they change."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def read(self) -> int:
+        """Return the next status: 1 is serving, 2 is not, 3 is unknown. 0 if the picker has ended the watch."""
+        try:
+            answer = await self.call.read()
+        except grpc.aio.AioRpcError:
+            return 0
+        return 0 if answer is grpc.aio.EOF else int(answer.status)
 
 
 class GatewayStream:
@@ -132,8 +152,13 @@ def refusal(reply: Any) -> tuple[int, dict[str, str]]:
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Gateway]:
-    """Yield a gateway's connection to the picker at HOST:PORT."""
-    sizes = [(f"grpc.max_{way}_message_length", LIMIT_BYTES) for way in ("send", "receive")]
-    async with grpc.aio.insecure_channel(address, options=sizes) as channel:
+async def connected(address: str, tls: grpc.ChannelCredentials | None = None) -> AsyncIterator[Gateway]:
+    """Yield a gateway's connection to the picker at HOST:PORT; with `tls` to one whose certificate is localhost's."""
+    options: list[tuple[str, Any]] = [(f"grpc.max_{way}_message_length", LIMIT_BYTES) for way in ("send", "receive")]
+    if tls is None:
+        opened = grpc.aio.insecure_channel(address, options=options)
+    else:  # with nothing kept from former connections
+        options += [("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
+        opened = grpc.aio.secure_channel(address, tls, options=options)
+    async with opened as channel:
         yield Gateway(channel)

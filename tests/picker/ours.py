@@ -1,4 +1,4 @@
-"""Our own picker, as `headrace route` starts it in front of simulated servers."""
+"""Our own picker, as `headrace picker` starts it in front of simulated servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.picker import envoy
 from tests.picker.cases import PickerControl, Rig
 from tests.picker.environment import envoy as envoy_program
 from tests.picker.gateway import connected
-from tests.picker.servers import serving
+from tests.picker.servers import SimulatedServer, serving
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -26,20 +26,27 @@ SERVERS = 3
 
 
 @asynccontextmanager
-async def rig(directory: Path) -> AsyncIterator[tuple[Rig, Up]]:
-    """Yield what the cases need, with servers, stack and Envoy running."""
+async def fleet(directory: Path) -> AsyncIterator[tuple[str, list[SimulatedServer], Up]]:
+    """Yield the picker's HOST:PORT, its servers and its stack, all running."""
     model = write_tiny_model(directory / "tiny", context_length=512)
     picker = f"127.0.0.1:{free_port()}"
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(SERVERS)]
-    settings = {"picker.port": picker.rpartition(":")[2], "picker.endpoints": str(SERVERS)}
-    flags = [word for name, value in settings.items() for word in ("--set", f"frontend.{name}={value}")]
-    async with AsyncExitStack() as stack:
-        servers = await stack.enter_async_context(serving(addresses, model))
+    flags = ["--picker", picker.rpartition(":")[2], "--set", f"frontend.picker.endpoints={SERVERS}"]
+    async with serving(addresses, model) as servers:
         urls = [f"http://{address}" for address in addresses]
-        up = stack.enter_context(started(directory / "state", "route", *flags, *urls))
-        assert await asyncio.to_thread(up.ready.wait, START_LIMIT_S), "".join(up.output)
-        assert up.process.poll() is None, "".join(up.output) + up.logs()
-        await _serving(picker, len(servers), up)
+        with started(directory / "state", "picker", *flags, *urls) as up:
+            assert await asyncio.to_thread(up.ready.wait, START_LIMIT_S), "".join(up.output)
+            assert up.process.poll() is None, "".join(up.output) + up.logs()
+            await _serving(picker, len(servers), up)
+            yield picker, servers, up
+
+
+@asynccontextmanager
+async def rig(directory: Path) -> AsyncIterator[tuple[Rig, Up]]:
+    """Yield what the cases need, with servers, stack and Envoy running."""
+    async with AsyncExitStack() as stack:
+        picker, servers, up = await stack.enter_async_context(fleet(directory))
+        addresses = [server.address for server in servers]
         ports = await stack.enter_async_context(envoy.running(envoy_program(), picker, addresses, directory))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         yield Rig(picker, servers, ports, http, "tiny", _control(up, picker)), up

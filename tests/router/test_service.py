@@ -16,6 +16,7 @@ from shared.errors import NoResponders
 from shared.messages.cards import INSTANCE, Instance
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kv_events import BlockStored
+from shared.messages.people import ROUTER_STATE
 from shared.messages.select import SELECT, Finished, Prefilled, Reserved, SelectRefused
 from tests.fakes.memory_discovery import MemoryDiscovery, MemoryRegistration
 from tests.router.fleet import (
@@ -414,6 +415,22 @@ async def test_a_frozen_worker_is_passed_over_and_shown() -> None:
                 if chosen.instance == "b":  # as soon as a tick has seen the report
                     break
                 await asyncio.sleep(0.02)
+
+
+async def test_workers_that_live_and_get_no_requests_are_counted_and_named() -> None:
+    async with fleet() as world:
+        stray, _ = await world.worker("stray"), await world.worker("b")
+        await stray.stop()
+        bare = Instance(NAMESPACE, "worker", "bare", 1, "m", 1, 0.0, "0")
+        entry = {subjects.instance_key(NAMESPACE, "worker", "bare"): INSTANCE.encode(bare, JSON_HEADER)}
+        await MemoryDiscovery(world.store).register(lambda _epoch: entry)
+        await until(lambda: "stray" not in world.runtime.directory.instances)
+        await stray.reports()
+        await until(lambda: world.metric("headrace_workers_left_out", reason="unregistered") == 1)
+        await until(lambda: world.metric("headrace_workers_left_out", reason="no_card") == 1)
+        subject = subjects.router_state(NAMESPACE, world.runtime.instance)
+        answer = await world.bus.request(subject, b"", timeout_s=LIMIT_S)
+        assert ROUTER_STATE.decode(answer.payload, JSON_HEADER).left_out.keys() == {"stray", "bare"}
 
 
 async def test_a_policy_that_is_slow_too_often_is_disabled() -> None:

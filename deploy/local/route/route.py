@@ -16,6 +16,7 @@ from msgspec.structs import asdict, replace
 
 from deploy.local.route.answers import pick, translate
 from deploy.local.route.asking import TLS_NAMES, addresses_of, ask, key_of
+from deploy.local.route.kube import pool_of
 from deploy.local.route.names import Names
 from deploy.local.route.servers import (
     Ask,
@@ -95,6 +96,10 @@ def _options(flags: RouteFlags) -> UpOptions:
     key_of(flags.api_key_file)
     read_tls(tls_files(flags), TLS_NAMES)
     same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
+    if flags.picker is not None:
+        if not 1 <= flags.picker <= 65535:
+            raise ConfigError("--picker is 1 to 65535")
+        same["set"] = [f"frontend.picker.port={flags.picker}", *flags.set]
     options, _ = checked_options(replace(UpFlags(), **same | {"engine": "attached", "model": flags.model or "-"}))
     for setting, _ in options.overrides.get("worker", ()):
         name = setting.removeprefix("--").replace("-", "_")
@@ -114,16 +119,18 @@ def _path(file: Path | None) -> str:
 
 
 class WantedServers:
-    """The servers of the arguments, or of a file that is read again when it changes."""
+    """The servers of the arguments, of a file that is read again when it changes, or of an InferencePool."""
 
     def __init__(self, flags: RouteFlags, look_up: Callable[[str], list[str]] = addresses_of) -> None:
         """`look_up` returns the addresses of a name, or raises Unavailable; it may block. Raise ConfigError for what is
         wrong with the servers."""
         self._file = flags.file
-        if bool(flags.servers) == (self._file is not None):
+        if bool(flags.servers) + (self._file is not None) + bool(flags.inference_pool) != 1:
             raise ConfigError(
-                "route: give URLs of servers, such as http://127.0.0.1:8001, or a file of them with --file"
+                "route: give URLs of servers, such as http://127.0.0.1:8001, or a file of them with --file, "
+                "or --inference-pool"
             )
+        self._pool = pool_of(flags)
         self._text, self._said = "", ""
         self._given = parse_targets(flags.servers)
         if self._file is not None:
@@ -144,8 +151,21 @@ class WantedServers:
         news, self._news = self._news, []
         if fault := self._look_at_file():
             news.append(fault)
+        if self._pool is not None:
+            self._given, of_pool = self._pool.look()
+            news += of_pool
         self.targets, of_names = self._names.servers(self._given)
         return news + of_names
+
+    @property
+    def known(self) -> bool:
+        """True once it is known which servers there are."""
+        return self._pool is None or self._pool.known
+
+    async def follow(self) -> None:
+        """Follow the InferencePool, if there is one, until cancelled."""
+        if self._pool is not None:
+            await self._pool.run()
 
     def due_names(self) -> list[str]:
         """Return the names of hosts that are to be looked up now."""
@@ -202,6 +222,7 @@ class Keeper:
 
     async def first(self) -> Join:
         """Wait for a server that fits, and return it."""
+        self._begin(self._wanted.follow())
         try:
             while True:
                 for action in await self._turn([]):
@@ -212,6 +233,7 @@ class Keeper:
 
     async def keep(self, options: UpOptions, shell: Shell) -> None:
         """Give each server that fits a worker of this stack, until it stops."""
+        self._begin(self._wanted.follow())
         try:
             while not shell.stopping:
                 for action in await self._turn(await self._look(shell)):
@@ -228,7 +250,7 @@ class Keeper:
             self._terminal.notice(line)
         for host in self._wanted.due_names():
             self._begin(self._look_up(host))
-        events: list[Event] = [Wanted(self._wanted.targets), *seen]
+        events: list[Event] = [*([Wanted(self._wanted.targets)] if self._wanted.known else []), *seen]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 events.append(await self._events.get())

@@ -41,7 +41,7 @@ def parse_targets(texts: Iterable[str], of: str = "") -> tuple[Target, ...]:
     """Return the servers. Raise ConfigError that names the first wrong one; `of` is the file that they are from."""
     found: dict[tuple[str, int], Target] = {}
     for text in texts:
-        target = _parse(text, of)
+        target = parse_target(text, of)
         if (before := found.setdefault((target.host, target.port), target)) is not target:
             raise ConfigError(f"{of}{text}: the same server as {before.given}")
     if len(found) > MOST_TARGETS:
@@ -56,7 +56,8 @@ def parse_file(file: str, text: str) -> tuple[Target, ...]:
     return parse_targets((line for line in lines if line and not line.startswith("#")), f"{file}: ")
 
 
-def _parse(text: str, of: str) -> Target:
+def parse_target(text: str, of: str = "") -> Target:
+    """Return one server. Raise ConfigError; `of` is the file that it is from."""
     try:
         parts = urlsplit(text)
         port = parts.port

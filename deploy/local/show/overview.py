@@ -255,6 +255,8 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
             for source in state.sources
             if source.reason
         ]
+    left_out = {worker: why for state in view.routers for worker, why in state.left_out.items()}
+    parts += [f"worker {worker} gets no requests: {why}" for worker, why in sorted(left_out.items())]
     if view.stores:
         parts += ["", *block_stores(view.stores)]
     parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]

@@ -25,13 +25,14 @@ import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from services.frontend.models.fetched_files import ModelFiles
 from services.frontend.models.lora_names import LoraNames
 from services.frontend.models.model import (
     BY_TEMPLATE,
@@ -148,13 +149,15 @@ class ModelRegistry:
     def __init__(
         self,
         directory: Directory,
+        files: ModelFiles,
         directories: Mapping[str, str],
         tasks: asyncio.TaskGroup,
         pool: Executor,
         parsers: Callable[[str], ParserNames] = lambda _name: BY_TEMPLATE,
     ) -> None:
-        """Create it. `directories` has the path of a model's tokenizer if that in the cards is not valid here.
+        """Create it. `directories` has the path of a model's tokenizer that counts instead of that of the cards.
         `parsers` returns the names of a model's parsers."""
+        self._files = files
         self._directories = directories
         self._parsers = parsers
         self._tasks = tasks
@@ -337,9 +340,10 @@ class ModelRegistry:
         for card in entry.newest_first():
             if entry.is_current(card):
                 break
-            directory = Path(self._directories.get(name, card.path))
+            given = self._directories.get(name)
             try:
-                loaded = await loop.run_in_executor(self._pool, load_model, card, directory, self._parsers(name))
+                async with nullcontext(Path(given)) if given else self._files.directory_of(card) as directory:
+                    loaded = await loop.run_in_executor(self._pool, load_model, card, directory, self._parsers(name))
             except ModelError as wrong:
                 failed[_source(card)] = str(wrong)
                 if entry.failed.get(_source(card)) != str(wrong):

@@ -22,7 +22,9 @@ import grpc
 import grpc.aio
 
 from services.frontend.config import FrontendConfig
+from services.frontend.picker.credentials import GatewayCredentials
 from services.frontend.picker.exchange import BODY_LIMIT_BYTES, Exchange
+from services.frontend.picker.health import GatewayHealth
 from services.frontend.picker.messages import (
     REQUEST_ID,
     AnswerBegun,
@@ -43,7 +45,7 @@ from services.frontend.picker.messages import (
 )
 from services.frontend.picker.picks import EndpointPick, EndpointPicks
 from services.frontend.picker.prompts import GatewayPrompts
-from services.frontend.picker.wire import MESSAGES, METHOD, encode_reply, read_message
+from services.frontend.picker.wire import METHOD, encode_reply, read_message
 from services.frontend.protocol.errors import failure_of
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.terms import DEADLINE_HEADER, lowest_allowed
@@ -64,17 +66,16 @@ from shared.runtime.runtime import Runtime
 
 RECEIVE_LIMIT_BYTES = 32 << 20
 """The most bytes of a gateway's message. If one is larger, its gateway learns only that the picker failed."""
+HANDSHAKE_S = 10
+"""Seconds for the handshake of TLS and of HTTP/2."""
 PING_S = 30
+"""Seconds between two pings to a silent gateway; one that does not answer for as long is gone."""
 LEAST_PING_S = 5
 """The seconds between a gateway's pings that are looked at."""
-"""Seconds between two pings to a silent gateway; one that does not answer for as long is gone."""
 GONE = 499
 _DEADLINE, _SALT, _SESSION = (name.lower() for name in (DEADLINE_HEADER, SALT_HEADER, SESSION_HEADER))
 WANTED = (":path", "content-type", REQUEST_ID, _DEADLINE, _SALT, _SESSION)
 """The headers that count."""
-LIVENESS = "liveness"
-READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
-SERVING, NOT_SERVING = 1, 2
 
 _log = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ class PickerPort:
         options = {
             "grpc.max_receive_message_length": RECEIVE_LIMIT_BYTES,
             "grpc.so_reuseport": int(config.http.reuse_port),
+            "grpc.server_handshake_timeout_ms": 1000 * HANDSHAKE_S,
             "grpc.keepalive_time_ms": 1000 * PING_S,
             "grpc.keepalive_timeout_ms": 1000 * PING_S,
             "grpc.keepalive_permit_without_calls": 1,
@@ -258,30 +260,30 @@ class PickerPort:
         self._server = grpc.aio.server(options=list(options.items()))
         _, service, method = METHOD.split("/")
         process = grpc.stream_stream_rpc_method_handler(self._process)
-        check = grpc.unary_unary_rpc_method_handler(
-            self._check,
-            request_deserializer=MESSAGES["HealthCheckRequest"].FromString,
-            response_serializer=MESSAGES["HealthCheckResponse"].SerializeToString,
-        )
-        handlers = (
-            grpc.method_handlers_generic_handler(service, {method: process}),
-            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
-        )
-        self._server.add_generic_rpc_handlers(handlers)
+        streams = grpc.method_handlers_generic_handler(service, {method: process})
+        self._health = GatewayHealth(self.faults)
+        self._server.add_generic_rpc_handlers((streams, self._health.handler()))
 
     async def start(self) -> None:
         """Listen. Raise ConfigError if that fails."""
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        config = self.config
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        address = f"{host}:{config.port}"
         try:
-            self._server.add_insecure_port(f"{host}:{self.config.port}")
+            if config.tls_cert:
+                files = GatewayCredentials(config, self.metrics)
+                self._server.add_secure_port(address, await files.start(self.runtime.tasks))
+            else:
+                self._server.add_insecure_port(address)
         except RuntimeError as wrong:
             why = str(wrong).partition(";")[0]  # what follows is a variable of gRPC
             raise ConfigError(f"picker.port: {why}") from None
         await self._server.start()
-        _log.info("the endpoint picker listens at %s:%d", host, self.config.port)
+        _log.info("the endpoint picker listens at %s%s", address, ", with TLS" if config.tls_cert else "")
 
     async def stop(self, limit_s: float) -> None:
         """Take no new streams, end those whose gateways can go on without, and after `limit_s` the others."""
+        self._health.end()
         for stream in list(self.streams):
             stream.leave()
         await self._server.stop(limit_s)
@@ -293,12 +295,6 @@ class PickerPort:
             await stream.run()
         finally:
             self.streams.discard(stream)
-
-    async def _check(self, request: Any, context: Any) -> Any:
-        if request.service not in (LIVENESS, *READINESS):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:64]!r}")
-        serving = request.service == LIVENESS or not self.faults()
-        return MESSAGES["HealthCheckResponse"](status=SERVING if serving else NOT_SERVING)
 
     def faults(self) -> Sequence[str]:
         """Return why no endpoint would be chosen; empty if one would."""

@@ -50,8 +50,9 @@ def certificate(
     )
 
 
-def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Make the TLS context. Raise ConfigError if certificate and key cannot be read or do not belong together."""
+def tls_context(cert: Path, key: Path, authorities: Path | None = None) -> ssl.SSLContext:
+    """Make the TLS context. With `authorities` clients must show a certificate that one of them has signed. Raise
+    ConfigError if the files cannot be read, or certificate and key do not belong together."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -64,6 +65,14 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
         raise ConfigError(str(wrong.strerror)) from None
     except ValueError as wrong:
         raise ConfigError(f"not a certificate and its key: {wrong}") from None
+    if authorities is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(authorities)
+        except ssl.SSLError:
+            raise ConfigError("no certificates of authorities in PEM") from None
+        except OSError as wrong:
+            raise ConfigError(str(wrong.strerror)) from None
     return context
 
 

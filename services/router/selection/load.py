@@ -28,8 +28,10 @@ itself, therefore starts again from the time of its recovery.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from msgspec import Struct
 
@@ -116,6 +118,50 @@ class PromptReservation(Struct):
         return 0 if self.prefilled else self.reserved.uncached_tokens
 
 
+class _QueuedTokens:
+    """Numbers of tokens by priority. Their sum below a priority takes a search; once after a change, one over all."""
+
+    __slots__ = ("_below", "_levels", "_tokens")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._levels: list[int] = []
+        """The priorities that have tokens, lowest first."""
+        self._tokens: list[int] = []
+        """The number of tokens of each of them."""
+        self._below: list[int] = []
+        """The number of tokens below each of them, and at last of all; empty after a change."""
+
+    def add(self, priority: int, tokens: int) -> None:
+        """Change the number of tokens at `priority` by `tokens`, which may be negative."""
+        levels, counts = self._levels, self._tokens
+        at = bisect_left(levels, priority)
+        if at == len(levels) or levels[at] != priority:
+            if tokens:
+                levels.insert(at, priority)
+                counts.insert(at, tokens)
+        elif counts[at] + tokens:
+            counts[at] += tokens
+        else:
+            del levels[at], counts[at]
+        self._below = []
+
+    def below(self, priority: int) -> int:
+        """Return the number of tokens at lower priorities."""
+        at = bisect_left(self._levels, priority)
+        if not at:
+            return 0
+        if not self._below:
+            self._below = list(accumulate(self._tokens, initial=0))
+        return self._below[at]
+
+    def by_priority(self) -> dict[int, int]:
+        """Return the number of tokens at each priority that has some."""
+        return dict(zip(self._levels, self._tokens, strict=True))
+
+
 @dataclass(slots=True)
 class _CandidateSums:
     """The sums over one candidate's reservations and its last report."""
@@ -132,28 +178,20 @@ class _CandidateSums:
     """Uncached tokens of reservations that the report does not have and that are not prefilled."""
     new_blocks: int = 0
     """Blocks of reservations that the report does not count."""
-    queued: dict[int, int] = field(default_factory=dict)
-    """Priority → tokens of all reservations that are not prefilled."""
+    queued: _QueuedTokens = field(default_factory=_QueuedTokens)
+    """The tokens of all reservations that are not prefilled."""
     loads: dict[int, CandidateLoad] = field(default_factory=dict)
     """Priority → load as a request of that priority meets it; a memo, emptied when a sum changes."""
 
     def load(self, priority: int) -> CandidateLoad:
         if len(self.loads) >= _PRIORITIES_LIMIT:
             self.loads.clear()
-        lower = sum(tokens for level, tokens in self.queued.items() if level < priority)
         load = self.loads[priority] = CandidateLoad(
             requests=len(self.attempts) + self.reported_requests,
-            queued_tokens=max(self.reported_tokens + self.new_tokens - lower, 0),
+            queued_tokens=max(self.reported_tokens + self.new_tokens - self.queued.below(priority), 0),
             active_blocks=self.reported_blocks + self.new_blocks,
         )
         return load
-
-    def queue(self, reservation: PromptReservation, tokens: int) -> None:
-        """Change the number of queued tokens at the reservation's priority by `tokens`, which may be negative."""
-        priority = reservation.reserved.priority
-        self.queued[priority] = self.queued.get(priority, 0) + tokens
-        if not self.queued[priority]:
-            del self.queued[priority]
 
 
 @dataclass(slots=True)
@@ -207,7 +245,7 @@ class LoadTracker:
         sums.attempts.add(attempt)
         sums.new_blocks += event.blocks
         sums.new_tokens += reservation.queued_tokens
-        sums.queue(reservation, reservation.queued_tokens)
+        sums.queued.add(event.priority, reservation.queued_tokens)
         sums.loads.clear()
         return True
 
@@ -268,7 +306,7 @@ class LoadTracker:
                 if not reservation.known:
                     sums.new_tokens += reservation.queued_tokens
                 if not reservation.prefilled:
-                    sums.queue(reservation, reservation.queued_tokens)
+                    sums.queued.add(reservation.reserved.priority, reservation.queued_tokens)
             if figures is not None:
                 sums.reported_tokens = max(figures.waiting_tokens, 0)
                 sums.reported_blocks = max(figures.held_blocks, 0)
@@ -363,7 +401,7 @@ class LoadTracker:
         """Take the prompt of the reservation out of the queued tokens."""
         sums = self._sums[reservation.candidate]
         tokens = reservation.queued_tokens
-        sums.queue(reservation, -tokens)
+        sums.queued.add(reservation.reserved.priority, -tokens)
         sums.loads.clear()
         if not reservation.known:
             sums.new_tokens -= tokens
@@ -410,8 +448,12 @@ class LoadTracker:
             assert sums.new_blocks == sum(reservation.reserved.blocks for reservation in here if not reservation.held)
             assert sums.waiting in (0, sum(each.known and not each.prefilled for each in here))
             assert sums.new_tokens == sum(reservation.queued_tokens for reservation in here if not reservation.known)
-            assert sum(sums.queued.values()) == sum(reservation.queued_tokens for reservation in here)
-            assert all(tokens > 0 for tokens in sums.queued.values())
+            queued: Counter[int] = Counter()
+            for reservation in here:
+                queued[reservation.reserved.priority] += reservation.queued_tokens
+            assert sums.queued.by_priority() == +queued
+            for priority in queued:
+                assert sums.queued.below(priority) == sum(queued[level] for level in queued if level < priority)
             assert min(sums.reported_requests, sums.reported_tokens, sums.reported_blocks) >= 0
 
 

@@ -33,7 +33,7 @@ from services.router.selection.candidates import (
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, Eligible, NoCandidate, ranks_of, same_worker
-from services.router.selection.load import UNKNOWN_SPEED, LoadTracker
+from services.router.selection.load import UNKNOWN_SPEED, CandidateLoad, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
 from services.router.selection.peer_links import RemoteSearch
 from services.router.selection.policies.kv import split_costs
@@ -372,6 +372,17 @@ class ModelRouter:
         card = self.cards.get(report.instance)
         if card is not None:
             self.load.apply_report(report, now_s, ranks=len(ranks_of(card)))
+
+    def loads(self) -> dict[str, CandidateLoad]:
+        """Return the load of each worker that may be chosen for a prompt, over its ranks. Frozen ones are left out."""
+        found = {}
+        for instance, card in self.cards.items():
+            if card.routed and card.role != "decode" and instance not in self.eligibility.frozen:
+                ranks = [self.load.load_of((instance, rank)) for rank in range(card.ranks)]
+                found[instance] = CandidateLoad(
+                    sum(each.requests for each in ranks), sum(each.queued_tokens for each in ranks)
+                )
+        return found
 
     def tick(self, now_s: float, *, listening: bool = True) -> None:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have

@@ -21,7 +21,7 @@ from shared.model_files.templates import read_templates
 from shared.runtime.runtime import Runtime
 
 DEFAULT_SAMPLING = SamplingConfig()
-OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "load", "operate", "control")
+OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "files", "load", "operate", "control")
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
 """The maximum size of a chat template in a card, as JSON; half of what discovery takes as a value."""

@@ -16,6 +16,7 @@ from deploy.local.terminal import Terminal
 from deploy.local.usage import RouteFlags
 from shared.errors import ConfigError, Unavailable
 from tests.authority import Authority, needs_openssl, serving
+from tests.deploy.route.kube_server import PODS, POOLS, KubeServer, kube_serving, pod, pool
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 from tests.worker.attached.peer import Peer, answering
@@ -93,6 +94,38 @@ async def test_a_name_with_several_addresses_is_several_servers_and_asked_at_eac
     assert (join.target.name, join.target.url) == (f"{url} at 127.0.0.3", url)
     assert {headers["Host"] for headers in peer.seen} == {url.removeprefix("http://")}
     assert f"{url} at 127.0.0.2: left out: does not answer: Connection refused\n" in capsys.readouterr().err
+
+
+async def test_pods_of_an_inference_pool_are_asked_once_it_is_known_which_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = Peer(write_tiny_model(tmp_path / "tiny"), free_port())
+    port = int(peer.url.rpartition(":")[2])
+    async with kube_serving(KubeServer()) as server, asyncio.timeout(LIMIT_S):
+        flags = RouteFlags(inference_pool="default/vllm", kube_api=server.url)
+        wanted = WantedServers(flags)
+        assert not wanted.known
+        first = asyncio.ensure_future(Keeper(wanted, Servers({"tiny"}), flags, Terminal()).first())
+        said = ""
+        while "waiting: none of the servers (0) serves" not in said:
+            await asyncio.sleep(0.01)
+            said += capsys.readouterr().err
+        assert said.startswith("InferencePool default/vllm: there is no such InferencePool; it is waited for\n")
+        await server.put(POOLS, pool("vllm", {"app": "vllm"}, port))
+        await server.put(PODS, pod("one", "127.0.0.2", {"app": "vllm"}))
+        async with answering(peer, "127.0.0.2"):
+            assert (await first).target.name == f"http://127.0.0.2:{port}"
+        assert wanted.known
+
+
+def test_servers_are_named_in_one_way_alone(tmp_path: Path) -> None:
+    for flags in (
+        RouteFlags(),
+        RouteFlags(servers=[ONE], inference_pool="a/b", kube_api=TWO),
+        RouteFlags(file=tmp_path / "servers", inference_pool="a/b", kube_api=TWO),
+    ):
+        with pytest.raises(ConfigError, match=r"^route: give URLs of servers, .* or --inference-pool$"):
+            WantedServers(flags)
 
 
 @needs_openssl

@@ -214,6 +214,12 @@ def test_routers_stand_with_what_they_know_and_whose_events_they_refuse() -> Non
     ]
 
 
+def test_workers_that_get_no_requests_are_named_once_however_many_routers_say_so() -> None:
+    states = tuple(RouterState(name, "kv", [], [], left_out={"w1": "it is refused"}) for name in ("r1", "r2"))
+    said = render(look(instance("router", "r1"), states=states))
+    assert said.count("worker w1 gets no requests: it is refused") == 1
+
+
 def test_a_router_without_events_says_so() -> None:
     state = RouterState("r1", "kv", [], [], events="off")
     assert render(look(instance("router", "r1"), states=(state,))).splitlines()[-1].split() == [

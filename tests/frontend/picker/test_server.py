@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from services.frontend.config import FrontendConfig, HttpConfig, LimitsConfig, PickerConfig
@@ -389,15 +388,6 @@ async def test_a_message_out_of_order_or_unreadable_ends_the_stream_with_a_line(
         code, details = await stream.status()
         assert (code, details[:9]) == ("INVALID_ARGUMENT", "ext_proc:")
         assert w.metric("headrace_picker_faults_total") == 2
-
-
-async def test_the_names_of_the_health_protocol_are_known_and_no_others(directory: Path) -> None:
-    async with picking(directory) as (_, gateway):
-        names = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
-        assert [await gateway.health(name) for name in names] == [1, 1, 1, 1]
-        with pytest.raises(grpc.RpcError) as unknown:
-            await gateway.health("other")
-        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_picker_without_endpoints_is_alive_and_not_ready(directory: Path) -> None:

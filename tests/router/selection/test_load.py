@@ -425,7 +425,7 @@ class LoadMachine(RuleBasedStateMachine):
         request=st.sampled_from("pqrstuvw"),
         instance=st.sampled_from("ab"),
         frontend=st.sampled_from("fg"),
-        priority=st.integers(-1, 1),
+        priority=st.integers(-2, 2),
         unreported=st.booleans(),
     )
     def reserve(self, request: str, instance: str, frontend: str, priority: int, unreported: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -127,6 +128,20 @@ async def world() -> AsyncIterator[World]:
     async with asyncio.TaskGroup() as tasks:
         following = tasks.create_task(made.directory.run())
         yield made
+        following.cancel()
+
+
+async def test_a_directory_of_one_service_knows_no_others_and_no_cards(world: World) -> None:
+    only = Directory(MemoryDiscovery(world.store), world.bus, NAMESPACE, service="frontend")
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(only.run())
+        frontend = msgspec.structs.replace(instance("f1"), service="frontend")
+        await world.discovery.register(lambda epoch: published(instance("a1"), card("a1"), frontend))
+        await world.until(lambda: len(world.reported) == 3)
+        await only.synced()
+        await world.until(lambda: bool(only.instances))
+        assert only.instances.keys() == {"f1"}
+        assert not only.cards
         following.cancel()
 
 

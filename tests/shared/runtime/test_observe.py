@@ -82,6 +82,10 @@ async def test_a_service_may_serve_the_paths_itself() -> None:
         health.targets = lambda: b"[]"
         async with session.get(server.make_url("/sd")) as answer:
             assert (answer.status, answer.content_type, await answer.read()) == (200, "application/json", b"[]")
+        health.targets = None
+        async with session.get(server.make_url("/sd")) as answer:
+            assert answer.status == 404
+            assert "ask a frontend" in await answer.text()
 
 
 async def test_a_scraper_that_takes_openmetrics_gets_exemplars_and_others_the_classic_format() -> None:

@@ -229,7 +229,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{- /* The volume of models, converted weights and tokenizers, which workers write and frontends read. */}}
+{{- /* The volume of models and converted weights. A worker sends frontends what they need of them. */}}
 {{- define "headrace.models" -}}
 {{ dict "name" "models" | mergeOverwrite (deepCopy .Values.models.volume | default (dict "persistentVolumeClaim" (dict "claimName" (printf "%s-models" .Release.Name)))) | toYaml }}
 {{- end }}
