@@ -7,7 +7,11 @@ The CPU time is that of our own processes: frontend, router, NATS, the worker's 
 vLLM's core. vLLM's own API server does what the frontend, the shell and the program do together, so its time is shown
 next to it.
 
-    python -m benchmarks.vllm --model DIR [--quick] [--rounds 3] [--json]
+Both have the same arguments. So neither compiles the model, which a worker does not on a CPU, unless `--compile` is
+given. What a worker chooses by itself stays: its one rank computes in the core's process, and that of `vllm serve` in a
+process of its own.
+
+    python -m benchmarks.vllm --model DIR [--compile] [--quick] [--rounds 3] [--json]
 """
 
 from __future__ import annotations
@@ -127,6 +131,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         alone = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", "18101"]
         alone += ["--host", "127.0.0.1", "--served-model-name", NAME, "--disable-uvicorn-access-log"]
         alone += [word for name, value in ARGUMENTS.items() for word in (f"--{name.replace('_', '-')}", value)]
+        alone += [] if flags.compile else ["--enforce-eager"]
         ours = [str(ROOT / "headrace"), "up", "--engine", "vllm", "--workers", "1", "--model", str(model)]
         ours += ["--model-name", NAME, "--port", "18102", "--state", f"{folder}/state", "--frontends", "1"]
         ours += ["--routers", "1", "--set", "frontend.limits.wait_s=0", "--set", "worker.threads=1"]
@@ -134,6 +139,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         ours += [
             word for name in ("dtype", "max_model_len") for word in ("--set", f"worker.vllm.{name}={ARGUMENTS[name]}")
         ]
+        ours += ["--set", f"worker.vllm.enforce_eager={str(not flags.compile).lower()}"]
         with (
             started(alone, 18101, Path(folder, "alone.log"), "/health") as alone_pid,
             started(ours, 18102, Path(folder, "ours.log"), "/health") as our_pid,
@@ -188,12 +194,14 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
         gap = ours["tpot_p50_ms"] / alone["tpot_p50_ms"]
         first = ours["ttft_p50_ms"] - alone["ttft_p50_ms"]
         goals += [
-            Goal(f"tokens a second, {streams} streams", round(rate, 3), "times", 0.98, rate >= 0.98),
+            Goal(f"tokens a second, {streams} streams", round(rate, 3), "times", 0.95, rate >= 0.95),
             Goal(f"time between tokens, {streams} streams", round(gap, 3), "times", 1.02, gap <= 1.02),
             Goal(f"first token, {streams} streams", round(first, 1), "ms more", 5.0, first <= 5.0),
         ]
         if streams == STREAMS[-1]:
-            goals.append(Goal("CPU of our processes a token", ours["cpu_us"], "us", 30.0, ours["cpu_us"] <= 30.0))
+            cpu = ours["cpu_us"] / alone["cpu_us"]
+            name = "CPU of our processes a token, of vLLM's API server"
+            goals.append(Goal(name, round(cpu, 3), "times", 1.0, cpu <= 1.0))
     return goals
 
 
@@ -233,6 +241,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2, help="requests for each stream and round")
     parser.add_argument("--isl", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--osl", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--compile", action="store_true", help="both sides compile the model")
     return run("vllm", parser, measure, goals_of)
 
 

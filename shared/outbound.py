@@ -10,6 +10,7 @@ import ssl
 from pathlib import Path
 
 import aiohttp
+from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractResolver, ResolveResult
 from msgspec import Struct
 
@@ -18,6 +19,13 @@ from shared.regular_file import read_regular_file
 
 FILE_LIMIT_BYTES = 4 << 20
 """Most bytes of a file with certificates or a key: a system's bundle of authorities has 0.2 MB."""
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""After 10 s of silence the kernel asks the other side three times, once in 5 s."""
 _UNKNOWN_AUTHORITY = (18, 19, 20, 21)
 """OpenSSL's codes of a certificate that nothing trusted has signed."""
 
@@ -56,11 +64,27 @@ class FixedAddress(AbstractResolver):
         pass
 
 
-def open_connector(address: str, tls: ssl.SSLContext | None, *, most: int = 100) -> aiohttp.TCPConnector:
+def open_connector(
+    address: str, tls: ssl.SSLContext | None, *, most: int = 100, idle_s: float = 15.0
+) -> aiohttp.TCPConnector:
     """Return what makes at most this many connections: to an address, or if it is empty to those of the URL's host.
-    Without `tls` the system's authorities are believed."""
-    resolver = FixedAddress(address) if address else None
-    return aiohttp.TCPConnector(limit=most, resolver=resolver, ssl=True if tls is None else tls)
+    Without `tls` the system's authorities are believed. A connection that was idle for `idle_s` is not used again."""
+    return aiohttp.TCPConnector(
+        limit=most,
+        resolver=FixedAddress(address) if address else None,
+        ssl=True if tls is None else tls,
+        keepalive_timeout=idle_s,
+        socket_factory=open_socket,
+    )
+
+
+def open_socket(place: AddrInfoType) -> socket.socket:
+    """Return a socket for a connection that ends by itself some 25 s after the other machine has gone without a word:
+    one that waits for an answer would wait for ever."""
+    opened = socket.socket(*place[:3])
+    for level, option, value in KEEP_ALIVE:
+        opened.setsockopt(level, option, value)
+    return opened
 
 
 def read_tls(files: TlsFiles, names: TlsNames) -> ssl.SSLContext | None:

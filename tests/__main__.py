@@ -48,7 +48,7 @@ from tests.tiers import Tier, clients_left_out, picked, third_of, tiers_of
 HERE = Path(__file__).resolve().parent
 LONG_S = 60.0
 """Seconds: a file that takes longer runs alone; bunches of shorter ones take about as long."""
-TOGETHER = ("tests/integration/shared/",)
+TOGETHER = ("tests/integration/shared/", "tests/containers/")
 """Folders whose files share a costly fixture: each is one bunch."""
 CROWDED = 3
 """Threads a core that run or could: while there are more, as on a slow machine or next to other programs, no further

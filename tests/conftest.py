@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
 from tests.tiers import MARKS, Tier, tier_of, tier_with_marks, tiers_of
-from tests.worker.vllm.environment import ON_GPU, PYTHON
+from tests.worker.vllm.environment import INSTALLED, ON_GPU
 
 # Tests start programs while gRPC's threads run. Its handlers of fork have kept such a child from its exec once.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if tier in tiers else left_out).append(item)
         if tier != tier_of(file):
             item.user_properties.append(("tier", tier))  # goes into the report that tests/durations.py reads
-        if item.get_closest_marker("vllm") and not PYTHON.exists():
+        if item.get_closest_marker("vllm") and not INSTALLED:
             item.add_marker(pytest.mark.skip(reason="needs ./headrace install-vllm"))
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)

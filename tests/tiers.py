@@ -2,7 +2,8 @@
 
     check   before each commit: what runs in one process or starts little, 200 new seeds, one whole stack
     all     in CI too: whole stacks, a third of other projects' clients, a short chaos run
-    long    at a release too: all clients, all faults, all installations, 5,000 new seeds, storms, vLLM, a GPU
+    long    at a release too: all clients, all faults, all installations, 5,000 new seeds, storms, vLLM,
+            containers, a GPU
 
 A test is of one tier. `./check` runs the tests of `check`, `./check all` those of `check` and `all`, `./check long`
 those of all three.
@@ -34,6 +35,8 @@ FILES: Mapping[str, Tier] = {
     "tests/simulation/": "check",
     "tests/vllm/": "check",
     "tests/worker/": "check",
+    # Needs podman, which CI has not.
+    "tests/containers/": "long",
     # One whole stack.
     "tests/integration/test_smoke.py": "check",
     # Programs and servers that take long, and random cases that take much.

@@ -18,6 +18,8 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 DEFAULT_MODEL = "default"
 GPU_MEMORY_SHARE = 0.9
 
+By = Literal["auto", "tokens", "text"]
+"""How requests go to servers that run already."""
 Directory = Annotated[Path, "DIR"]
 File = Annotated[Path, "FILE"]
 Url = Annotated[str, "URL"]
@@ -119,7 +121,7 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
 
 
 class RouteFlags(StackFlags, frozen=True, kw_only=True):
-    """Run a fleet in front of vLLM servers that run already, until Ctrl-C (docs/route.md)."""
+    """Run a fleet in front of vLLM and other servers that run already, until Ctrl-C (docs/route.md)."""
 
     servers: Words = []
     """The URLs of the servers, without /v1."""
@@ -137,6 +139,9 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """The model's tokenizer and config.json: a directory, or a name on the hub (what the first server names)."""
     model_name: str = ""
     """The name of the model for clients, and the one that servers must have (that of the first server)."""
+    by: By = "auto"
+    """How requests go to the servers: as tokens, which vLLM takes; or as text, unchanged; auto: as the first one
+    takes."""
     api_key_file: File | None = None
     """The file that contains only the servers' API key (none)."""
     ca_file: File | None = None

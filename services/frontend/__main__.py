@@ -9,6 +9,7 @@ from pathlib import Path
 from services.frontend.app import serve
 from services.frontend.config import FrontendConfig
 from services.frontend.server.tls import tls_context
+from services.frontend.serving.text_servers import read_text_files
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
 from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
@@ -31,6 +32,7 @@ def check_files(config: FrontendConfig) -> None:
     check_host("picker.host", picker.host)
     _check_tls({f"http.{name}": getattr(http, name) for name in ("tls_cert", "tls_key") if getattr(http, name)})
     _check_tls(picker.tls_files)
+    read_text_files(config.text)
     if keys_file:
         content = _read("access.keys_file", keys_file)
         try:

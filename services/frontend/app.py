@@ -37,6 +37,7 @@ from services.frontend.server.routes import HttpApi
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.response_directory import ResponseDirectory
+from services.frontend.serving.text_proxy import TextProxy
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.ui.routes import PageApi
 from shared import subjects
@@ -75,14 +76,14 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         grammars = GrammarCompiler()
         directory = ResponseDirectory(runtime, config.responses, metrics)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, config)
-        dispatcher = Dispatcher(chat, directory)
+        dispatcher, texts = Dispatcher(chat, directory), TextProxy(runtime, service, models, metrics, config)
         port = Port(with_files(config.http), metrics)
         keys = access.requires_key
         place = config.ui.place(keys=keys)
         page = None if place == "off" else PageApi(runtime, service, config.ui, config.http.hosts, keys=keys)
         keyless = () if page is None else page.keyless_paths
         middleware = Middleware(access, config.http, keyless, config.ui.hosts)
-        http = HttpApi(dispatcher, service, metrics, config.http, port, middleware, runtime.tracer)
+        http = HttpApi(dispatcher, service, metrics, config.http, port, middleware, texts, runtime.tracer)
         nats = NatsApi(runtime, dispatcher, service, metrics, access, config.nats.inbox)
         app = http.app(document(keys=keys, closed=config.unknown_fields == "refuse"))
         # Without a key, clients learn only whether all is well; reasons and metrics are on the port of [observe].
@@ -101,7 +102,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         await directory.start()
         Readiness(runtime, models).start()
         await _wait_informed(runtime, models)
-        async with aclosing(grammars), AsyncExitStack() as opened:
+        async with aclosing(grammars), aclosing(texts), AsyncExitStack() as opened:
             urls = [await opened.enter_async_context(each.open(served)) for each, served in apps.items()]
             http.url, http.page_url = urls[0], urls[-1] if page is not None else ""
             await nats.start()

@@ -207,6 +207,31 @@ class PickerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return {f"picker.{name}": file for name, file in named.items() if file}
 
 
+class TextServersConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Servers that take and give text alone, to which this frontend sends requests itself (docs/route.md)."""
+
+    api_key_file: str = ""
+    """Path of a file with these servers' API key; read again for each request. Empty if they need none."""
+    ca_file: str = ""
+    """Path of a PEM file with the authorities of their https certificates. Empty means those of the system."""
+    client_cert: str = ""
+    """Path of a PEM file with the certificate that is shown to a server which asks for one. Empty if there is none."""
+    client_key: str = ""
+    """Path of a PEM file with the key of `client_cert`, without a passphrase."""
+    connect_s: SomeSeconds = 5.0
+    """Seconds within which a server accepts a connection; then another one is tried."""
+    idle_s: SomeSeconds = 60.0
+    """Seconds for which an answer that has begun may be silent. It is ended after this time, or twice of it at most."""
+    ignore_salts: bool = False
+    """Whether requests that ask for a cache of their own, by their key's `salt` or the header X-Cache-Salt, are served.
+    These servers' caches are shared by all, so such requests get 403 otherwise."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for settings that contradict each other."""
+        if bool(self.client_cert) != bool(self.client_key):
+            raise ValueError("client_cert and client_key need each other")
+
+
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Responses that one frontend keeps in memory, to be continued (`previous_response_id`) and retrieved. At a limit,
     the least recently used one is removed, of the key that has the most."""
@@ -232,6 +257,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     responses: ResponsesConfig = ResponsesConfig()
     ui: UiConfig = UiConfig()
     picker: PickerConfig = PickerConfig()
+    text: TextServersConfig = TextServersConfig()
     access_log: bool = False
     """Whether each request has a line in the log. Those that fail in the service, with 500 or more, always have one."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"

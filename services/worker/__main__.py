@@ -38,6 +38,11 @@ def drain_limit_s(config: WorkerConfig) -> float:
 
 def check_files(config: WorkerConfig) -> None:
     """Check the model's files. Raise ModelError or ConfigError, as the engine's start would."""
+    if config.engine == "attached" and config.attached.kind == "text":  # no files of its model are needed
+        from services.worker.attached.server import read_files
+
+        read_files(config.attached)
+        return
     source = Path(config.model)
     if config.chat_template or source.is_dir():
         read_templates(source, config.chat_template)

@@ -190,8 +190,9 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ip: str = ""
     """IP address that the worker connects to, if its URL has a name with several addresses. The name still is what its
     certificate must be of. Empty means an address of the URL's host."""
-    kind: Literal["vllm", "sglang"] = "vllm"
-    """What the server is: vllm or sglang."""
+    kind: Literal["vllm", "sglang", "text"] = "vllm"
+    """What the server is: vllm or sglang; text: any other with OpenAI's API. Frontends then send requests to it
+    themselves, unchanged."""
     model: str = ""
     """Name of the model on the server. Empty means the one that is named as the worker's model is."""
     api_key_file: str = ""
@@ -236,8 +237,10 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.replay and not self.events:
             raise ValueError("replay is set without events")
         for name in ("grammars", "priorities"):
-            if self.kind == "sglang" and getattr(self, name):
-                raise ValueError(f"{name} is set, but kind is sglang, for which it is not built")
+            if self.kind != "vllm" and getattr(self, name):
+                raise ValueError(f"{name} is set, but kind is {self.kind}, for which it is not built")
+        if self.kind == "text" and self.events:
+            raise ValueError("events is set, but kind is text: what such a server caches is not known")
 
 
 class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -325,6 +328,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(fault)
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
+        if self.engine == "attached" and self.attached.kind == "text" and not self.model_name:
+            raise ValueError("attached.kind is text, but model_name, the model's name on the server, is empty")
         if self.engine != "attached" and self.attached.url:
             raise ValueError(f"attached.url is set, but engine is {self.engine}")
         for name in self.engine_metrics:

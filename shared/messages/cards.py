@@ -174,6 +174,9 @@ class ModelCard(Struct, frozen=True):
     address: str = ""
     """IP:PORT of the server that an attached instance stands for, as a gateway reaches it. Empty if there is none, or
     an older worker wrote this."""
+    server: str = ""
+    """The URL of that server, if it takes and gives text alone. Frontends then send requests to it themselves, at
+    `address`, and none to the instance. Empty if the instance takes token ids."""
 
     @property
     def decodes(self) -> bool:

@@ -52,6 +52,7 @@ HOST: dict[str, Any] = read("compose.host.yaml")["services"]
 GPU: dict[str, Any] = read("compose.gpu.yaml")["services"]
 VLLM: dict[str, Any] = read("compose.vllm.yaml")["services"]
 TRACE: dict[str, Any] = read("compose.trace.yaml")["services"]
+ROLES: dict[str, Any] = read("compose.roles.yaml")["services"]
 
 
 def test_there_are_our_services_their_servers_and_one_step_that_ends() -> None:
@@ -298,6 +299,25 @@ def test_the_directory_of_the_keys_file_is_mounted_into_the_frontend_alone_where
     assert Path(config.access.keys_file).parent not in map(Path, mounted(BASE["frontend"]))
     for ignored in (".gitignore", ".dockerignore"):
         assert "deploy/compose/keys/" in (HERE.parents[1] / ignored).read_text(encoding="utf-8").splitlines()
+
+
+def test_the_balancer_takes_the_words_for_tls_from_the_overlay_which_mounts_their_file() -> None:
+    overlay = read("compose.tls.yaml")["services"]
+    assert overlay.keys() == {"balancer"}
+    [(variable, words)] = overlay["balancer"]["environment"].items()
+    assert f'bind :8000 "${{{variable}[*]}}"' in (HERE / "haproxy.cfg").read_text(encoding="utf-8")
+    [file] = re.findall(r"^ssl crt (\S+)", words)
+    assert mounted(overlay["balancer"])[str(Path(file).parent)] == "./tls"
+    for ignored in (".gitignore", ".dockerignore"):
+        assert "deploy/compose/tls/" in (HERE.parents[1] / ignored).read_text(encoding="utf-8").splitlines()
+
+
+def test_workers_with_roles_differ_in_their_role_alone() -> None:
+    assert ROLES["prefill"]["extends"] == {"file": "compose.yaml", "service": "worker"}
+    for name, role in (("worker", "decode"), ("prefill", "prefill")):
+        assert ROLES[name].keys() <= {"extends", "environment", "deploy"}
+        environment = texts(BASE["worker"]["environment"] | ROLES[name]["environment"])
+        assert load(WorkerConfig, file=HERE / "worker.toml", environ=environment).role == role
 
 
 def test_services_hide_their_inboxes_from_clients() -> None:

@@ -70,6 +70,7 @@ from shared.messages.select import (
     SelectRefused,
     SelectReply,
 )
+from shared.notes import ProcessNotes
 from shared.runtime.observe import ProcessHealth
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanRecord
@@ -361,6 +362,7 @@ class World:
         self.registrations: dict[str, Registration] = {}
         self.registry = CollectorRegistry()
         self.vitals = ProcessHealth()
+        self.notes = ProcessNotes()
         self.spans: list[SpanRecord] = []
         """Those of the frontend that have ended."""
         self.bus = MemoryBus(broker)
@@ -528,6 +530,7 @@ def _runtime(w: World, tasks: asyncio.TaskGroup, trace: TraceConfig | None) -> R
         tasks=tasks,
         stopping=asyncio.Event(),
         health=w.vitals,
+        notes=w.notes,
         tracer=tracer,
     )
 

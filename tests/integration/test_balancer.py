@@ -115,7 +115,7 @@ class Balanced:
 def balancer(folder: Path, one: Balanced, names: Names) -> Iterator[None]:
     text = (COMPOSE / "haproxy.cfg").read_text(encoding="utf-8")
     for theirs, ours in (
-        ("127.0.0.11:53", f"127.0.0.1:{names.port}"),
+        ("parse-resolv-conf", f"nameserver dns 127.0.0.1:{names.port}"),
         ("bind :8000", f"bind 127.0.0.1:{one.api}"),
         ("bind :9100", f"bind 127.0.0.1:{one.own}"),
         ("frontend:8000", f"frontend:{one.port}"),

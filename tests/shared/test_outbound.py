@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import aiohttp
@@ -9,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from shared.errors import ConfigError
-from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_tls
+from shared.outbound import KEEP_ALIVE, TlsFiles, TlsNames, describe_fault, open_connector, read_tls
 from tests.authority import Authority, needs_openssl, serving
 from tests.servers import free_port
 
@@ -101,3 +102,26 @@ def test_files_that_cannot_be_read_or_do_not_fit_are_one_line(tmp_path: Path) ->
         with pytest.raises(ConfigError, match=said):
             read_tls(files, NAMES)
     assert read_tls(TlsFiles(), NAMES) is None
+
+
+async def test_a_connection_asks_whether_the_other_machine_is_still_there() -> None:
+    async def waits(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        await asyncio.Event().wait()
+        return answer
+
+    app, port = web.Application(), free_port()
+    app.router.add_get("/", waits)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.2", port).start()
+    try:
+        connector = open_connector("127.0.0.2", None)
+        async with aiohttp.ClientSession(connector=connector) as http, http.get(f"http://x.test:{port}/") as answer:
+            assert answer.connection is not None
+            assert answer.connection.transport is not None
+            opened = answer.connection.transport.get_extra_info("socket")
+            assert [opened.getsockopt(level, option) for level, option, _ in KEEP_ALIVE] == [1, 10, 5, 3]
+    finally:
+        await runner.cleanup()

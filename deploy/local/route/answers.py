@@ -17,6 +17,14 @@ EVENTS_FLAG = (
     '"replay_endpoint": "tcp://*:5558"}\''
 )
 REPLAY_FLAG = '"replay_endpoint": "tcp://*:5558" in its --kv-events-config'
+PROGRAMS = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "library": "Ollama",
+    "llamacpp": "llama.cpp",
+    "tensorrt_llm": "TensorRT-LLM",
+}
+"""The programs that write these words into `owned_by`."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -29,6 +37,8 @@ class ListedModel(Struct, frozen=True):
     parent: str | None = None
     """The model that a LoRA is for."""
     max_model_len: int | None = None
+    owned_by: str | None = None
+    """What the server calls itself here, as most do."""
 
     @property
     def names(self) -> set[str]:
@@ -72,6 +82,8 @@ class Found(Struct, frozen=True):
     replay: str = ""
     lacks: str = ""
     """What it lacks, and the flag by which it gets it. Empty if it has all."""
+    text: bool = False
+    """Whether requests go to it as text, and not as token ids."""
 
 
 def find_events(host: str, sources: Mapping[str, PublishedEvents] | None, ranks: int) -> tuple[str, str, str]:
@@ -107,15 +119,27 @@ def _reached(host: str, endpoint: str) -> str:
     return endpoint if listens not in _LOCAL or host in _LOCAL else ""
 
 
+def takes_text(models: ServerModels, block_size: int) -> bool:
+    """Return whether a server takes and gives text alone, as far as it says what it is: a vLLM or SGLang names where
+    its models are from, or the size of its blocks."""
+    return not block_size and not any(model.root or model.owned_by in ("vllm", "sglang") for model in models.bases)
+
+
 def pick(found: Found, names: Collection[str] | None) -> ListedModel | None:
     """Return the server's model that is known under one of the names, or its first one if any will do. None if it has
-    none."""
-    return next((model for model in found.models.bases if names is None or not model.names.isdisjoint(names)), None)
+    none. A server that takes text gets the name as clients give it, so its own must be the same."""
+    for model in found.models.bases:
+        if names is None or not (model.names if not found.text else {model.id}).isdisjoint(names):
+            return model
+    return None
 
 
-def misfit(found: Found, names: Collection[str] | None, block_size: int) -> str:
+def misfit(found: Found, names: Collection[str] | None, block_size: int, *, text: bool | None = None) -> str:
     """Return why a server does not belong to the others: the model's names and tokens of a block are theirs, 0 if there
-    are none. Empty if it belongs to them."""
+    are none; `text`: whether they take it, None if that is not known. Empty if it belongs to them."""
+    if text is not None and text != found.text:
+        kinds = ("takes token ids", "takes text alone")
+        return f"{kinds[found.text]}, and the others do not: with --by text all get text"
     has = ", ".join(model.id for model in found.models.bases)[:200] or "none"
     if pick(found, names) is None:
         return f"has no model {' or '.join(sorted(names or ('at all',)))}; it has {has}"
@@ -126,6 +150,10 @@ def misfit(found: Found, names: Collection[str] | None, block_size: int) -> str:
 
 def describe(found: Found, model: str) -> str:
     """Return a line on what was found, and what it lacks."""
+    if found.text:
+        (owner,) = [one.owned_by or "" for one in found.models.bases if one.id == model][:1]
+        loses = "an answer that has begun cannot go on elsewhere (docs/route.md)"
+        return f"{PROGRAMS.get(owner, 'a server')}, model {model}, by text, routed by what was sent; {loses}"
     has = [f"vLLM {found.version}" if found.version else "a server without /version"]
     has.append(f"model {model}")
     if found.block_size:

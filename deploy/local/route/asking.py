@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events
+from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, takes_text
 from deploy.local.route.targets import Target
+from deploy.local.usage import By
 from shared.errors import ConfigError, Unavailable
 from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_key, read_tls
 from shared.vllm_sizes import read_sizes
@@ -42,8 +43,9 @@ def addresses_of(host: str) -> list[str]:
     return [str(address[0]) for address in of_ipv4 or [address for *_, address in found]]
 
 
-async def ask(target: Target, key_file: Path | None, tls: TlsFiles) -> Found:
-    """Return what a server says. Raise Unavailable, and ConfigError for what it will not mend by itself."""
+async def ask(target: Target, key_file: Path | None, tls: TlsFiles, by: By = "auto") -> Found:
+    """Return what a server says. Raise Unavailable, and ConfigError for what it will not mend by itself. With `by` text
+    nothing but its models is asked for."""
     key, context = key_of(key_file), read_tls(tls, TLS_NAMES)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limit = aiohttp.ClientTimeout(total=ASK_LIMIT_S)
@@ -54,6 +56,8 @@ async def ask(target: Target, key_file: Path | None, tls: TlsFiles) -> Found:
             models = MODEL_LIST.decode(listed or b"")
         except msgspec.MsgspecError as wrong:
             raise ConfigError(f"/v1/models is no list of models: {wrong}"[:200]) from None
+        if by == "text":
+            return Found(models, text=True)
         version, metrics = await _get(http, target, "/version"), await _get(http, target, "/metrics")
         sources = await _get(http, target, "/kv_event_sources")
     found = Found(models)
@@ -61,6 +65,8 @@ async def ask(target: Target, key_file: Path | None, tls: TlsFiles) -> Found:
         said = VERSION.decode(version or b"").get("version")
         found = msgspec.structs.replace(found, version=str(said)[:64] if said else "")
     block_size, blocks, ranks = read_sizes((metrics or b"").decode(errors="replace"))
+    if by == "auto" and takes_text(models, block_size):
+        return Found(models, text=True)
     try:
         kv_events = None if sources is None else EVENT_SOURCES.decode(sources)
     except msgspec.MsgspecError:
@@ -79,8 +85,8 @@ async def _get(http: aiohttp.ClientSession, target: Target, path: str) -> bytes 
     content = bytearray()
     try:
         async with http.get(target.url + path, allow_redirects=False) as answer:
-            if answer.status in (404, 405) and path != "/v1/models":
-                return None
+            if path != "/v1/models" and (300 <= answer.status < 500 or answer.status == 501):
+                return None  # llama.cpp has 501 for metrics that are off; a provider wants other keys for such paths
             if answer.status in (401, 403):
                 raise ConfigError(f"{path} answers {answer.status}: give its key with --api-key-file")
             if answer.status != 200:

@@ -77,6 +77,10 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
         if source is None:
             servers = Servers({name} if name else None)
             join = asyncio.run(Keeper(wanted, servers, flags, terminal).first())
+            if join.found.text:
+                options = by_text(options, flags, join.model)
+                keeper = Keeper(wanted, Servers({join.model}, servers, text=True), flags, terminal)
+                return up(options, flags.state_dir, terminal, partial(keeper.keep, options))
             source = _source_of(join)
             listed = pick(join.found, {join.model})
             names |= listed.names if listed else set()
@@ -87,12 +91,14 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
         check_options(str(path))
         names |= {name, source.name, path.name}
         options = replace(options, model=str(path), workers=0)
-        keeper = Keeper(wanted, Servers(names - {""}, servers), flags, terminal)
+        keeper = Keeper(wanted, Servers(names - {""}, servers, text=False), flags, terminal)
         return up(options, flags.state_dir, terminal, partial(keeper.keep, options))
 
 
 def _options(flags: RouteFlags) -> UpOptions:
     """Return the options of the stack, without its model and workers. Raise ConfigError."""
+    if flags.by == "text" and flags.model:
+        raise ConfigError("--by text: no files of a model are read; leave --model out")
     key_of(flags.api_key_file)
     read_tls(tls_files(flags), TLS_NAMES)
     same = {name: getattr(flags, name) for name in RouteFlags.__struct_fields__ if name in UpFlags.__struct_fields__}
@@ -107,6 +113,18 @@ def _options(flags: RouteFlags) -> UpOptions:
             raise ConfigError(f"--set worker.{name}: `route` sets that itself")
     cache = str(cache_directory(flags.state_dir))
     return replace(options, discovery="etcd" if flags.etcd else "file", cache=cache, workers=1)
+
+
+def by_text(options: UpOptions, flags: RouteFlags, model: str) -> UpOptions:
+    """Return the options of a stack whose frontends send requests to the servers as text. No files of a model are
+    needed, and servers know it by the name that clients give. Raise ConfigError."""
+    if flags.chat_template:
+        raise ConfigError("--chat-template: servers that take text have their own")
+    files = {"api_key_file": _path(flags.api_key_file), **asdict(tls_files(flags))}
+    settings: list[Setting] = [(f"--text.{name}", file) for name, file in files.items() if file]
+    overrides = dict(options.overrides)
+    overrides["frontend"] = [*settings, *overrides.get("frontend", ())]
+    return replace(options, model=model, model_name=model, workers=0, overrides=overrides)
 
 
 def tls_files(flags: RouteFlags) -> TlsFiles:
@@ -216,7 +234,7 @@ class Keeper:
 
     def __init__(self, wanted: WantedServers, servers: Servers, flags: RouteFlags, terminal: Terminal) -> None:
         self._wanted, self.servers, self._terminal = wanted, servers, terminal
-        self._key_file, self._tls = flags.api_key_file, tls_files(flags)
+        self._key_file, self._tls, self._by = flags.api_key_file, tls_files(flags), flags.by
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each question
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -273,7 +291,8 @@ class Keeper:
 
     async def _ask(self, target: Target) -> None:
         try:
-            self._events.put_nowait(ServerAnswered(target.name, await ask(target, self._key_file, self._tls)))
+            found = await ask(target, self._key_file, self._tls, self._by)
+            self._events.put_nowait(ServerAnswered(target.name, found))
         except (ConfigError, Unavailable) as wrong:
             self._events.put_nowait(ServerAnswered(target.name, None, str(wrong)))
 
@@ -299,7 +318,7 @@ class Keeper:
     def _worker(self, options: UpOptions, shell: Shell, join: Join) -> tuple[Launch, dict[Path, str]]:
         found, key_file = join.found, self._key_file
         attached: dict[str, Value] = {"url": join.target.url, "ip": join.target.address, "model": join.model}
-        attached |= {"events": found.events, "replay": found.replay}
+        attached |= {"events": found.events, "replay": found.replay, **({"kind": "text"} if found.text else {})}
         attached |= {"api_key_file": _path(key_file), **asdict(self._tls)}
         (port,) = programs.free_ports(1)
         name, python = join.target.worker, sys.executable

@@ -124,10 +124,13 @@ class _Server:
 class Servers:
     """The servers of one `route`. Times are seconds on a monotonic clock."""
 
-    def __init__(self, names: Collection[str] | None, former: Servers | None = None) -> None:
+    def __init__(
+        self, names: Collection[str] | None, former: Servers | None = None, *, text: bool | None = None
+    ) -> None:
         """`names` are those under which servers may know the model. None means that any will do. What `former` has
-        said of servers is not said again."""
-        self._names = names
+        said of servers is not said again. `text`: whether all must take text, or all token ids; None if either will
+        do."""
+        self._names, self._text = names, text
         self._servers: dict[str, _Server] = {}
         self._former = {} if former is None else former._servers
         self._reminded_s: float | None = None
@@ -210,7 +213,8 @@ class Servers:
             return []
         model = None
         if found is not None:
-            fault = misfit(found, self._names, max(one.block_size for one in self._servers.values()))
+            block_size = max(one.block_size for one in self._servers.values())
+            fault = misfit(found, self._names, block_size, text=self._text)
             model = pick(found, self._names)
         if fault or found is None or model is None:
             return self._left_out(server, fault, now_s)

@@ -81,6 +81,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         frontends=frontends,
         routers=routers,
         workers=workers,
+        late_workers=takes_turns(flags, roles=roles, on_gpus=bool(vllm_gpus)),
         prefill=prefill,
         decode=decode,
         chat_template=_chat_template(flags),
@@ -101,6 +102,12 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         overrides=overrides,
     )
     return options, wanted
+
+
+def takes_turns(flags: UpFlags, *, roles: bool, on_gpus: bool) -> bool:
+    """Return whether workers start one after the other, and the first serves alone meanwhile: if they compute with vLLM
+    on a CPU, whose start takes a processor for half a minute, and their number was not asked for. *Pure.*"""
+    return flags.engine == "vllm" and flags.workers is None and not roles and not on_gpus
 
 
 def _check(flags: UpFlags) -> None:

@@ -80,6 +80,8 @@ class UpOptions(Struct, frozen=True):
     """Number of frontends; several share the port."""
     routers: int = 1
     workers: int = 2
+    late_workers: bool = False
+    """True if only the first worker starts with the other programs, and the rest once it serves."""
     prefill: int = 0
     """Number of workers among them that only compute prompts."""
     decode: int = 0
@@ -216,7 +218,8 @@ def plan(
         service(program, "kvbm", common | _tiers(store))
     for index, (name, role) in enumerate(_workers(options)):
         settings = common | _worker_settings(options, index, role, state_dir, cores)
-        service(Program(name, 1, SERVICE_DRAIN_S), "worker", settings, hands_over=bool(role))
+        program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
+        service(program, "worker", settings, hands_over=bool(role))
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, other_role)

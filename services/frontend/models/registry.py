@@ -14,6 +14,8 @@ A model stays known when its last worker goes, so that its clients get 503 and n
 The LoRAs of the cards are models too (lora_names.py): each is its base model with another name and the LoRA's id. A
 base model of the same name comes first.
 
+A card that names a server is of one that takes and gives text alone. Nothing is loaded for it, and `text_of` finds it.
+
 The card has the text of a template that replaces the model's own: a name alone would mean another text in another
 version, and a path alone another file on another machine.
 """
@@ -118,7 +120,12 @@ class _Entry:
                 f"its workers have the role {roles}, and none decodes: start one with the role decode or aggregated, or"
                 " resume one that is drained"
             )
-        return "" if self.model is not None else self.reason
+        return "" if self.model is not None or self.is_text else self.reason
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model's servers take and give text alone: then no tokenizer is loaded."""
+        return any(card.server for card in self.cards.values())
 
     def matches(self, card: ModelCard) -> bool:
         """Whether the loaded model is the card's."""
@@ -168,6 +175,8 @@ class ModelRegistry:
         self._hidden: set[str] = set()
         self._limited_log = RateLimitedLog()
         """The names of LoRAs that were reported because a base model has them; at most as many as there are models."""
+        self.texts: set[str] = set()
+        """The models whose servers take and give text alone."""
         self._loaded = asyncio.Event()
         """Set after every attempt to load a model."""
         directory.subscribe(self._on_change)
@@ -199,6 +208,11 @@ class ModelRegistry:
         wrong = f"the model {name!r} does not exist; there is {', '.join(self._near(name))}"
         raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
 
+    def text_of(self, name: str | None) -> str:
+        """Return the model that a request means, if its servers take and give text alone. Empty otherwise."""
+        base = self.base_of(name) if self.texts else ""
+        return base if base in self.texts else ""
+
     def base_of(self, name: str | None) -> str:
         """Return the name of the base model that a request means. Empty if it means none that is known."""
         if not name:
@@ -213,6 +227,9 @@ class ModelRegistry:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
+        if entry.is_text:
+            wrong = "has servers that take and give text alone: only over HTTP, and at paths that they have themselves"
+            raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
         if entry.model is None or entry.fault:
             raise Unavailable(f"the model {name!r} is not ready: {entry.fault}")
         return entry.model
@@ -314,6 +331,7 @@ class ModelRegistry:
     def _reload(self, name: str, entry: _Entry) -> None:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
         entry.forget_order()
+        (self.texts.add if entry.is_text else self.texts.discard)(name)
         entry.changed.set()
         if not entry.loading:
             entry.loading = True
@@ -321,7 +339,7 @@ class ModelRegistry:
 
     async def _load(self, name: str, entry: _Entry) -> None:
         """Try until the newest card is loaded, or there are no cards."""
-        while entry.cards:
+        while entry.cards and not entry.is_text:
             entry.changed.clear()
             if await self._load_newest(name, entry):
                 if not entry.failed:

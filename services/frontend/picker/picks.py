@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from services.frontend.config import PickerConfig
 from services.frontend.metrics import Metrics
 from services.frontend.picker.prompts import GatewayPrompt
-from services.frontend.requests.events import Unrouted
+from services.frontend.requests.calls import refusal_of
 from services.frontend.requests.service import RequestService
 from services.frontend.serving.request_context import RequestId
-from shared.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from shared.errors import HeadraceError, Unavailable
 from shared.messages.cards import ModelCard
-from shared.messages.select import Finished, Prefilled, Select, Selected, SelectRefused
+from shared.messages.select import Finished, Prefilled, Select, Selected
 from shared.runtime.runtime import Runtime
 
 UNKNOWN_INSTANCES = 3
@@ -142,7 +142,7 @@ class EndpointPick:
             answer = await picks.service.calls.ask_routers(select, prompt.deadline)
             assert answer is not None, "the answer is always wanted"
             if not isinstance(answer, Selected):
-                raise _refusal(answer)
+                raise refusal_of(answer)
             if answer.instance in known:
                 self._instance = answer.instance
                 return answer
@@ -225,14 +225,3 @@ class EndpointPick:
         for each in range(self._ended + 1, attempt + 1):
             self._picks.service.publish_load(self._prompt.model, Finished(self._request.unique, each))
         self._ended = max(self._ended, attempt)
-
-
-def _refusal(answer: SelectRefused | Unrouted) -> HeadraceError:
-    """Return the error that a router's refusal is for the gateway."""
-    if isinstance(answer, Unrouted):
-        return Unavailable(answer.reason)
-    if answer.code == "overloaded":
-        return Overloaded(answer.reason, retry_after_s=answer.retry_after_s)
-    if answer.code == "bad_request":
-        return InvalidRequest(answer.reason)
-    return Unavailable(answer.reason, retry_after_s=answer.retry_after_s)

@@ -21,10 +21,18 @@ from services.frontend.requests.events import AnswerMissed, Event, Unreachable, 
 from services.frontend.requests.router_tries import RouterTries
 from services.frontend.requests.stream import InferenceRequest, Stream
 from shared import subjects
-from shared.errors import PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
+from shared.errors import (
+    HeadraceError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    ProtocolError,
+    RequestTimeout,
+    Unavailable,
+)
 from shared.hashing import pack_tokens
 from shared.messages.generate import GENERATE, GENERATE_REPLY, Generate
-from shared.messages.select import SELECT, SELECT_REPLY, Select, SelectReply
+from shared.messages.select import SELECT, SELECT_REPLY, Select, SelectRefused, SelectReply
 from shared.runtime.runtime import Runtime
 
 SELECT_LIMIT_S = 5.0
@@ -229,6 +237,17 @@ class BusCalls:
         if sampling.pooling and not (card is not None and card.embedding_size == request.embedding_size):
             return f"it does not make embeddings of {request.embedding_size} numbers"
         return ""
+
+
+def refusal_of(answer: SelectRefused | Unrouted) -> HeadraceError:
+    """Return the error that a router's refusal is for a request that no worker computes."""
+    if isinstance(answer, Unrouted):
+        return Unavailable(answer.reason)
+    if answer.code == "overloaded":
+        return Overloaded(answer.reason, retry_after_s=answer.retry_after_s)
+    if answer.code == "bad_request":
+        return InvalidRequest(answer.reason)
+    return Unavailable(answer.reason, retry_after_s=answer.retry_after_s)
 
 
 def sample_routers(runtime: Runtime, most: int) -> list[str]:

@@ -27,6 +27,7 @@ _SSE_HEADERS = {
 _HEADERS: dict[Framing, dict[str, str]] = {
     "data": _SSE_HEADERS,
     "event": _SSE_HEADERS,
+    "raw": {},
     "line": {**_SSE_HEADERS, "Content-Type": "application/x-ndjson"},
 }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -53,7 +53,8 @@ from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
 from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.foreign import foreign_error
-from services.frontend.serving.request_context import ignored_header
+from services.frontend.serving.request_context import RequestContext, ignored_header
+from services.frontend.serving.text_proxy import TextProxy
 from shared.errors import HeadraceError, InvalidRequest
 from shared.tracing.tracer import Tracer
 from shared.version import VERSION
@@ -61,6 +62,7 @@ from shared.version import VERSION
 _PERMIT = web.RequestKey("permit", Permit)
 _JSON = "application/json"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PATH_OF: Mapping[Operation | ForeignOperation, str] = dict((*PATHS.items(), *FOREIGN_PATHS.items()))
 CLIENT_GONE = 499
 """nginx's status for a client that disconnected before its answer. It is only counted in metrics, never sent."""
 
@@ -74,6 +76,7 @@ class HttpApi(Struct):
     config: HttpConfig
     port: Port
     middleware: Middleware
+    texts: TextProxy
     tracer: Tracer | None = None
     """None if tracing is off."""
     url: str = ""
@@ -136,6 +139,10 @@ class HttpApi(Struct):
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
                 context = self.exchange.context(request_id_of(request), place, request.headers, trace, stream.open)
+                if operation not in STORED_METHODS and (model := self.texts.model_of(sent)):
+                    passing = self._pass_on(model, operation, sent, request, context)
+                    del sent  # it is dropped there once a server has answered
+                    return await passing
                 stream.headers = partial(ignored_header, context.ignored)
                 answer = self.exchange.answer(operation, sent, context)
                 del sent  # the operation drops it too once it has decoded it
@@ -153,6 +160,33 @@ class HttpApi(Struct):
             return await stream.fail(wrong) or error_response(wrong), wrong.status
         finally:
             stream.close()
+
+    async def _pass_on(
+        self,
+        model: str,
+        operation: Operation | ForeignOperation,
+        sent: bytes,
+        request: web.Request,
+        context: RequestContext,
+    ) -> tuple[web.StreamResponse, int]:
+        """Have a server that takes text alone answer. Return the response and the status to count. Raise the error of
+        an answer that has not begun."""
+        async with self.texts.answer(model, _PATH_OF[operation], sent, context) as reply:
+            del sent
+            unread_s, status = self.config.unread_s, reply.status
+            body = ResponseBody(request, reply.headers, unread_s=unread_s, framing="raw", status=status)
+            try:
+                await reply.pass_on(body)
+            except HeadraceError as error:
+                if not body.begun:
+                    raise
+                self.frontend.note_failure(request_id_of(request).unique, error)
+                wrong = failure_of(error)
+                event = b"data: %b\n\n" % wrong.payload if reply.streamed else None
+                if event is not None and not reply.ends_event:
+                    event = b"\n\n" + event  # what came of the last one is not taken for a part of this
+                return await body.break_off(event), wrong.status
+            return await body.end(None), status
 
     async def _body(self, request: web.Request, place: Permit) -> bytes:
         if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:

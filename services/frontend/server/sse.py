@@ -45,19 +45,25 @@ class ResponseBody:
     """The body of one response, from its headers to its end."""
 
     def __init__(
-        self, request: web.Request, headers: Mapping[str, str], *, unread_s: float, framing: Framing = "data"
+        self,
+        request: web.Request,
+        headers: Mapping[str, str],
+        *,
+        unread_s: float,
+        framing: Framing = "data",
+        status: int = 200,
     ) -> None:
         """Raise ConnectionError if the client has already disconnected."""
         if request.transport is None:
             raise ConnectionResetError("the client has disconnected")
         self._request = request
         self._transport = request.transport
-        self._response = _Response(headers=headers)
+        self._response = _Response(headers=headers, status=status)
         self._chunked = request.version >= HttpVersion11
         self._unread_s = unread_s
         self._lead = _LEADS[framing]
         """What precedes an event. None means its name, which differs."""
-        self._end = b"\n" if framing == "line" else b"\n\n"
+        self._end = _ENDS.get(framing, b"\n\n")
         self._held = b""
         """Events that leave together with the next one."""
         self.silent = True
@@ -126,6 +132,15 @@ class ResponseBody:
             await self._response.write_eof(self._held)
         return self._response
 
+    async def break_off(self, event: bytes | None) -> web.StreamResponse:
+        """End a raw body that has begun and is not whole: with an event, or if there is none by closing the connection,
+        so that its client does not take it for whole. Raise ConnectionError like `write`."""
+        if event is not None:
+            return await self.end(event)
+        await self._drained()
+        self._transport.abort()
+        return self._response
+
     async def write_all(self, payload: bytes) -> web.StreamResponse:
         """Send `payload` as the whole body, in place of events. Raise ConnectionError like `write`."""
         self._response.content_length = len(payload)
@@ -187,7 +202,8 @@ def _call_later(seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle
     return asyncio.get_running_loop().call_later(seconds, call)
 
 
-_LEADS: dict[Framing, bytes | None] = {"data": b"data: ", "event": None, "line": b""}
+_LEADS: dict[Framing, bytes | None] = {"data": b"data: ", "event": None, "line": b"", "raw": b""}
+_ENDS: dict[Framing, bytes] = {"line": b"\n", "raw": b""}
 
 
 def _named_lead(payload: bytes) -> bytes:

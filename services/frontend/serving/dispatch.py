@@ -137,6 +137,8 @@ class Dispatcher:
 
     def model(self, name: str) -> bytes:
         """Return the body of /v1/models/{name}. Raise InvalidRequest and Unavailable."""
+        if name in self._models.texts:
+            return msgspec.json.encode(self._entry(name, name, None, self._models.served()[name]))
         model, limits = self._models.find(name)
         return msgspec.json.encode(self._entry(name, model.lora or name, model.parent or None, limits))
 

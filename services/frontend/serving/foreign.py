@@ -81,7 +81,8 @@ class ServingForeign(Struct, frozen=True):
 
     def _listed(self) -> bytes:
         models = self.chat.models
-        found = [*map(models.find, models.served()), *models.served_loras().values()]
+        named = [name for name in models.served() if not models.text_of(name)]
+        found = [*map(models.find, named), *models.served_loras().values()]
         return msgspec.json.encode({"models": [ollama_answers.listed(*each) for each in found]})
 
     def _message(self, body: bytes, context: RequestContext) -> Generating:

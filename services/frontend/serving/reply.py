@@ -24,9 +24,9 @@ from services.frontend.requests.stream import NOTHING, Stream, join_deltas
 from services.frontend.serving.choices import Choices
 from services.frontend.serving.responses_writer import KEEPALIVE, ResponseWriter
 
-Framing = Literal["data", "event", "line"]
+Framing = Literal["data", "event", "line", "raw"]
 """How chunks are framed over HTTP. data: server-sent events that end with [DONE]. event: server-sent events with the
-name that is in their first field, `type`. line: lines, without events."""
+name that is in their first field, `type`. line: lines, without events. raw: as they are, of an answer that passes."""
 
 
 class Chunk(Struct, frozen=True):

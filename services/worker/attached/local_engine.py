@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from services.worker.attached.engine import run_attached
+from services.worker.attached.text_engine import run_text
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import (
     EngineCommand,
@@ -108,6 +109,7 @@ class LocalEngine:
     """One attached engine, and the channel to it."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._channel = LocalChannel()
         self._task = asyncio.create_task(_serve(config, self._channel), name="attached engine")
         self._task.add_done_callback(self._ended)
@@ -122,8 +124,8 @@ class LocalEngine:
         return os.getpid()
 
     def submit(self, command: Submit | Prefetch) -> bool:
-        """Send an attempt. Return False if the engine does not read, and nothing was sent."""
-        if self._channel.full:
+        """Send an attempt. Return False if nothing was sent: the engine does not read, or its server takes text."""
+        if self._channel.full or self._config.worker.attached.kind == "text":
             return False
         self._channel.order(command)
         return True
@@ -164,6 +166,12 @@ class LocalEngine:
 async def _serve(config: EngineConfig, channel: LocalChannel) -> None:
     """Run the engine until Shutdown, or report why it ends."""
     loop = asyncio.get_running_loop()
+
+    if config.worker.attached.kind == "text":
+        with suppress(ChannelClosed):
+            if (failed := await run_text(config, channel)) is not None:
+                channel.send(failed)
+        return
 
     def report(loading: Loading) -> None:
         loop.call_soon_threadsafe(channel.send, loading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,8 @@ from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, 
 
 ANSWER_LIMIT_BYTES = 8 << 20
 """Most bytes of an answer, or of a line of a stream, whose first one repeats the prompt."""
+ABSENT = (404, 405)
+"""Statuses of a path that a server does not have."""
 TLS_NAMES = TlsNames("attached.ca_file", "attached.client_cert", "attached.client_key")
 TEXT = "Grüße, 世界! 1234 tokens\n\tof <b>one</b> tokenizer."
 """What both sides tokenise, to compare them."""
@@ -51,13 +53,12 @@ class Server:
     async def close(self) -> None:
         await self._session.close()
 
-    async def ask(self, path: str, body: dict[str, Any] | None = None, *, optional: bool = False) -> bytes:
-        """Return an answer; empty if the path is `optional` and not there. Raise ConfigError, InvalidRequest,
-        Unavailable."""
+    async def ask(self, path: str, body: dict[str, Any] | None = None, *, empty: Container[int] = ()) -> bytes:
+        """Return an answer; empty if its status is one of `empty`. Raise ConfigError, InvalidRequest, Unavailable."""
         content = bytearray()
         try:
             async with asyncio.timeout(self._config.limit_s), self._request(path, body) as answer:
-                if optional and answer.status in (404, 405):
+                if answer.status in empty:
                     return b""
                 await self._check(answer, path)
                 async for chunk in answer.content.iter_any():
@@ -103,7 +104,7 @@ class Server:
     async def load(self) -> ServerLoad | None:
         """Return the load of a healthy server; None if it shows no metrics. Raise as `ask`."""
         await self.ask("/health")
-        metrics = await self.ask("/metrics", optional=True)
+        metrics = await self.ask("/metrics", empty=ABSENT)
         try:
             return read_metrics(metrics.decode(errors="replace"), self._api.metrics) if metrics else None
         except ValueError as wrong:
@@ -114,7 +115,7 @@ class Server:
         worker's files say, `name` the model's name. Raise ConfigError, Unavailable."""
         await self._find_model(local, name)
         path, read = self._api.sizes
-        block_size, blocks, ranks = read((await self.ask(path, optional=True)).decode(errors="replace"))
+        block_size, blocks, ranks = read((await self.ask(path, empty=ABSENT)).decode(errors="replace"))
         if config.attached.events and ranks > 1:
             raise ConfigError(f"attached.events: leave it out: {self._url} has {ranks} data-parallel ranks")
         if block_size and config.block_size not in (WorkerConfig(model="").block_size, block_size):
@@ -135,10 +136,10 @@ class Server:
             biases=True,
             allowed_tokens=config.attached.kind == "vllm",
             embedding_size=0,
-            address=await self._find_address(),
+            address=await self.find_address(),
         )
 
-    async def _find_address(self) -> str:
+    async def find_address(self) -> str:
         """Return IP:PORT at which a gateway reaches the server. Raise Unavailable."""
         given, url = self._config.address, urlsplit(self._url)
         place = urlsplit(f"//{given}") if given else url
@@ -167,7 +168,7 @@ class Server:
         self._context_length = length or local.context_length
         self._vocab_size = local.vocab_size
         answer = await self.ask(
-            "/tokenize", {"model": self._model, "prompt": TEXT, "add_special_tokens": False}, optional=True
+            "/tokenize", {"model": self._model, "prompt": TEXT, "add_special_tokens": False}, empty=ABSENT
         )
         file = str(Path(local.path, "tokenizer.json"))
         tokenizer = await asyncio.to_thread(Tokenizer.from_file, file)  # a large one takes half a second

@@ -13,13 +13,13 @@ from msgspec import Struct
 from services.worker.attached.api import Api, Row, ServerOutput, same, text_only
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
+from services.worker.vllm.event_batch import decode_events
 from services.worker.vllm.grammar_text import lark_text
 from services.worker.vllm.sampling import seed_for
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array, unpack_tokens
 from shared.messages.frames import TokenLogprob
 from shared.messages.generate import Sampling
-from shared.messages.kv_events import EventBatch
 from shared.vllm_sizes import read_sizes
 
 
@@ -69,7 +69,6 @@ class _Line(Struct):
 
 
 _LINE = msgspec.json.Decoder(_Line)
-_EVENT_BATCHES = msgspec.msgpack.Decoder(EventBatch)
 
 
 def _body(submit: Submit, config: AttachedConfig, model: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -121,5 +120,5 @@ VLLM = Api(
         "vllm:iteration_tokens_total_count",
     ),
     sizes=("/metrics", read_sizes),
-    events=lambda payload: _EVENT_BATCHES.decode(payload).events,
+    events=decode_events,
 )

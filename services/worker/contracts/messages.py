@@ -182,6 +182,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """The NVIDIA GPUs that it computes on, each by its PCI bus id or its UUID. Empty if there are none."""
     address: str = ""
     """IP:PORT of the server that the engine is attached to. Empty if it is not attached to one."""
+    server: str = ""
+    """URL of that server, if it takes text alone, as `ModelCard.server` says."""
 
 
 class EngineLoad(Struct, frozen=True):

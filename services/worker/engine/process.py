@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from msgspec.structs import replace
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
 from services.worker.engine.channel import ChannelClosed, ShellEnd
+from services.worker.engine.process_group import kill_group
 from shared.config import environment
 from shared.errors import ModelError, ProtocolError
 from shared.installation import COMMAND, TREE
@@ -96,8 +96,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the process and those that it started at once; `receive` will raise ChannelClosed."""
-        with suppress(ProcessLookupError):  # all have ended
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     async def end(self, limit_s: float, last: Callable[[EngineReport], None] = lambda _report: None) -> int:
         """Send Shutdown, and after `limit_s` SIGKILL; return the exit status. `last` gets the reports that come

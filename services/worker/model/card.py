@@ -21,6 +21,8 @@ from shared.model_files.templates import read_templates
 from shared.runtime.runtime import Runtime
 
 DEFAULT_SAMPLING = SamplingConfig()
+TEXT_DIGEST = "text"
+"""What stands for the tokenizer's digest if a server takes text alone. Discovery refuses a model with both kinds."""
 OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "files", "load", "operate", "control")
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
@@ -40,6 +42,8 @@ def card_of(
 ) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
+    if facts.server:
+        return _text_card(facts, model_name, instance)
     path, digest = _tokenizer(Path(facts.path or model))
     templates = read_templates(path, chat_template)
     named = not chat_template or chat_template in NAMES
@@ -72,6 +76,24 @@ def card_of(
         template_digest=templates.digest,
         template_text=_carried(templates.chat) if chat_template else "",
         address=facts.address,
+    )
+
+
+def _text_card(facts: Ready, model_name: str, instance: str) -> ModelCard:
+    """Return the card of a server that takes text alone; there are no files of its model."""
+    return ModelCard(
+        model=model_name,
+        instance=instance,
+        path="",
+        tokenizer_digest=TEXT_DIGEST,
+        hash_self_test=hashing.self_test(facts.block_size),
+        context_length=facts.context_length,
+        vocab_size=facts.vocab_size,
+        block_size=facts.block_size,
+        capacity_blocks=facts.capacity_blocks,
+        kv_layout=facts.kv_layout,
+        address=facts.address,
+        server=facts.server,
     )
 
 

@@ -31,7 +31,7 @@ class SentFiles:
         ask = READ_MODEL_FILE.decode(message.payload, message.headers)
         card = self._card()
         part = ModelFilePart(failed="the worker serves no model now")
-        if card is not None:
+        if card is not None and card.path:
             part = await asyncio.to_thread(read_part, Path(card.path), ask)
         await self._answer(message, MODEL_FILE_PART.encode(part, message.headers))
 

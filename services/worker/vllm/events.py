@@ -2,6 +2,8 @@
 
 PUB  [topic][sequence u64 big-endian][msgpack batch]     ──▶ batches in order
 a gap ──▶ DEALER asks for the batches again: ["", first u64] ──▶ ["", topic, sequence, batch] …, ["", "", -1, ""]
+
+Servers before vLLM 0.26 leave the topic out of what they send again.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from services.worker.vllm.event_batch import decode_events
 from shared.errors import HeadraceError
-from shared.messages.kv_events import EventBatch, KvEvent
+from shared.messages.kv_events import KvEvent
 
 REPLAY_LIMIT_S = 10.0
 """Seconds that a replay may take."""
@@ -26,8 +28,6 @@ BATCH_LIMIT_BYTES = 64 << 20
 """Largest message of a replay that is read; ZeroMQ cuts the connection to a server that sends a larger one."""
 REPLAY_LIMIT_BYTES = 512 << 20
 """Most bytes of a replay that are read."""
-EVENT_BATCHES = msgspec.msgpack.Decoder(EventBatch)
-"""Reads the payload of a batch."""
 
 
 def endpoints(directory: Path, rank: int = 0) -> tuple[str, str]:
@@ -71,7 +71,7 @@ class EventReader:
 
     def _take(self, payload: bytes) -> None:
         self._next += 1
-        self.apply(EVENT_BATCHES.decode(payload).events)
+        self.apply(decode_events(payload))
 
     async def _replay(self, until: int) -> None:
         """Apply the batches before `until` that were missed. Raise EventsLost."""
@@ -98,7 +98,7 @@ async def replay(
             async with asyncio.timeout(REPLAY_LIMIT_S):
                 await socket.send_multipart([b"", first.to_bytes(8, "big")])
                 while len(batches) < UNREAD_LIMIT and size_bytes < REPLAY_LIMIT_BYTES:
-                    _, _, sequence, payload = await socket.recv_multipart()
+                    *_, sequence, payload = await socket.recv_multipart()
                     number = int.from_bytes(sequence, "big")
                     if not payload or (until is not None and number >= until):  # the end has no payload
                         break

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -43,6 +44,7 @@ from services.worker.vllm.start_failure import (
     failure,
     is_passing,
     note_exceptions,
+    noting_exceptions,
     read_cause,
 )
 from services.worker.vllm.version import check as check_version
@@ -74,11 +76,22 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(arguments[1]))
     with closing(EngineEnd(connection)) as channel, suppress(ChannelClosed), tempfile.TemporaryDirectory() as directory:
-        failed = asyncio.run(_guarded(config, channel, connection, Path(directory)))
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            failed = runner.run(_guarded(config, channel, connection, Path(directory)))
         if failed is not None:
             channel.send(failed)
             return 1
     return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's, on which a step costs less, and which vLLM needs itself: without it `_load` says what is
+    missing."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 async def _guarded(
@@ -117,7 +130,9 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     os.environ[VARIABLE] = str(noted)
     readers: list[EventReader] = []
     try:
-        vllm_config = args.create_engine_config()
+        with noting_exceptions():
+            vllm_config = args.create_engine_config()
+        noted.unlink(missing_ok=True)  # it has not kept vLLM from starting
         readers += [EventReader(directory, rank) for rank in range(vllm_config.parallel_config.data_parallel_size)]
         llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[lambda *_: logger])
     except Exception as wrong:  # noqa: BLE001 - whatever vLLM raises of model, arguments and machine
@@ -143,6 +158,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
             traceback.print_exc()
             return failure(Cause.of(wrong), read_cause(noted))
         channel.send(facts)
+        gc.freeze()  # what was imported stays: the garbage collector need not look at it again
         return explained(await engine.run(), read_cause(noted))
     finally:
         for reader in readers:
@@ -159,6 +175,11 @@ def _load() -> Failed | None:
         check_version(vllm.__version__)
         from vllm.platforms import current_platform
 
+        if current_platform.is_unspecified():
+            raise ConfigError(
+                f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove"
+                f" {sys.prefix}, then {COMMAND} install-vllm --device cpu"
+            )
         import_module("services.worker.vllm.engine")
     except ConfigError:
         raise
@@ -166,11 +187,6 @@ def _load() -> Failed | None:
         traceback.print_exc()
         text = f"vLLM cannot be loaded ({one_line(wrong)}); {COMMAND} install-vllm makes its environment"
         return Failed(reason=text, model=not is_passing(Cause.of(wrong)))
-    if current_platform.is_unspecified():
-        raise ConfigError(
-            f"vLLM {vllm.__version__} finds no device here that it was built for: without a GPU, remove {sys.prefix},"
-            f" then {COMMAND} install-vllm --device cpu"
-        )
     return None
 
 

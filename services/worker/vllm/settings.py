@@ -24,6 +24,11 @@ CPU_BLOCK = 32
 """Tokens of a block on a CPU where `block_size` is the worker's default: vLLM wants multiples of 32 there."""
 COMPILING = {"enforce_eager", "compilation_config", "optimization_level"}
 """Arguments that say whether and how vLLM compiles a model. Without them it does not on a CPU."""
+IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The path of vLLM's executor whose one rank computes in the core's process. On a CPU vLLM replaces its short name
+`uni` by `mp`, since only a process of its own can be bound to processors: the engine's threads are not bound."""
+SPREADING = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
+"""Arguments that give an engine more than one rank."""
 OURS = {
     "kv_events_config": "the worker sets it",
     "model": "set the worker's model",
@@ -47,8 +52,11 @@ NEEDED = {
     "disable_log_stats": (False, "load reports are made of the statistics"),
     "scheduling_policy": ("priority", "requests have priorities"),
     "data_parallel_backend": ("mp", "all ranks of a worker are processes that end with it"),
+    "nnodes": (1, "all ranks of a worker run on its machine"),
 }
 """Arguments that may only have one value, with the reason."""
+EXECUTORS_ELSEWHERE = ("ray", "external_launcher")
+"""Executors whose ranks are processes that others start, and that do not end with the worker."""
 
 
 def unknown(name: str, known: Collection[str], source: str) -> str:
@@ -71,6 +79,9 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
         if name in NEEDED and value != NEEDED[name][0]:
             needed, why = NEEDED[name]
             return f"{where}: {value}; it must be {needed}: {why}"
+    if (executor := given.get("distributed_executor_backend")) in EXECUTORS_ELSEWHERE:
+        where = f"{source['distributed_executor_backend']}.distributed_executor_backend"
+        return f"{where}: {executor}: not allowed: all ranks of a worker are processes that end with it"
     loras, kept = given.get("max_loras"), given.get("max_cpu_loras")
     if loras and kept and kept < loras:
         return f"{source['max_cpu_loras']}.max_cpu_loras: {kept}, but max_loras is {loras}; it must be at least as many"
@@ -97,7 +108,8 @@ def recommended_on_cpu(config: WorkerConfig, given: Mapping[str, Any], *, quanti
     are, whose kernels refuse float32. *Pure.*
 
     vLLM's own choice is bfloat16, in which a small model's greedy answer is another one than in float32. It also
-    compiles the model, which takes longer than all the rest of its start."""
+    compiles the model, which takes longer than all the rest of its start. And it computes in a process next to its
+    core, which imports all of vLLM once more, and which each step then waits for."""
     chosen: dict[str, Any] = {}
     if config.block_size == WorkerConfig(model="").block_size:
         chosen["block_size"] = CPU_BLOCK
@@ -105,6 +117,8 @@ def recommended_on_cpu(config: WorkerConfig, given: Mapping[str, Any], *, quanti
         chosen["dtype"] = "float32"
     if COMPILING.isdisjoint(given) and not _has_stages(given):
         chosen["enforce_eager"] = True
+    if all(_size(given, name) == 1 for name in SPREADING):
+        chosen["distributed_executor_backend"] = IN_CORE
     return chosen
 
 
@@ -117,7 +131,11 @@ def stages_fault(given: Mapping[str, Any], source: Mapping[str, str]) -> str:
 
 def _has_stages(given: Mapping[str, Any]) -> bool:
     """Return whether the model lies in stages: only the run that compiles it makes the buffers between them."""
-    return (given.get("pipeline_parallel_size") or 1) > 1
+    return _size(given, "pipeline_parallel_size") > 1
+
+
+def _size(given: Mapping[str, Any], name: str) -> int:
+    return int(given.get(name) or 1)
 
 
 def spare_slot(given: Mapping[str, Any]) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Why vLLM did not start, from the first exception that any of its processes logs, and whether another start may help.
 
 vLLM's core and its workers are processes of their own. What ended one of them is logged there, and its parent only
-learns that it is gone. So each of them notes its first logged exception as a Cause.
+learns that it is gone. So each of them notes its first logged exception as a Cause. The parent does so while it reads
+the model's configuration: it has a process look at the model's class, and raises that this failed without the reason.
 
     the cause                                             what follows
     memory or a port that others use now, a lost device   another start, after a back-off
@@ -15,7 +16,8 @@ import logging
 import os
 import re
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -27,11 +29,16 @@ from services.worker.vllm.one_line import CHARACTERS
 _PASSING_KINDS = {"MemoryError", "OutOfMemoryError", "DistNetworkError", "DistStoreError", "ConnectionError"}
 _PASSING = re.compile(
     r"out of memory|less than requested memory|less than desired GPU memory|cannot allocate memory"
-    r"|address already in use|CUDA error|busy or unavailable|NCCL error|no space left on device",
+    r"|address already in use|CUDA error|busy or unavailable|NCCL error|no space left on device"
+    r"|died with <Signals\.SIGKILL",
     re.IGNORECASE,
 )
 _SILENT = "Engine core initialization failed"
 """The beginning of what the parent says of a core that has ended."""
+_UNINSPECTED = "failed to be inspected"
+"""What the parent says of a model whose class could not be looked at."""
+_SUBPROCESS = "Error raised in subprocess:"
+"""The first line of what the parent logs of it; what that process wrote follows."""
 _VALIDATION = re.compile(r"^\d+ validation errors? for \w+ (Value error, |Assertion failed, )?")
 _TAIL = re.compile(r" \[type=\w+, input_value=.*$|\.? Supported architectures: .*$")
 _HINTS = (
@@ -55,7 +62,16 @@ class Cause(Struct, frozen=True):
     @staticmethod
     def of(wrong: BaseException) -> Cause:
         """Return an exception as a cause; its text is cut, since vLLM's validation may print a whole request."""
-        return Cause(type(wrong).__name__, readable(str(wrong)) or _place(wrong))
+        return Cause(type(wrong).__name__, readable(_told(wrong)) or _place(wrong))
+
+
+def _told(wrong: BaseException) -> str:
+    """Return an exception's text; of what another process wrote its last line, or how it died if it wrote nothing."""
+    text = str(wrong)
+    if not text.startswith(_SUBPROCESS):
+        return text
+    written = text.removeprefix(_SUBPROCESS).strip()
+    return written.splitlines()[-1] if written else str(wrong.__cause__ or text)
 
 
 def _place(wrong: BaseException) -> str:
@@ -75,6 +91,7 @@ def failure(raised: Cause, noted: Cause | None) -> Failed:
     """Return what to report of a start that failed. `raised` came in vLLM's parent process; `noted` is the first
     exception of its other processes."""
     silent = raised.text.startswith(_SILENT) or raised.kind == "EngineDeadError"
+    silent = silent or (_UNINSPECTED in raised.text and noted is not None)
     if silent and noted is None:
         died = _DIED.search(raised.text)
         how = f"by signal {died[1]}" if died else "without a word"
@@ -122,6 +139,17 @@ def note_exceptions() -> None:
         return record
 
     logging.setLogRecordFactory(noting)
+
+
+@contextmanager
+def noting_exceptions() -> Iterator[None]:
+    """Note exceptions as `note_exceptions` does, but only meanwhile."""
+    make = logging.getLogRecordFactory()
+    note_exceptions()
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 def read_cause(path: Path) -> Cause | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import fields
 
-from services.worker.vllm.settings import COMPILING, NEEDED, OURS
+from services.worker.vllm.settings import COMPILING, IN_CORE, NEEDED, OURS, SPREADING
 from shared.messages.kv_events import BlockRemoved, BlockStored
 
 Parameters = tuple[str, ...]
@@ -123,7 +123,8 @@ ENGINE: Table = {
             *sorted(COMPILING),
             "dtype",
             "quantization",
-            "pipeline_parallel_size",
+            *SPREADING,
+            "distributed_executor_backend",
             "otlp_traces_endpoint",
             "max_num_seqs",
             "block_size",
@@ -137,6 +138,7 @@ ENGINE: Table = {
         reads=("runner", "pooler_config"),
         calls={"add_cli_args": ("parser", "/"), "create_engine_config": ()},
     ),
+    ":".join(IN_CORE.rsplit(".", 1)): Used(),
     "vllm.utils.argparse_utils:FlexibleArgumentParser": Used(),
     "vllm.v1.engine.async_llm:AsyncLLM": Used(
         reads=("vllm_config", "errored", "dead_error"),

@@ -17,6 +17,7 @@ from deploy.local.route.answers import (
     find_events,
     misfit,
     pick,
+    takes_text,
     translate,
 )
 
@@ -116,3 +117,45 @@ def test_a_workers_reason_is_said_in_the_words_of_route() -> None:
         (f"attached.ca_file /none: No such file: {url}", "--ca-file /none: No such file"),
     ):
         assert translate(reason, url).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("listed", "block_size", "text"),
+    [
+        ({"id": "m:8b", "owned_by": "library"}, 0, True),
+        ({"id": "/models/m.gguf", "owned_by": "llamacpp"}, 0, True),
+        ({"id": "org/m", "owned_by": "org/m"}, 0, True),
+        ({"id": "m", "owned_by": "tensorrt_llm"}, 0, True),
+        ({"id": "m", "owned_by": None}, 0, True),
+        ({"id": "m", "owned_by": "vllm"}, 0, False),
+        ({"id": "m", "owned_by": "sglang", "root": "org/m"}, 0, False),
+        ({"id": "m", "root": "/models/m"}, 0, False),
+        ({"id": "m"}, 16, False),
+    ],
+)
+def test_servers_that_take_text_alone_are_known_by_what_they_say(
+    listed: dict[str, object], block_size: int, text: bool
+) -> None:
+    assert takes_text(MODEL_LIST.decode(msgspec.json.encode({"data": [listed]})), block_size) == text
+
+
+def test_a_server_that_takes_text_has_the_name_that_clients_give() -> None:
+    found = msgspec.structs.replace(FOUND, text=True)
+    assert pick(found, {"prod"}) == LISTED[1]
+    assert pick(found, {"SmolLM2"}) is None
+    assert pick(found, None) == LISTED[1]
+
+
+def test_servers_of_both_kinds_do_not_fit() -> None:
+    takes = msgspec.structs.replace(FOUND, text=True)
+    assert misfit(takes, {"prod"}, 0, text=True) == misfit(FOUND, {"prod"}, 16, text=False) == ""
+    assert misfit(takes, {"prod"}, 0, text=False).startswith("takes text alone, and the others do not: with --by text")
+    assert misfit(FOUND, {"prod"}, 16, text=True).startswith("takes token ids, and the others do not")
+
+
+def test_one_line_says_what_is_lost_by_text() -> None:
+    models = ServerModels((ListedModel("m:8b", owned_by="library"), ListedModel("n", owned_by=None)))
+    found = Found(models, text=True)
+    loses = "by text, routed by what was sent; an answer that has begun cannot go on elsewhere (docs/route.md)"
+    assert describe(found, "m:8b") == f"Ollama, model m:8b, {loses}"
+    assert describe(found, "n") == f"a server, model n, {loses}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from aiohttp import web
@@ -12,6 +13,7 @@ from aiohttp import web
 from deploy.local.route import asking
 from deploy.local.route.asking import addresses_of, ask, key_of
 from deploy.local.route.targets import Target, parse_targets
+from deploy.local.usage import By
 from shared.errors import ConfigError, Unavailable
 from shared.outbound import TlsFiles
 from tests.servers import free_port
@@ -66,6 +68,24 @@ async def test_an_older_server_lacks_what_it_does_not_say(peer: Peer) -> None:
     assert found.lacks == "it says nothing of KV events, as vLLM does from 0.32 on"
     peer.said["/version"] = peer.said["/kv_event_sources"] = says(200, "<html>")
     assert (await ask(target(peer), None, TlsFiles())).version == ""
+
+
+@pytest.mark.parametrize("status", [302, 401, 403, 404, 405, 501])
+async def test_a_server_without_vllms_paths_takes_text(peer: Peer, status: int) -> None:
+    peer.models = [{"id": "m:8b", "object": "model", "created": 1, "owned_by": "library"}]
+    for path in ("/version", "/metrics", "/kv_event_sources"):
+        peer.said[path] = says(status, "what")
+    for by in get_args(By):
+        found = await ask(target(peer), None, TlsFiles(), by)
+        assert found.text == (by != "tokens")
+        assert [one.id for one in found.models.bases] == ["m:8b"]
+
+
+async def test_any_server_takes_text_if_it_is_to(peer: Peer) -> None:
+    assert not (await ask(target(peer), None, TlsFiles())).text
+    asked = len(peer.seen)
+    assert (await ask(target(peer), None, TlsFiles(), "text")).text
+    assert len(peer.seen) == asked + 1
 
 
 @pytest.mark.parametrize(

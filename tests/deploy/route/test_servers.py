@@ -89,6 +89,14 @@ def test_another_model_or_block_size_is_left_out_and_named() -> None:
     ]
 
 
+def test_servers_that_take_text_and_those_of_token_ids_are_not_mixed() -> None:
+    servers = Servers({"tiny"}, text=False)
+    servers.on(Wanted([ONE]), 0.0)
+    found = Found(ServerModels((ListedModel("tiny"),)), text=True)
+    said, *_ = [action for action in on(servers, ServerAnswered(ONE.url, found), 0.0) if isinstance(action, Say)]
+    assert said.line.startswith(f"{ONE.url}: left out: takes text alone, and the others do not")
+
+
 def test_without_a_name_any_model_will_do() -> None:
     servers = Servers(None)
     on(servers, Wanted([ONE]), 0.0)

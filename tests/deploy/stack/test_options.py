@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.stack.options import checked_options
+from deploy.local.stack.options import checked_options, takes_turns
 from deploy.local.usage import UpFlags
 from shared.errors import ConfigError
 
@@ -39,3 +39,11 @@ def test_one_address_is_not_a_fleet(address: str) -> None:
     for flags in (UpFlags(prefill=1, etcd=address), UpFlags(prefill=1, nats=f"nats://{address}")):
         with pytest.raises(ConfigError, match="to join a fleet that has the other role, give its --nats and --etcd"):
             checked_options(flags)
+
+
+def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_two_were_asked_for() -> None:
+    assert takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=False)
+    assert not takes_turns(UpFlags(engine="vllm", workers=2), roles=False, on_gpus=False)
+    assert not takes_turns(UpFlags(engine="vllm"), roles=True, on_gpus=False)
+    assert not takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=True)
+    assert not takes_turns(UpFlags(), roles=False, on_gpus=False)

@@ -192,6 +192,14 @@ def test_workers_with_vllm_get_the_gpus_that_are_their_own(tmp_path: Path) -> No
     assert [worker.threads for worker in loaded] == [0, 0]
 
 
+def test_workers_that_take_turns_start_late_but_for_the_first() -> None:
+    for late in (False, True):
+        stack = planned(msgspec.structs.replace(OPTIONS, workers=3, late_workers=late))
+        workers = [launch.program for launch in stack.launches if launch.program.name.startswith("worker")]
+        assert [program.late for program in workers] == [False, late, late]
+        assert all(program.needed for program in workers)
+
+
 def test_workers_on_gpus_get_their_other_settings(tmp_path: Path) -> None:
     gpus = Gpus(1, 0.9, {"dtype": "float16", "graphs": "false", "graph_upper_bound": 32})
     stack = planned(msgspec.structs.replace(OPTIONS, gpus=gpus))

@@ -174,6 +174,16 @@ def test_for_a_model_with_only_workers_that_compute_prompts_the_reason_says_so()
         assert refused.value.code == "no_instances"
 
 
+def test_a_pair_needs_the_requests_lora_at_both_of_its_workers() -> None:
+    made = eligibility(card("d", role="decode", lora=("other",)), card("p", role="prefill", lora=("l",)))
+    assert prefilling(made, lora="l") == ["p"]
+    with pytest.raises(NoCandidate, match=r"^no instance of m has the LoRA l$"):
+        asked(made, lora="l")
+    made.add_card(card("e", role="decode", lora=("l",)), 0.0)
+    assert asked(made, lora="l") == ["e"]
+    assert prefilling(made, lora="other") == []
+
+
 def test_no_frozen_or_excluded_instance_computes_a_prompt_alone_even_if_no_other_is_left() -> None:
     made = roles()
     assert prefilling(made, excluded=("p",)) == ["q"]

@@ -26,6 +26,8 @@ class Publisher:
     """A server's sockets, and a reader of its events. Batch n has one event, which names block n."""
 
     def __init__(self, directory: Path, *, replay: bool) -> None:
+        self.topic = [b"topic"]
+        """The frame before the number in what is sent again. Before vLLM 0.26 there is none."""
         self.kept: list[int] = []
         self.found: list[int | str] = []
         """The blocks that were named, and `cleared`."""
@@ -79,8 +81,8 @@ class Publisher:
             for number in self.kept:
                 if number >= int.from_bytes(first, "big"):
                     batch = self._batch(number)
-                    await self._router.send_multipart([who, b"", b"topic", number.to_bytes(8, "big"), batch])
-            await self._router.send_multipart([who, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
+                    await self._router.send_multipart([who, b"", *self.topic, number.to_bytes(8, "big"), batch])
+            await self._router.send_multipart([who, b"", *self.topic, (-1).to_bytes(8, "big", signed=True), b""])
 
     @staticmethod
     def _batch(number: int) -> bytes:
@@ -88,8 +90,11 @@ class Publisher:
 
 
 @asynccontextmanager
-async def publisher(directory: Path, *, replay: bool = True, before: tuple[int, ...] = ()) -> AsyncIterator[Publisher]:
+async def publisher(
+    directory: Path, *, replay: bool = True, before: tuple[int, ...] = (), topic: tuple[bytes, ...] = (b"topic",)
+) -> AsyncIterator[Publisher]:
     one = Publisher(directory, replay=replay)
+    one.topic[:] = topic
     one.kept += before
     try:
         await one.joined()
@@ -98,8 +103,9 @@ async def publisher(directory: Path, *, replay: bool = True, before: tuple[int, 
         await one.close()
 
 
-async def test_what_came_before_and_what_was_lost_is_replayed(tmp_path: Path) -> None:
-    async with publisher(tmp_path, before=(0, 1)) as one:
+@pytest.mark.parametrize("topic", [(b"topic",), ()])
+async def test_what_came_before_and_what_was_lost_is_replayed(tmp_path: Path, topic: tuple[bytes, ...]) -> None:
+    async with publisher(tmp_path, before=(0, 1), topic=topic) as one:
         await one.until([0, 1])
         await one.send(2)
         await one.send(3, lost=True)
@@ -129,6 +135,14 @@ async def test_an_endpoint_that_is_none_is_named() -> None:
         await asyncio.wait_for(
             read_events(AttachedConfig(events="tcp://nowhere"), VLLM.events, lambda _: None), LIMIT_S
         )
+
+
+async def test_an_event_of_a_newer_vllm_forgets_what_was_known_and_the_reader_goes_on(tmp_path: Path) -> None:
+    async with publisher(tmp_path, replay=False) as one:
+        await one.send(7)
+        await one.send_raw(8, msgspec.msgpack.encode([0.0, [{"type": "TierBlocksCleared", "medium": "GPU"}]]))
+        await one.send(9)
+        await one.until([7, "cleared", 9])
 
 
 async def test_batches_of_another_form_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.install_vllm import device_of
+from deploy.local.install_vllm import STAMP, device_of
 
 CHECKOUT = Path(__file__).parents[3]
 PYTHON = CHECKOUT / ".headrace" / "vllm" / "bin" / "python"
@@ -28,7 +28,9 @@ LIMIT_S = 900.0
 """How long tests wait for a vLLM to start or to answer. Each start has a minute of imports, on a machine that may be
 busy with other tests."""
 needs_vllm = pytest.mark.vllm
-ON_GPU = PYTHON.exists() and device_of(PYTHON.parents[1]) == "cuda"
+INSTALLED = (PYTHON.parents[1] / STAMP).exists()
+"""Whether vLLM is there, and not just being installed."""
+ON_GPU = INSTALLED and device_of(PYTHON.parents[1]) == "cuda"
 """Whether the vLLM that is installed computes on a GPU."""
 ON_DEVICE: dict[str, Any] = (
     {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1 << 28, "enable_sleep_mode": True} if ON_GPU else {}

@@ -1,4 +1,4 @@
-"""What vLLM itself refuses, and what it has no memory for: one line each, from real starts."""
+"""What vLLM itself refuses, what it has no memory for, and what is no vLLM: one line each, from real starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,13 +21,19 @@ from tests.nvml.driver import MISSING, Driver
 from tests.tiny_model import write_tiny_model
 from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
 
-pytestmark = needs_vllm
 
-
-async def start(directory: Path, **arguments: object) -> Failed:
-    """Return how the start of an engine fails."""
-    given = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 64} | arguments
-    table = {"model": str(directory), "engine": "vllm", "vllm": given, "vllm_python": str(PYTHON), "threads": 1}
+async def start(
+    directory: Path,
+    python: Path = PYTHON,
+    *,
+    settings: Mapping[str, object] | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> Failed:
+    """Return how the start of an engine fails. `settings` are the worker's, `arguments` vLLM's."""
+    given: dict[str, object] = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 64}
+    given |= arguments or {}
+    table = {"model": str(directory), "engine": "vllm", "vllm": given, "vllm_python": str(python), "threads": 1}
+    table |= settings or {}
     process = await EngineProcess.start(msgspec.convert(table, WorkerConfig), "tiny", "worker")
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -54,6 +61,7 @@ def rename_architecture(model: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["NopeForCausalLM"]}))
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -68,6 +76,7 @@ async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[
     assert failed.model
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -83,11 +92,19 @@ async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[
 async def test_settings_that_vllm_refuses_are_fatal_and_named(
     model: Path, arguments: dict[str, object], reason: str
 ) -> None:
-    failed = await start(model, **arguments)
+    failed = await start(model, arguments=arguments)
     assert reason in failed.reason
     assert failed.model
 
 
+@needs_vllm
+async def test_a_role_of_embeddings_is_fatal_and_named(model: Path) -> None:
+    failed = await start(model, settings={"role": "prefill", "kvbm": {"pool": "none"}}, arguments={"runner": "pooling"})
+    assert failed.reason == "role is prefill, but vllm.runner is pooling: embeddings are not handed over"
+    assert failed.model
+
+
+@needs_vllm
 async def test_memory_that_is_not_there_now_is_not_fatal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
     failed = await start(model)
@@ -96,6 +113,7 @@ async def test_memory_that_is_not_there_now_is_not_fatal(model: Path, monkeypatc
     assert not failed.model
 
 
+@needs_vllm
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize(
     ("visible", "ranks", "size", "expected"),
@@ -115,3 +133,53 @@ def test_its_gpus_are_named_by_uuid_however_they_were_made_visible(
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == expected
+
+
+def half_environment(directory: Path, modules: Mapping[str, str]) -> Path:
+    """Return a Python that has what our program needs, an empty torch, and these modules in place of vLLM's."""
+    for name, text in {"torch": "", **modules}.items():
+        file = Path(directory, *name.split("."), "__init__.py")
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{directory}:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+REMEDY = "./headrace install-vllm"
+NO_DEVICE = "class Nowhere:\n    def is_unspecified(self):\n        return True\ncurrent_platform = Nowhere()"
+
+
+@pytest.mark.parametrize(
+    ("modules", "reason"),
+    [
+        (
+            {"vllm": "import none_such"},
+            f"vLLM cannot be loaded (ModuleNotFoundError: No module named 'none_such'); {REMEDY} makes its environment",
+        ),
+        (
+            {"vllm": "raise ImportError('libtorch.so: cannot open shared object file')"},
+            f"vLLM cannot be loaded (ImportError: libtorch.so: cannot open shared object file); {REMEDY} makes its",
+        ),
+        (
+            {"vllm": "__version__ = '0.31.0'"},
+            "vLLM 0.31.0 is not supported: there is no module vllm.",
+        ),
+        (
+            {"vllm": "__version__ = '0.34.0'"},
+            "vLLM 0.34.0 is not supported: there is no module vllm.",
+        ),
+        (
+            {"vllm": "__version__ = '0.32.0'", "vllm.platforms": NO_DEVICE},
+            "vLLM 0.32.0 finds no device here that it was built for: without a GPU, remove ",
+        ),
+    ],
+)
+async def test_half_an_environment_and_another_version_are_fatal_and_say_how_to_get_a_whole_one(
+    tmp_path: Path, modules: Mapping[str, str], reason: str
+) -> None:
+    failed = await start(tmp_path, half_environment(tmp_path, modules))
+    assert failed.reason.startswith(reason)
+    assert REMEDY in failed.reason
+    assert failed.model

@@ -9,6 +9,8 @@ import pytest
 
 from services.worker.config import WorkerConfig
 from services.worker.vllm.settings import (
+    IN_CORE,
+    SPREADING,
     contradiction,
     parsed,
     recommended,
@@ -32,8 +34,9 @@ def test_block_size_of_a_cpu() -> None:
 
 
 def test_on_a_cpu_the_first_answer_is_right_and_soon() -> None:
-    assert on_cpu() == {"block_size": 32, "dtype": "float32", "enforce_eager": True}
-    assert not {"dtype", "enforce_eager"} & recommended(WorkerConfig(model="m")).keys()
+    chosen = {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": IN_CORE}
+    assert on_cpu() == {"block_size": 32} | chosen
+    assert not chosen.keys() & recommended(WorkerConfig(model="m")).keys()
 
 
 def test_a_worker_that_traces_has_vllm_trace() -> None:
@@ -57,6 +60,12 @@ def test_on_a_cpu_stages_of_a_pipeline_are_compiled() -> None:
     assert stages_fault({"pipeline_parallel_size": 2}, {}) == ""
 
 
+@pytest.mark.parametrize("size", SPREADING)
+def test_one_rank_computes_in_the_core_and_several_as_vllm_chooses(size: str) -> None:
+    assert "distributed_executor_backend" not in on_cpu({size: 2})
+    assert on_cpu({size: 1, "enforce_eager": False})["distributed_executor_backend"] == IN_CORE
+
+
 def test_kernels_of_quantised_weights_keep_their_own_type() -> None:
     assert "dtype" not in on_cpu(quantised=True)
     assert "dtype" not in on_cpu({"quantization": "awq"})
@@ -78,6 +87,25 @@ def test_contradictions() -> None:
     )
     assert contradiction({"max_num_seqs": 9}, config, {"max_num_seqs": "vllm"}).startswith("vllm.max_num_seqs: 9")
     assert contradiction({"model": "x"}, config, {"model": "vllm_args"}).startswith("vllm_args.model: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("nnodes", 2, "2; it must be 1: all ranks of a worker run on its machine"),
+        ("distributed_executor_backend", "ray", "ray: not allowed: all ranks of a worker are processes that end"),
+        ("distributed_executor_backend", "external_launcher", "external_launcher: not allowed: all ranks of a worker"),
+    ],
+)
+def test_ranks_that_others_start_are_refused(name: str, value: object, said: str) -> None:
+    refused = contradiction({name: value}, WorkerConfig(model="m"), {name: "vllm_args"})
+    assert refused.startswith(f"vllm_args.{name}: {said}")
+
+
+@pytest.mark.parametrize("value", ["mp", "uni", IN_CORE])
+def test_an_executor_whose_ranks_end_with_the_worker_can_be_chosen(value: str) -> None:
+    given, source = {"distributed_executor_backend": value}, {"distributed_executor_backend": "vllm"}
+    assert contradiction(given, WorkerConfig(model="m"), source) == ""
 
 
 def test_fewer_loras_in_memory_than_in_a_batch_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from services.worker.contracts.messages import Failed
 from services.worker.vllm.start_failure import VARIABLE, Cause, explained, failure, read_cause
 
+IMPORTED = "from services.worker.vllm import start_failure"
 CORE = Cause("RuntimeError", "Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 PROGRAM = """
 import logging, logging.config
@@ -42,6 +43,31 @@ def test_the_cores_own_exception_is_named_instead_of_the_parents() -> None:
 def test_what_the_parent_raises_itself_comes_first() -> None:
     failed = failure(Cause("ValueError", "awq is unknown"), Cause("KeyError", "something logged before"))
     assert (failed.reason, failed.model) == ("vLLM cannot start: ValueError: awq is unknown", True)
+
+
+UNINSPECTED = Cause("ValidationError", "Model architectures ['A'] failed to be inspected. Please check the logs")
+
+
+def inspection(written: str, died: str = "returned non-zero exit status 1.") -> Cause:
+    """The cause that vLLM's parent logs if the process that looks at a model's class fails."""
+    try:
+        try:
+            raise OSError(f"Command '['python', '-m', 'vllm…registry']' {died}")
+        except OSError as wrong:
+            raise RuntimeError(f"Error raised in subprocess:\n{written}") from wrong
+    except RuntimeError as wrong:
+        return Cause.of(wrong)
+
+
+def test_a_model_that_cannot_be_inspected_is_named_by_what_ended_the_inspection() -> None:
+    failed = failure(UNINSPECTED, inspection("Traceback …\n  File …\nModuleNotFoundError: No module named 'timm'\n"))
+    assert failed.reason == "vLLM cannot start: RuntimeError: ModuleNotFoundError: No module named 'timm'"
+    assert failed.model
+    illegal = failure(UNINSPECTED, inspection("", "died with <Signals.SIGILL: 4>."))
+    assert "died with <Signals.SIGILL: 4>." in illegal.reason
+    assert illegal.model
+    assert not failure(UNINSPECTED, inspection("", "died with <Signals.SIGKILL: 9>.")).model, "memory may come free"
+    assert failure(UNINSPECTED, None).reason.endswith("failed to be inspected. Please check the logs")
 
 
 def test_a_core_that_was_killed_is_tried_again() -> None:
@@ -111,6 +137,14 @@ def test_the_first_logged_exception_is_noted(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | {VARIABLE: str(path)}, check=True)
     assert read_cause(path) == Cause("ValueError", "the first")
     assert [one.name for one in tmp_path.iterdir()] == ["cause"]
+
+
+def test_of_a_process_that_notes_only_meanwhile_nothing_later_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "cause"
+    program = PROGRAM.replace("\nnote_exceptions()", "\nwith start_failure.noting_exceptions():\n    pass")
+    program = program.replace("from services.worker.vllm.start_failure import note_exceptions", IMPORTED)
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {VARIABLE: str(path)}, check=True)
+    assert read_cause(path) is None
 
 
 def test_without_the_variable_nothing_is_noted() -> None:

@@ -194,6 +194,7 @@ def test_descriptions_are_equal_only_for_the_same_bytes_at_the_same_place() -> N
         described(in_order("LBHNC", 3, 10, 2, 4, 8), 5),
         described(in_order("LBHNC", 3, 5, 2, 4, 8), 5, dtype="float16"),
         described(in_order("LBHNC", 3, 5, 2, 4, 8), 5, backend="FLASHINFER 0.32"),
+        described(in_order("LBHNC", 3, 5, 2, 4, 8), 5, backend="FLASH_ATTN 0.33"),
         described(in_order("LBHNC", 3, 5, 2, 4, 8), 5, block_size=8),
         KvLayout("bfloat16", 3, 2, 4, 4),
     ]

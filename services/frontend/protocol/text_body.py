@@ -1,0 +1,220 @@
+"""Reads what must be known of bodies that pass through unchanged: of a request's, of an answer's. Pure.
+
+    request  ─▶ model, stream, how much it may generate, and the bytes of its prompt, which are hashed in blocks
+    answer   ─▶ AnswerMeter: the `usage` in its last bytes, or else the number of its events
+
+What makes a prompt is taken in the order in which templates mostly have it, without whitespace between values. So a
+conversation's next question begins with the bytes of the one before, whichever program of a kind wrote it. A closing
+bracket or quotation mark at the end is left out, since a longer prompt has something else there.
+
+A field with another value than OpenAI's counts as missing: the server says what is wrong with it. A `usage` is
+believed. Servers are the operator's, and no text of an answer can hold the bytes that are looked for, as quotation
+marks within JSON's strings are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Raw, Struct, field
+
+from services.frontend.protocol.decoding import decode_body
+from shared.hashing import pack_hashes, sequence_hashes
+
+BYTES_A_TOKEN = 4
+"""Bytes of text that count as a token, if nothing counts better."""
+HASHED_BYTES = 1 << 20
+"""Most bytes of a prompt that are hashed, from its beginning."""
+COUNT_LIMIT = 1 << 31
+"""What a count of tokens is below."""
+TAIL_BYTES = 64 << 10
+"""Last bytes of a whole answer in which its usage is looked for: servers write it near the end."""
+STREAM_TAIL_BYTES = 4 << 10
+"""Last bytes of a stream in which its usage is looked for. There are many streams at once."""
+_EVENT = b"data:"
+_USAGE = b'"usage"'
+
+
+def _missing() -> Raw:
+    return Raw(b"")
+
+
+class _Named(Struct):
+    model: Raw = field(default_factory=_missing)
+
+
+class _Body(_Named):
+    stream: Raw = field(default_factory=_missing)
+    n: Raw = field(default_factory=_missing)
+    max_tokens: Raw = field(default_factory=_missing)
+    max_completion_tokens: Raw = field(default_factory=_missing)
+    max_output_tokens: Raw = field(default_factory=_missing)
+    prompt_cache_key: Raw = field(default_factory=_missing)
+    cache_salt: Raw = field(default_factory=_missing)
+    tools: Raw = field(default_factory=_missing)
+    system: Raw = field(default_factory=_missing)
+    instructions: Raw = field(default_factory=_missing)
+    messages: Raw = field(default_factory=_missing)
+    prompt: Raw = field(default_factory=_missing)
+    input: Raw = field(default_factory=_missing)
+
+
+_PROMPT = ("tools", "system", "instructions", "messages", "prompt", "input")
+"""The fields that make a prompt, in order."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_TEXT = msgspec.json.Decoder(str)
+_COUNT = msgspec.json.Decoder(int)
+
+
+class TextBody(Struct, frozen=True):
+    """What is known of a request that passes through."""
+
+    prompt: bytes
+    """The beginning of the prompt, as it is hashed."""
+    prompt_tokens: int
+    """An estimate, at least 1."""
+    max_tokens: int
+    """Most tokens of all its choices together. 0 if it does not say."""
+    session: str
+    """The field `prompt_cache_key`. Empty if it is missing."""
+    salt: str
+    """The field `cache_salt`. Empty if it is missing."""
+
+    def hashes(self, block_units: int, seed: int) -> bytes:
+        """Return the packed hashes of the prompt's full blocks, each of `block_units` times four bytes."""
+        return pack_hashes(sequence_hashes(self.prompt, block_units, seed))
+
+
+def read_model(body: bytes) -> str | None:
+    """Return the model that a body names; None if it names none, or is no JSON object."""
+    try:
+        return _text(msgspec.json.decode(body, type=_Named).model) or None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read_text(body: bytes) -> TextBody:
+    """Return what a body says. Raise InvalidRequest if it is no JSON object, or too large."""
+    fields = decode_body(_Body, body)
+    parts = [bytes(getattr(fields, name)) for name in _PROMPT]
+    prompt = b"".join(map(_compact, filter(None, parts)))[:HASHED_BYTES]
+    choices = max(1, _count(fields.n))
+    return TextBody(
+        prompt=prompt,
+        prompt_tokens=max(1, sum(map(len, parts)) // BYTES_A_TOKEN),
+        max_tokens=min(COUNT_LIMIT - 1, choices * max(_count(getattr(fields, name)) for name in _LIMITS)),
+        session=_text(fields.prompt_cache_key),
+        salt=_text(fields.cache_salt),
+    )
+
+
+def _compact(value: bytes) -> bytes:
+    """Return a JSON value without whitespace between its parts, and without the last byte."""
+    if len(value) > HASHED_BYTES:
+        return value[:HASHED_BYTES]
+    return msgspec.json.format(value, indent=-1)[:-1]
+
+
+def _text(raw: Raw) -> str:
+    try:
+        return _TEXT.decode(raw) if raw else ""
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+
+
+def _count(raw: Raw) -> int:
+    try:
+        found = _COUNT.decode(raw) if raw else 0
+    except msgspec.MsgspecError:
+        return 0
+    return found if 0 < found < COUNT_LIMIT else 0
+
+
+class TextUsage(Struct, frozen=True):
+    """The tokens of an answer."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+
+class AnswerMeter:
+    """Counts an answer while it passes. What it keeps of it is bounded."""
+
+    __slots__ = ("_events", "_kept_bytes", "_most_bytes", "_size_bytes", "_streamed", "_tail")
+
+    def __init__(self, *, streamed: bool) -> None:
+        """`streamed`: whether the answer is server-sent events."""
+        self._streamed = streamed
+        self._most_bytes = STREAM_TAIL_BYTES if streamed else TAIL_BYTES
+        self._tail: deque[bytes] = deque()
+        self._events = self._kept_bytes = self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes that have passed."""
+        return self._size_bytes
+
+    @property
+    def events(self) -> int:
+        """The events that have passed, for a stream."""
+        return self._events
+
+    @property
+    def ends_event(self) -> bool:
+        """Whether an event of a stream can follow what has passed."""
+        return not self._tail or b"".join(list(self._tail)[-2:]).replace(b"\r", b"").endswith(b"\n\n")
+
+    def add(self, chunk: bytes) -> None:
+        """Count a part."""
+        size = len(chunk)
+        self._size_bytes += size
+        if self._streamed:
+            self._events += chunk.count(_EVENT)
+        self._tail.append(chunk)
+        self._kept_bytes += size
+        while self._kept_bytes - len(self._tail[0]) >= self._most_bytes:
+            self._kept_bytes -= len(self._tail.popleft())
+
+    def usage(self, prompt_tokens: int) -> TextUsage:
+        """Return the tokens that the answer says it had; what it does not say is estimated, and `prompt_tokens` is the
+        estimate for the prompt. Servers send an event for each token."""
+        found = _find_usage(b"".join(self._tail))
+        written = self._events if self._streamed else -(-self._size_bytes // BYTES_A_TOKEN)
+        prompt = _named(found, "prompt_tokens", "input_tokens")
+        output = _named(found, "completion_tokens", "output_tokens")
+        if output is None:  # an embedding has a usage without any
+            output = written if prompt is None else 0
+        details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+        cached = _named(details, "cached_tokens") if isinstance(details, Mapping) else None
+        prompt = prompt_tokens if prompt is None else prompt
+        return TextUsage(prompt, output, min(cached or 0, prompt))
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert self._kept_bytes == sum(map(len, self._tail)) <= self._size_bytes
+        assert len(self._tail) <= 1 or self._kept_bytes - len(self._tail[0]) < self._most_bytes
+
+
+def _find_usage(tail: bytes) -> Mapping[str, object]:
+    """Return the last usage in the last bytes of an answer. Empty if there is none."""
+    at = tail.rfind(_USAGE)
+    if at < 0:
+        return {}
+    _, colon, rest = tail[at:].partition(b":")
+    try:
+        found, _ = json.JSONDecoder().raw_decode(rest.decode("utf-8", "replace").lstrip()) if colon else ({}, 0)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _named(found: Mapping[str, object], *names: str) -> int | None:
+    for name in names:
+        value = found.get(name)
+        if type(value) is int and 0 <= value < COUNT_LIMIT:
+            return value
+    return None

@@ -1,0 +1,331 @@
+"""Passes requests on to servers that take and give text alone, and their answers back as they are.
+
+    body ─▶ text_body.py: the prompt's blocks ─▶ routers: reserved ─▶ text_servers.py ─▶ the answer's headers
+                                     ▲                                    │ none, or busy     │
+                                     └──────── text_tries.py ◀────────────┘                   ▼
+    client ◀── each part as it comes: at most one that it has not read ◀──────────────── pass_on
+
+Frontends send to servers themselves: through the worker and NATS each byte would be copied four times more. The router
+knows no difference. Blocks are hashes of text, and reports of workers do not have these attempts, so that each is
+reserved, and ends with Finished. After the first byte nothing can go on elsewhere, since nothing here knows what the
+server's tokens are.
+
+A server is not read while the client does not read. An answer that is silent for `text.idle_s` ends, and so does one at
+its deadline. Whatever ends a request closes its connection, by which its server hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import aiohttp
+
+from services.frontend.auth.accounts import TokenUse
+from services.frontend.config import FrontendConfig
+from services.frontend.metrics import Metrics
+from services.frontend.models.registry import ModelRegistry
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.text_body import AnswerMeter, TextBody, read_model, read_text
+from services.frontend.requests.calls import refusal_of
+from services.frontend.requests.service import RequestService
+from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
+from services.frontend.serving.request_context import SALT_HEADER, RequestContext
+from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
+from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
+from shared.errors import HeadraceError, RequestTimeout, Unavailable
+from shared.hashing import seed_of
+from shared.messages.cards import ModelCard
+from shared.messages.select import Finished, Prefilled, Select, Selected, SelectRefused
+from shared.runtime.runtime import Runtime
+
+OK = 200
+
+
+class TextSink(Protocol):
+    """What an answer is passed to: a ResponseBody. Its methods raise ConnectionError."""
+
+    def try_send(self, payload: bytes) -> bool:
+        """Send a part, unless the client has not read the one before."""
+        ...
+
+    async def write(self, payload: bytes) -> None:
+        """Send a part as soon as the client reads; the first one with the headers."""
+        ...
+
+
+class TextProxy:
+    """All requests of this process that pass through."""
+
+    def __init__(
+        self, runtime: Runtime, service: RequestService, models: ModelRegistry, metrics: Metrics, config: FrontendConfig
+    ) -> None:
+        """Raise ConfigError for the files of the key and of TLS."""
+        self.runtime, self.service, self.metrics, self.config = runtime, service, metrics, config.text
+        self.servers = TextServers(config.text, 2 * config.limits.requests)  # with one that is kept while it is busy
+        self._models = models
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self.servers.aclose()
+
+    def model_of(self, body: bytes) -> str:
+        """Return the model that a body asks for, if its servers take text alone. Empty if they do not."""
+        return self._models.text_of(read_model(body)) if self._models.texts else ""
+
+    @asynccontextmanager
+    async def answer(self, model: str, path: str, body: bytes, context: RequestContext) -> AsyncIterator[TextReply]:
+        """Yield the answer of a server that has begun it. Leaving the context ends the request, and notes what
+        it cost its key. Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout."""
+        permit, limits = context.permit, self.service.limits
+        permit.model = model
+        deadline = deadline_of(None, context.deadline_header, context.received_s, limits)
+        asked = read_text(body)
+        self._check_salt(context)
+        permit.add_tokens(asked.prompt_tokens + asked.max_tokens)
+        charged = asked.prompt_tokens + asked.max_tokens
+        permit.charge(charged, asyncio.get_running_loop().time())
+        if context.trace is not None:
+            context.trace.attributes["gen_ai.request.model"] = model
+        reply = TextReply(self, model, asked, context, deadline)
+        error: HeadraceError | None = None
+        try:
+            await reply.begin(path, body)
+            del body  # up to a few megabytes, which the answer does not need
+            permit.forget_body()
+            yield reply
+        except HeadraceError as wrong:
+            error = wrong
+            raise
+        finally:
+            permit.spent = reply.close(charged, error)
+
+    def _check_salt(self, context: RequestContext) -> None:
+        """Raise InvalidRequest if a request is to have a cache of its own, which a server's is not. A `cache_salt` in
+        the body passes: the server sees it."""
+        account = context.permit.account
+        of_key = account is not None and account.entry.salt is not None
+        if (of_key or context.salt_header) and not self.config.ignore_salts:
+            what = "the API key" if of_key else SALT_HEADER
+            wrong = "asks for cached blocks of its own, and the servers of this model share theirs"
+            raise field_error("model", f"{what} {wrong}; text.ignore_salts serves it", "unsupported_value", 403)
+
+
+class TextReply:
+    """One request, and the answer to it that passes. Times are seconds on the loop's clock."""
+
+    def __init__(
+        self, proxy: TextProxy, model: str, asked: TextBody, context: RequestContext, deadline: RequestDeadline
+    ) -> None:
+        self.status = 0
+        """The status of the answer. 0 before it has come."""
+        self.headers: Mapping[str, str] = {}
+        self.streamed = False
+        """Whether the answer is server-sent events."""
+        self._proxy, self._model, self._asked, self._context = proxy, model, asked, context
+        cards = proxy.runtime.directory.cards.values()
+        block_units = next((card.block_size for card in cards if card.model == model), 0)
+        seed = seed_of(salt=context.salt(asked.salt))
+        self._hashes = asked.hashes(block_units, seed) if block_units else b""
+        self._deadline = deadline
+        self._now = asyncio.get_running_loop().time
+        self._meter = AnswerMeter(streamed=False)
+        self._answer: TextAnswer | None = None
+        self._instance = ""
+        self._attempt = self._ended = 0
+        """The numbers of the latest attempt, and of the latest one that was reported as ended."""
+        self._sent_s = 0.0
+        """When the request was sent to the latest server."""
+        self._moved = False
+        """Whether a part has come since `_look` has looked."""
+        self._held = False
+        """Whether the client is waited for, and not the server."""
+        self._silent = False
+        """Whether the answer was ended since its server was silent."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The timer that calls `_look`."""
+
+    async def begin(self, path: str, body: bytes) -> None:
+        """Find a server that answers. Raise as `TextProxy.answer`."""
+        proxy, limits = self._proxy, self._proxy.service.limits
+        tries, instance = TextTries(limits.attempts), ""
+        try:
+            async with asyncio.timeout_at(min(self._deadline.at, self._context.received_s + limits.first_token_s)):
+                while (card := await self._choose(tries)) is not None:
+                    tries.begin()
+                    self._sent_s, instance = self._now(), card.instance
+                    answer = await proxy.servers.send(card, path, body, self._context.id.unique)
+                    if isinstance(answer, TextFault):
+                        fault: TextFault | None = answer
+                    else:
+                        fault = fault_of(answer.response.status, answer.response.content_type)
+                        self._keep(answer, instance, passes=fault is None or fault.passes)
+                    if fault is None:
+                        return
+                    self._lose(instance, fault)
+                    if not tries.failed(instance, fault):
+                        break
+        except TimeoutError:
+            why = "the request's deadline passed, or limits.first_token_s, before a server answered"
+            raise RequestTimeout(tries.text(why)) from None
+        if not self.status:
+            raise Unavailable(tries.text("no server answers"))
+
+    async def _choose(self, tries: TextTries) -> ModelCard | None:
+        """Have a router reserve the next attempt. Return the card of the server; None if no other is there. Raise the
+        router's refusal if none was tried."""
+        proxy, asked, context = self._proxy, self._asked, self._context
+        limits, first = proxy.service.limits, not self._attempt
+        while True:
+            self._attempt += 1
+            select = Select(
+                request=context.id.unique,
+                attempt=self._attempt,
+                frontend=proxy.runtime.instance,
+                model=self._model,
+                hashes=self._hashes,
+                prompt_tokens=asked.prompt_tokens,
+                max_tokens=max(1, asked.max_tokens),
+                excluded=tuple(tries.excluded),
+                priority=served_priority(None, context.lowest_priority),
+                session=context.session or asked.session,
+                time_left_s=max(0.0, self._deadline.at - self._now()),
+                wait_limit_s=limits.wait_s if first else 0.0,
+                whole=True,
+                unreported=True,
+            )
+            answer = await proxy.service.calls.ask_routers(select, self._deadline.at)
+            assert answer is not None, "the answer is always wanted"
+            if isinstance(answer, Selected):
+                card = proxy.runtime.directory.cards.get((self._model, answer.instance))
+                if card is not None and card.server:
+                    return card
+                tries.excluded[answer.instance] = None  # this process does not know it yet
+                self._finish()
+            elif isinstance(answer, SelectRefused) and answer.code == "all_excluded" and tries.none_left():
+                pass
+            elif not self._sent_s:
+                raise refusal_of(answer)
+            else:
+                return None
+
+    def _keep(self, answer: TextAnswer, instance: str, *, passes: bool) -> None:
+        """Take an answer, in place of one that is kept; drop it if it does not pass."""
+        response = answer.response
+        if not passes:
+            response.close()
+            return
+        if self._answer is not None:
+            self._answer.response.close()
+        self._answer, self._instance = answer, instance
+        self.status, self.headers = response.status, passed_headers(response)
+        self.streamed = response.content_type == "text/event-stream"
+        self._meter = AnswerMeter(streamed=self.streamed)
+
+    def _lose(self, instance: str, fault: TextFault) -> None:
+        self._proxy.metrics.lost.labels(fault.loss).inc()
+        self._note(f"{instance} {fault.why}")
+        self._finish()
+
+    def _note(self, text: str) -> None:
+        self._proxy.runtime.notes.requests.add(self._context.id.unique, text, self._now(), attempt=self._attempt)
+
+    @property
+    def ends_event(self) -> bool:
+        """Whether another event can follow what has passed of a stream."""
+        return self._meter.ends_event
+
+    async def pass_on(self, sink: TextSink) -> None:
+        """Pass the answer to its end. Raise Unavailable or RequestTimeout if it breaks off, ConnectionError if the
+        client has left or does not read."""
+        assert self._answer is not None
+        send, meter, part = sink.try_send, self._meter, self._answer.first
+        self._timer = asyncio.get_running_loop().call_later(self._proxy.config.idle_s, self._look)
+        try:
+            async with asyncio.timeout_at(self._deadline.at):
+                if part:
+                    self._begun()
+                    await self._write(sink, part)
+                while part:
+                    meter.add(part)
+                    self._moved = True
+                    part = await self._read()
+                    if part and not send(part):
+                        await self._write(sink, part)
+        except TimeoutError:
+            self._proxy.metrics.lost.labels("stalled").inc()
+            raise RequestTimeout("the request's deadline passed before its answer ended") from None
+        finally:
+            self._timer.cancel()  # the latest one: `_look` replaces it
+
+    async def _read(self) -> bytes:
+        """Return the next part of the answer; empty at its end. Raise Unavailable."""
+        assert self._answer is not None
+        try:
+            return await self._answer.response.content.readany()
+        except (aiohttp.ClientError, OSError) as wrong:
+            why = f"sent nothing for {self._proxy.config.idle_s:g} s" if self._silent else broken(wrong)
+            self._proxy.metrics.lost.labels("stalled" if self._silent else "gone").inc()
+            self._note(f"{self._instance} {why}")
+            raise Unavailable(f"the server {why}, and an answer that has begun cannot go on elsewhere") from None
+
+    async def _write(self, sink: TextSink, part: bytes) -> None:
+        self._held = True
+        await sink.write(part)
+        self._held = False
+
+    def _look(self) -> None:
+        """End the answer if its server was silent since the last look."""
+        assert self._answer is not None
+        if self._moved or self._held:
+            self._moved = False
+            self._timer = asyncio.get_running_loop().call_later(self._proxy.config.idle_s, self._look)
+        else:
+            self._silent = True
+            self._answer.response.close()
+
+    def _begun(self) -> None:
+        """Note the first part of an answer."""
+        if self.status != OK:
+            return
+        now, received_s, metrics = self._now(), self._context.received_s, self._proxy.metrics
+        took_s = now - received_s
+        metrics.of_model(self._model).first_token.observe(took_s)
+        metrics.hops["first_token"].observe(now - self._sent_s)
+        self._context.permit.served.begun(took_s)
+        first = Prefilled(self._context.id.unique, self._attempt, -1, took_s, instance=self._instance)
+        self._proxy.service.publish_load(self._model, first)
+
+    def _finish(self) -> None:
+        """Report the end of all attempts so far. Idempotent."""
+        for attempt in range(self._ended + 1, self._attempt + 1):
+            self._proxy.service.publish_load(self._model, Finished(self._context.id.unique, attempt))
+        self._ended = self._attempt
+
+    def close(self, charged: int, error: HeadraceError | None) -> TokenUse:
+        """End the request, and return what its key pays for: nothing without an answer, unless its client has left or
+        asked for less time. Then it pays for the prompt."""
+        self._finish()
+        if self._answer is not None:
+            self._answer.response.close()  # a connection whose answer has ended is free already
+        if self.status != OK or not self._meter.size_bytes:
+            late = self._deadline.shortened and isinstance(error, RequestTimeout)
+            left = error is None and not self.status
+            return TokenUse(charged, self._asked.prompt_tokens if late or left else 0)
+        usage, permit = self._meter.usage(self._asked.prompt_tokens), self._context.permit
+        permit.served.add(
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.output_tokens,
+            cached_tokens=usage.cached_tokens,
+            instance=self._instance,
+            attempts=self._attempt,
+        )
+        metrics = self._proxy.metrics.of_model(self._model)
+        metrics.input_tokens.observe(usage.prompt_tokens)
+        metrics.prompt_count.inc(usage.prompt_tokens)
+        metrics.output_tokens.observe(usage.output_tokens)
+        metrics.output_count.inc(usage.output_tokens)
+        metrics.cached[0].inc(usage.cached_tokens)
+        return TokenUse(charged, usage.prompt_tokens, usage.output_tokens)
