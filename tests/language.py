@@ -26,6 +26,8 @@ DOCUMENTS = (
     "docs/decisions/*.md",
     "deploy/compose/README.md",
     "benchmarks/README.md",
+    "examples/README.md",
+    "examples/*/README.md",
 )
 
 WORDS = {
@@ -52,7 +54,8 @@ WORDS = {
 PHRASES = {"as such": "leave it out", "by and by": "later", "not any more": "no longer", "so many": "how many, N"}
 ALLOWED = re.compile(
     r"behind (?:a|an|the|its|your) (?:\w+ )?(?:proxy|proxies|balancer|firewall)"  # a place in a network, not a time
-    r"|(?:leav\w*|left) (?:\w+ ){0,3}behind|(?:told|tell) apart",
+    r"|(?:leav\w*|left) (?:\w+ ){0,3}behind|(?:told|tell) apart"
+    r"|behind-envoy",  # the name of a directory
     re.IGNORECASE,
 )
 """Idioms that use a word of the list in its plain sense."""

@@ -19,6 +19,7 @@ DOCUMENTS = sorted(
         *(ROOT / "docs" / "decisions").glob("*.md"),
         ROOT / "deploy" / "compose" / "README.md",
         ROOT / "benchmarks" / "README.md",
+        *(ROOT / "examples").glob("**/README.md"),
     ]
 )
 ABOVE = (ROOT, ROOT / "services", ROOT / "benchmarks")

@@ -30,7 +30,7 @@ from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 240.0
-DIRECTORIES = ("deploy", "docs", "services", "shared")
+DIRECTORIES = ("deploy", "docs", "examples", "services", "shared")
 LEFT_OUT = ("deploy/package/", "docs/images/")
 UV = str(Path(sys.executable).with_name("uv"))
 
