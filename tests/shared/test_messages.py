@@ -67,6 +67,7 @@ from shared.messages.kv_events import (
     SnapshotRequest,
 )
 from shared.messages.load import LOAD_REPORT, KvState, LoadReport
+from shared.messages.model_files import MODEL_FILE_PART, READ_MODEL_FILE, ModelFilePart, ReadModelFile
 from shared.messages.people import (
     EXPLANATIONS,
     OPERATE_WORKER,
@@ -179,6 +180,8 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (FOUND_NOTES, FoundNotes("worker", "0a", [Note("r", 1.5, "lost", 2)], ["on disk"])),
     (LOG_LEVEL_CHANGED, LogLevelChanged("0a", "no")),
     (PONG, Pong("0a", 2, 3)),
+    (READ_MODEL_FILE, ReadModelFile("tokenizer.json", 512)),
+    (MODEL_FILE_PART, ModelFilePart(b"{}", 2, 9)),
     (OPERATE_WORKER, OperateWorker("load_lora", "sql", path="/loras/sql")),
     (WORKER_OPERATED, WorkerOperated("0a", failed="no", state="asleep", lora=("sql@0123",))),
     (

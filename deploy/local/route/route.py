@@ -41,7 +41,7 @@ from deploy.local.stack.stack import Launch, Setting, UpOptions, Value, plan_att
 from deploy.local.stack.up import Shell, exclusive, up
 from deploy.local.state import CACHE_VARIABLE
 from deploy.local.terminal import Terminal
-from deploy.local.usage import RouteFlags, UpFlags
+from deploy.local.usage import By, RouteFlags, UpFlags
 from shared.errors import ConfigError, Unavailable
 from shared.outbound import TlsFiles, read_tls
 
@@ -234,7 +234,8 @@ class Keeper:
 
     def __init__(self, wanted: WantedServers, servers: Servers, flags: RouteFlags, terminal: Terminal) -> None:
         self._wanted, self.servers, self._terminal = wanted, servers, terminal
-        self._key_file, self._tls, self._by = flags.api_key_file, tls_files(flags), flags.by
+        self._key_file, self._tls = flags.api_key_file, tls_files(flags)
+        self._by: By = flags.by
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each question
         self._asking: set[asyncio.Task[None]] = set()
 

@@ -71,10 +71,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or workers
-    for flag, addresses in (("--nats", flags.nats), ("--etcd", flags.etcd)):
-        answer = [servers.answers(flag, each.strip()) for each in addresses.split(",") if addresses]
-        if addresses and not any(answer):
-            raise ConfigError(f"{flag} {addresses}: no server answers there")
+    _check_servers(flags)
     options = UpOptions(
         model="",
         model_name="",
@@ -104,6 +101,13 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         overrides=overrides,
     )
     return options, wanted
+
+
+def _check_servers(flags: UpFlags) -> None:
+    """Raise ConfigError if none of the servers that flags name answers."""
+    for flag, addresses in (("--nats", flags.nats), ("--etcd", flags.etcd)):
+        if addresses and not any([servers.answers(flag, each.strip()) for each in addresses.split(",")]):
+            raise ConfigError(f"{flag} {addresses}: no server answers there")
 
 
 def takes_turns(flags: UpFlags, *, roles: bool, on_gpus: bool) -> bool:

@@ -56,20 +56,27 @@ class TextServers:
 
     def __init__(self, config: TextServersConfig, connections: int) -> None:
         """`connections` is the most at once. Raise ConfigError for the files of the key and of TLS."""
-        self._config = config
-        _, tls = read_text_files(config)
-        self._session = aiohttp.ClientSession(
-            headers={"User-Agent": f"headrace/{VERSION}", "Accept-Encoding": "identity"},
-            connector=open_connector("", tls, most=connections, idle_s=IDLE_CONNECTION_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=READ_BYTES,
-        )
+        self._config, self._connections = config, connections
+        _, self._tls = read_text_files(config)
+        self._opened: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
         """Close all connections."""
-        await self._session.close()
+        if self._opened is not None:
+            await self._opened.close()
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Return the session, opened for the first request: most frontends have no such servers."""
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                headers={"User-Agent": f"headrace/{VERSION}", "Accept-Encoding": "identity"},
+                connector=open_connector("", self._tls, most=self._connections, idle_s=IDLE_CONNECTION_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                read_bufsize=READ_BYTES,
+            )
+        return self._opened
 
     async def send(self, card: ModelCard, path: str, body: bytes, request: str) -> TextAnswer | TextFault:
         """Send a request to the server of a card. Return its answer as soon as a part of it has come, or why there is
@@ -96,7 +103,7 @@ class TextServers:
         headers = {"Host": url.netloc, "Content-Type": "application/json", "X-Request-Id": request}
         if key := read_key(self._config.api_key_file, "text.api_key_file"):
             headers["Authorization"] = f"Bearer {key}"
-        return await self._session.post(
+        return await self._session().post(
             URL(f"{url.scheme}://{card.address}{url.path.rstrip('/')}{path}", encoded=True),
             data=body if len(body) <= LARGE_BYTES else BytesIO(body),
             headers=headers,

@@ -68,6 +68,8 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("bus", {"clock": ClockBounds(0.05, 0.2)}, "clock of NATS", "ok", "+125 ms"),
     ("bus", {"clock": ClockBounds(-0.3, -0.2)}, "clock of NATS", "warn", "-250 ms, give or take 50 ms"),
     ("bus", {"clock": ClockBounds(2.0, 2.5)}, "clock of NATS", "warn", "+2.25 s"),
+    ("bus", {"down": ("nats://b:4222: refused",)}, "NATS servers", "warn", "nats://b:4222: refused"),
+    ("discovery", {"down": ("b:2379: refused",)}, "etcd servers", "warn", "b:2379: refused"),
     ("discovery", {"read_s": 0.05}, "etcd read", "warn", "50 ms"),
     ("discovery", {"write_s": 0.0499}, "etcd write", "ok", "49.9 ms"),
     ("discovery", {"write_s": 1.0}, "etcd write", "bad", "1 s"),
