@@ -106,7 +106,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
 def _check_servers(flags: UpFlags) -> None:
     """Raise ConfigError if none of the servers that flags name answers."""
     for flag, addresses in (("--nats", flags.nats), ("--etcd", flags.etcd)):
-        if addresses and not any([servers.answers(flag, each.strip()) for each in addresses.split(",")]):
+        if addresses and not any(servers.answers(flag, each.strip()) for each in addresses.split(",")):
             raise ConfigError(f"{flag} {addresses}: no server answers there")
 
 
