@@ -116,7 +116,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 runtime.health.drain(partial(_left, service, config.limits.drain_s))
                 if page is not None:
                     page.close()
-                await _drain(service, apps, pickers, config.limits.drain_s)
+                await _drain(service, apps, pickers, texts, config.limits.drain_s)
                 await _end_registration(registering)
 
 
@@ -139,7 +139,11 @@ async def _pickers(
 
 
 async def _drain(
-    service: RequestService, ports: Collection[Port], pickers: Collection[PickerPort], drain_s: float
+    service: RequestService,
+    ports: Collection[Port],
+    pickers: Collection[PickerPort],
+    texts: TextProxy,
+    drain_s: float,
 ) -> None:
     """Let the requests that run end, and refuse new ones. After `drain_s` seconds fail those that are left."""
     await asyncio.gather(*(port.announce_closing() for port in ports))
@@ -153,6 +157,7 @@ async def _drain(
         _log.warning("requests are still running after %s s", drain_s)
         service.admission.closed = True
         service.fail_all()
+        await texts.aclose()
         with suppress(TimeoutError):  # for clients that do not read, or do not send
             async with asyncio.timeout(ABANDONED_S):
                 await service.wait_idle()

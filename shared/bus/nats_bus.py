@@ -49,7 +49,8 @@ from shared.errors import BusDown, ConfigError, PayloadTooLarge, ProtocolError
 from shared.rate_limited_log import RateLimitedLog
 from shared.server_order import ServerOrder
 
-RETRY_WAIT_S = 0.25
+RETRY_WAIT_S, RETRY_LIMIT_S = 0.25, 1.0
+"""The pause after the first round over all servers, and the longest one."""
 SHORT_S = 1.0
 """A connection that was lost sooner than this many seconds is followed by a pause, whichever server is next."""
 WATCH_INTERVAL_S = 0.05
@@ -312,13 +313,16 @@ class NatsBus:
     # --- the connection
 
     async def _keep_connected(self) -> None:
+        rounds = 0
         while True:
             url = self._order.current
             client, wait_s = await self._connect(url), 0.0
             if client is not None:
-                wait_s = await self._use(client, url)
+                rounds, wait_s = 0, await self._use(client, url)
             elif self._order.failed():
-                wait_s = RETRY_WAIT_S
+                rounds += 1
+                # Longer after each round, and never at the same moment as the other processes.
+                wait_s = min(RETRY_WAIT_S * 2 ** min(rounds, 8) / 2, RETRY_LIMIT_S) * SystemRandom().uniform(0.5, 1.5)
                 if not self.connections:
                     self._refused("; ".join(filter(None, self._refusals.values())))
             await asyncio.sleep(wait_s)

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
@@ -167,8 +168,8 @@ async def dial(
 ) -> None:
     """Connect once, to the server `url` of `config`. `failed` is called for errors then and later. Raise one of
     FAILURES, or ConfigError."""
-    access = read_access(config)
-    client.needs_tls = access.tls is not None or url.startswith("tls:")
+    access = await asyncio.to_thread(read_access, config)  # files, and the system's authorities, which take 35 ms
+    client.needs_tls = access.tls is not None or urlsplit(url).scheme == "tls"
     key, jwt = access.key, access.jwt
     if key is not None:
         client.show_key(key)

@@ -22,6 +22,7 @@ def server_urls(setting: str) -> tuple[str, ...]:
         try:
             parts = urlsplit(url)
             usable = parts.scheme in _SCHEMES and parts.hostname and (parts.port is None or parts.port > 0)
+            usable = usable and "," not in (parts.hostname or "")
         except ValueError:
             usable = False
         if not usable:
@@ -39,4 +40,5 @@ def without_password(setting: str) -> str:
 
 def _without_password(url: str) -> str:
     before, at, host = url.rpartition("@")
-    return f"{before.partition('://')[0]}://{host}" if at else url
+    scheme, separator, _ = before.partition("://")
+    return (f"{scheme}://{host}" if separator else f"…@{host}") if at else url

@@ -356,7 +356,7 @@ def _receiver(
             socket.connect(f"{_IPC}{reachable(endpoint.removeprefix(_IPC), opened)}")
         else:
             socket.connect(endpoint)
-    except (zmq.ZMQError, OSError, ValueError) as wrong:
+    except (zmq.ZMQError, OSError, ValueError, ConfigError) as wrong:
         opened.close()
         raise ProtocolError(f"KV events of {endpoint}: {wrong}") from None
     return socket

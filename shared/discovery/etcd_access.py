@@ -28,6 +28,8 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
         if not path:
             raise ConfigError(f"discovery.endpoints: {endpoint!r} has no path")
         return "unix", path
+    if "@" in endpoint:
+        raise ConfigError("discovery.endpoints: no user in an endpoint: set discovery.user and discovery.password")
     host, _, port = endpoint.removeprefix(_HTTPS).rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise ConfigError(f"discovery.endpoints: {endpoint!r} is none of host:port, https://host:port and unix:PATH")

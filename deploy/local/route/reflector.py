@@ -91,7 +91,7 @@ class Reflector(Generic[T]):
         try:
             found = _decode_list(answer)
             objects = [self._decode(item) for item in found.items or ()]
-        except msgspec.MsgspecError as wrong:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
             raise Unavailable(f"its list of {self._kind}s is none: {wrong}"[:200]) from None
         if found.metadata.more or len(objects) > MOST_OBJECTS:
             raise Unavailable(f"more than {MOST_OBJECTS} {self._kind}s are selected")
@@ -119,7 +119,7 @@ class Reflector(Generic[T]):
                 self.version = _decode_bookmark(event.object).metadata.resource_version
             else:
                 self._apply(event.type, self._decode(event.object))
-        except msgspec.MsgspecError as wrong:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as wrong:
             self.version = ""
             raise Unavailable(f"its watch of {self._kind}s is not understood: {wrong}"[:200]) from None
         return True

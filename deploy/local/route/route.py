@@ -238,10 +238,12 @@ class Keeper:
         self._by: By = flags.by
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one answer for each question
         self._asking: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Future[None] | None = None
+        """What follows a pool of servers; it ends at once if there is none to follow."""
 
     async def first(self) -> Join:
         """Wait for a server that fits, and return it."""
-        self._begin(self._wanted.follow())
+        self._following = self._begin(self._wanted.follow())
         try:
             while True:
                 for action in await self._turn([]):
@@ -252,7 +254,7 @@ class Keeper:
 
     async def keep(self, options: UpOptions, shell: Shell) -> None:
         """Give each server that fits a worker of this stack, until it stops."""
-        self._begin(self._wanted.follow())
+        self._following = self._begin(self._wanted.follow())
         try:
             while not shell.stopping:
                 for action in await self._turn(await self._look(shell)):
@@ -265,6 +267,8 @@ class Keeper:
 
     async def _turn(self, seen: Sequence[Event]) -> list[Join | LeaveServer]:
         """Pass on what has happened, ask and say what follows, and return what else does. Wait if nothing does."""
+        if self._following is not None and self._following.done():
+            self._following.result()  # what ended it ends all, instead of servers that never change again
         for line in self._wanted.look():
             self._terminal.notice(line)
         for host in self._wanted.due_names():
@@ -285,10 +289,11 @@ class Keeper:
                         left.append(action)
         return left
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
+        return task
 
     async def _ask(self, target: Target) -> None:
         try:

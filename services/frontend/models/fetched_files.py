@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -44,9 +44,9 @@ class ModelFiles:
         if not why:
             yield here
             return
-        with TemporaryDirectory(prefix="headrace-model-") as name:
-            fetched = Path(name)
+        async with AsyncExitStack() as opened:
             try:
+                fetched = Path(opened.enter_context(TemporaryDirectory(prefix="headrace-model-")))
                 async with asyncio.timeout(LIMIT_S):
                     for file in FILES:
                         await self._fetch(card.instance, file, fetched / file)
@@ -56,6 +56,8 @@ class ModelFiles:
                 raise ModelError(f"{why}, and worker {card.instance} takes too long to send its files") from None
             except HeadraceError as refused:
                 raise ModelError(f"{why}, and worker {card.instance} does not send its files: {refused}") from None
+            except OSError as full:
+                raise ModelError(f"{why}, and its files cannot be kept here: {full.strerror or full}") from None
             yield fetched
 
     async def _fetch(self, worker: str, name: str, to: Path) -> None:

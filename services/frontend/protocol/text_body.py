@@ -15,13 +15,16 @@ marks within JSON's strings are escaped.
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import msgspec
 from msgspec import Raw, Struct, field
 
 from services.frontend.protocol.decoding import decode_body
+from services.frontend.protocol.errors import field_error
 from shared.hashing import pack_hashes, sequence_hashes
 
 BYTES_A_TOKEN = 4
@@ -60,11 +63,20 @@ class _Body(_Named):
     messages: Raw = field(default_factory=_missing)
     prompt: Raw = field(default_factory=_missing)
     input: Raw = field(default_factory=_missing)
+    options: Raw = field(default_factory=_missing)
+
+
+class _Options(Struct):
+    num_predict: Raw = field(default_factory=_missing)
 
 
 _PROMPT = ("tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make a prompt, in order."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_READ = frozenset(_Body.__struct_fields__)
+_STREAM = {b"true": True, b"false": False}
+_OLLAMA = re.compile(rb'"(prompt_eval_count|eval_count)"\s*:\s*(\d{1,10})\b')
+"""The counts of Ollama's own paths, which have no `usage`."""
 _TEXT = msgspec.json.Decoder(str)
 _COUNT = msgspec.json.Decoder(int)
 
@@ -78,6 +90,10 @@ class TextBody(Struct, frozen=True):
     """An estimate, at least 1."""
     max_tokens: int
     """Most tokens of all its choices together. 0 if it does not say."""
+    choices: int
+    """The number of its choices."""
+    stream: bool | None
+    """Whether the answer is to come in parts. None if it does not say."""
     session: str
     """The field `prompt_cache_key`. Empty if it is missing."""
     salt: str
@@ -99,16 +115,35 @@ def read_model(body: bytes) -> str | None:
 def read_text(body: bytes) -> TextBody:
     """Return what a body says. Raise InvalidRequest if it is no JSON object, or too large."""
     fields = decode_body(_Body, body)
+    _check_names(body)
     parts = [bytes(getattr(fields, name)) for name in _PROMPT]
     prompt = b"".join(map(_compact, filter(None, parts)))[:HASHED_BYTES]
     choices = max(1, _count(fields.n))
     return TextBody(
         prompt=prompt,
         prompt_tokens=max(1, sum(map(len, parts)) // BYTES_A_TOKEN),
-        max_tokens=min(COUNT_LIMIT - 1, choices * max(_count(getattr(fields, name)) for name in _LIMITS)),
+        max_tokens=min(COUNT_LIMIT - 1, choices * max(_count(limit) for limit in _limits(fields))),
+        choices=choices,
+        stream=_STREAM.get(bytes(fields.stream)),
         session=_text(fields.prompt_cache_key),
         salt=_text(fields.cache_salt),
     )
+
+
+def _check_names(body: bytes) -> None:
+    """Raise InvalidRequest for a field that is one of those read here but for the case of its letters. Servers in Go
+    take them for the same field, and would run another model than the one that was routed."""
+    for name in msgspec.json.decode(body, type=dict[str, Raw]):
+        if name not in _READ and name.lower() in _READ:
+            raise field_error(name[:64], f"is written {name.lower()}")
+
+
+def _limits(fields: _Body) -> Iterator[Raw]:
+    """Yield what bounds an answer; `options.num_predict` is Ollama's."""
+    for name in _LIMITS:
+        yield getattr(fields, name)
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        yield msgspec.json.decode(fields.options, type=_Options).num_predict
 
 
 def _compact(value: bytes) -> bytes:
@@ -179,11 +214,14 @@ class AnswerMeter:
         while self._kept_bytes - len(self._tail[0]) >= self._most_bytes:
             self._kept_bytes -= len(self._tail.popleft())
 
-    def usage(self, prompt_tokens: int) -> TextUsage:
+    def usage(self, prompt_tokens: int, *, generates: bool = True) -> TextUsage:
         """Return the tokens that the answer says it had; what it does not say is estimated, and `prompt_tokens` is the
-        estimate for the prompt. Servers send an event for each token."""
-        found = _find_usage(b"".join(self._tail))
+        estimate for the prompt. Servers send an event for each token. Not `generates`: the answer is no text, such as
+        an embedding."""
+        tail = b"".join(self._tail)
+        found = _find_usage(tail) or _find_counts(tail)
         written = self._events if self._streamed else -(-self._size_bytes // BYTES_A_TOKEN)
+        written *= generates
         prompt = _named(found, "prompt_tokens", "input_tokens")
         output = _named(found, "completion_tokens", "output_tokens")
         if output is None:  # an embedding has a usage without any
@@ -197,6 +235,12 @@ class AnswerMeter:
         """Assert the invariants."""
         assert self._kept_bytes == sum(map(len, self._tail)) <= self._size_bytes
         assert len(self._tail) <= 1 or self._kept_bytes - len(self._tail[0]) < self._most_bytes
+
+
+def _find_counts(tail: bytes) -> Mapping[str, object]:
+    """Return the last counts of Ollama in the last bytes of an answer, as a usage. Empty if there are none."""
+    names = {b"prompt_eval_count": "prompt_tokens", b"eval_count": "completion_tokens"}
+    return {names[name]: int(count) for name, count in _OLLAMA.findall(tail)}
 
 
 def _find_usage(tail: bytes) -> Mapping[str, object]:

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 import aiohttp
+import msgspec
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.config import FrontendConfig
@@ -42,6 +43,8 @@ from shared.messages.select import Finished, Prefilled, Select, Selected, Select
 from shared.runtime.runtime import Runtime
 
 OK = 200
+WITHOUT_TEXT = ("/embeddings", "/embed", "/tokenize", "/detokenize", "/show", "/count_tokens")
+"""The ends of the paths whose answers are no text that was generated."""
 
 
 class TextSink(Protocol):
@@ -84,12 +87,13 @@ class TextProxy:
         deadline = deadline_of(None, context.deadline_header, context.received_s, limits)
         asked = read_text(body)
         self._check_salt(context)
-        permit.add_tokens(asked.prompt_tokens + asked.max_tokens)
-        charged = asked.prompt_tokens + asked.max_tokens
+        charged = asked.prompt_tokens + self._most_output(model, asked)
+        permit.add_tokens(charged)
         permit.charge(charged, asyncio.get_running_loop().time())
         if context.trace is not None:
             context.trace.attributes["gen_ai.request.model"] = model
-        reply = TextReply(self, model, asked, context, deadline)
+        reply = TextReply(self, model, path, asked, context, deadline)
+        del asked  # its text is only needed for hashes
         error: HeadraceError | None = None
         try:
             await reply.begin(path, body)
@@ -101,6 +105,12 @@ class TextProxy:
             raise
         finally:
             permit.spent = reply.close(charged, error)
+
+    def _most_output(self, model: str, asked: TextBody) -> int:
+        """Return the most tokens that the answer can have, as far as it is known."""
+        cards = self.runtime.directory.cards.values()
+        length = max((card.context_length for card in cards if card.model == model), default=0)
+        return min(asked.max_tokens, asked.choices * length)
 
     def _check_salt(self, context: RequestContext) -> None:
         """Raise InvalidRequest if a request is to have a cache of its own, which a server's is not. A `cache_salt` in
@@ -117,18 +127,25 @@ class TextReply:
     """One request, and the answer to it that passes. Times are seconds on the loop's clock."""
 
     def __init__(
-        self, proxy: TextProxy, model: str, asked: TextBody, context: RequestContext, deadline: RequestDeadline
+        self,
+        proxy: TextProxy,
+        model: str,
+        path: str,
+        asked: TextBody,
+        context: RequestContext,
+        deadline: RequestDeadline,
     ) -> None:
         self.status = 0
         """The status of the answer. 0 before it has come."""
         self.headers: Mapping[str, str] = {}
         self.streamed = False
         """Whether the answer is server-sent events."""
-        self._proxy, self._model, self._asked, self._context = proxy, model, asked, context
+        self._proxy, self._model, self._path, self._context = proxy, model, path, context
         cards = proxy.runtime.directory.cards.values()
         block_units = next((card.block_size for card in cards if card.model == model), 0)
         seed = seed_of(salt=context.salt(asked.salt))
         self._hashes = asked.hashes(block_units, seed) if block_units else b""
+        self._asked = msgspec.structs.replace(asked, prompt=b"")
         self._deadline = deadline
         self._now = asyncio.get_running_loop().time
         self._meter = AnswerMeter(streamed=False)
@@ -151,8 +168,11 @@ class TextReply:
         """Find a server that answers. Raise as `TextProxy.answer`."""
         proxy, limits = self._proxy, self._proxy.service.limits
         tries, instance = TextTries(limits.attempts), ""
+        streams = self._asked.stream if self._asked.stream is not None else path.startswith("/api/")
+        # An answer that comes whole begins when it ends.
+        first_s = self._context.received_s + limits.first_token_s if streams else self._deadline.at
         try:
-            async with asyncio.timeout_at(min(self._deadline.at, self._context.received_s + limits.first_token_s)):
+            async with asyncio.timeout_at(min(self._deadline.at, first_s)):
                 while (card := await self._choose(tries)) is not None:
                     tries.begin()
                     self._sent_s, instance = self._now(), card.instance
@@ -163,13 +183,15 @@ class TextReply:
                         fault = fault_of(answer.response.status, answer.response.content_type)
                         self._keep(answer, instance, passes=fault is None or fault.passes)
                     if fault is None:
+                        self._hashes = b""
                         return
                     self._lose(instance, fault)
                     if not tries.failed(instance, fault):
                         break
         except TimeoutError:
-            why = "the request's deadline passed, or limits.first_token_s, before a server answered"
-            raise RequestTimeout(tries.text(why)) from None
+            if not self.status or self._now() >= self._deadline.at:
+                why = "the request's deadline passed, or limits.first_token_s, before a server answered"
+                raise RequestTimeout(tries.text(why)) from None
         if not self.status:
             raise Unavailable(tries.text("no server answers"))
 
@@ -247,13 +269,15 @@ class TextReply:
             async with asyncio.timeout_at(self._deadline.at):
                 if part:
                     self._begun()
+                    meter.add(part)  # before it is sent: a client that takes it and leaves pays for it
                     await self._write(sink, part)
                 while part:
-                    meter.add(part)
                     self._moved = True
                     part = await self._read()
-                    if part and not send(part):
-                        await self._write(sink, part)
+                    if part:
+                        meter.add(part)
+                        if not send(part):
+                            await self._write(sink, part)
         except TimeoutError:
             self._proxy.metrics.lost.labels("stalled").inc()
             raise RequestTimeout("the request's deadline passed before its answer ended") from None
@@ -312,9 +336,11 @@ class TextReply:
             self._answer.response.close()  # a connection whose answer has ended is free already
         if self.status != OK or not self._meter.size_bytes:
             late = self._deadline.shortened and isinstance(error, RequestTimeout)
-            left = error is None and not self.status
+            left = error is None and self.status in (0, OK)
             return TokenUse(charged, self._asked.prompt_tokens if late or left else 0)
-        usage, permit = self._meter.usage(self._asked.prompt_tokens), self._context.permit
+        generates = not self._path.endswith(WITHOUT_TEXT)
+        usage = self._meter.usage(self._asked.prompt_tokens, generates=generates)
+        permit = self._context.permit
         permit.served.add(
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.output_tokens,

@@ -90,6 +90,8 @@ class TextServers:
                 raise
         except ConfigError as wrong:
             return TextFault("unreachable", str(wrong))
+        except RuntimeError as wrong:  # the session is closed, because the process ends
+            return TextFault("gone", broken(wrong))
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as wrong:
             return TextFault("unreachable", f"does not answer: {describe_fault(wrong, TLS_NAMES.ca_file)}")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as wrong:

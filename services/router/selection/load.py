@@ -292,7 +292,9 @@ class LoadTracker:
                     reservation.known = reservation.held = figures is not None
                     reservation.known_s = now_s
                 elif reservation.reserved.unreported and now_s < reservation.lasts_until_s + grace_s:
-                    reservation.held = figures is not None and now_s >= reservation.due_s + grace_s
+                    # A server that takes text alone reports no work, and so counts no blocks.
+                    works = figures is not None and figures.waiting + figures.running > 0
+                    reservation.held = works and now_s >= reservation.due_s + grace_s
                 elif now_s - max(reservation.due_s + grace_s, reservation.known_s) >= unknown_s:
                     self._forgotten += 1
                     self._drop(attempt)

@@ -42,10 +42,10 @@ def members(group: int) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, _, number = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+                state, _, number = (entry / "stat").read_bytes().rsplit(b")", 1)[1].split()[:3]
             except OSError:
                 continue
-            if int(number) == group and state not in "ZX":
+            if int(number) == group and state not in (b"Z", b"X"):
                 yield int(entry.name)
 
 

@@ -84,7 +84,7 @@ def readable(text: str) -> str:
     """Return an error's text in one line, without what pydantic adds to it, and without a list of
     all models there are."""
     line = _TAIL.sub("", _VALIDATION.sub("", " ".join(text.split())))
-    return line[:CHARACTERS]
+    return line.encode(errors="backslashreplace").decode()[:CHARACTERS]  # an undecodable path is no UTF-8
 
 
 def failure(raised: Cause, noted: Cause | None) -> Failed:

@@ -70,6 +70,8 @@ def test_an_event_that_is_not_understood_is_named_and_followed_by_a_list(line: b
     ("answer", "said"),
     [
         (b"<html>", "its list of Pods is none: JSON is malformed"),
+        (b'{"items": [{"metadata": {"name": "\xff"}}]}', "its list of Pods is none: "),
+        (b'{"items": ' + b"[" * 200_000, "its list of Pods is none: "),
         (listed("a", version=""), "its list of Pods has no resourceVersion"),
         (listed("a", more="b"), "more than 500 Pods are selected"),
     ],

@@ -119,6 +119,16 @@ async def test_a_worker_that_sends_nonsense_is_named_and_nothing_is_left(
     assert not left(tmp_path)
 
 
+async def test_without_room_for_the_files_the_model_waits_and_the_frontend_goes_on(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    async with sender(directory, tmp_path / "elsewhere") as (one, files):
+        with pytest.raises(ModelError, match="its files cannot be kept here: No such file or directory"):
+            async with files.directory_of(one.card):
+                pass
+
+
 async def test_a_worker_of_an_older_version_is_named_and_its_card_waits(directory: Path, tmp_path: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         elsewhere = {

@@ -70,6 +70,9 @@ def test_tools_come_before_the_messages() -> None:
         ({"max_completion_tokens": 9, "max_tokens": 7}, 9),
         ({"max_output_tokens": 3, "n": 4}, 12),
         ({"max_tokens": 1 << 30, "n": 1 << 30}, (1 << 31) - 1),
+        ({"max_tokens": 2, "options": {"num_predict": 8}}, 8),
+        ({"options": {"num_predict": -1}}, 0),
+        ({"options": []}, 0),
         ({"max_tokens": "7"}, 0),
         ({"max_tokens": -7}, 0),
         ({"max_tokens": 7.5}, 0),
@@ -96,6 +99,8 @@ def test_a_prompt_counts_by_its_bytes_and_is_at_least_a_token() -> None:
         (b"[]", "Expected `object`"),
         (b'{"prompt": ' + b"[" * 200_000, ""),
         (b'{"prompt": "' + b"x" * (4 << 20) + b'"}', "over the limit"),
+        (b'{"model": "served", "Model": "another"}', "is written model"),
+        (b'{"Max_Tokens": 100000}', "is written max_tokens"),
     ],
 )
 def test_what_is_no_object_is_refused(body: bytes, said: str) -> None:
@@ -190,3 +195,12 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
     read_model(body)
     with suppress(InvalidRequest):
         read_text(body).hashes(UNITS, SEED)
+
+
+def test_ollamas_own_counts_are_the_usage_and_what_is_no_text_is_not_output() -> None:
+    token = b'{"model":"m","message":{"role":"assistant","content":"x"},"done":false}\n'
+    last = b'{"done":true,"total_duration":9,"prompt_eval_count":26,"prompt_eval_duration":8,"eval_count":100}\n'
+    assert metered(*[token] * 100, last, streamed=False) == TextUsage(26, 100)
+    embedding = AnswerMeter(streamed=False)
+    embedding.add(b'{"embeddings":[[0.1,0.2]],"prompt_eval_count":5}' + b" " * 4000)
+    assert embedding.usage(9, generates=False) == TextUsage(5, 0)

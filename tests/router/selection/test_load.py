@@ -315,6 +315,16 @@ def test_a_lease_that_ends_releases_its_reservations() -> None:
     load.validate()
 
 
+def test_blocks_of_a_server_that_counts_none_stay_reserved() -> None:
+    load = LoadTracker(LoadConfig(grace_s=3, unknown_s=10))
+    load.add_reservation(reservation("r", unreported=True), 0.0)
+    before = load.load_of(A).active_blocks
+    load.mark_prefilled(("r", 1))
+    for now_s in (1.0, 4.0, 60.0):
+        load.apply_report(report("a"), now_s)  # nothing runs there, it says
+        assert load.load_of(A).active_blocks == before > 0
+
+
 def test_tokens_of_a_lower_priority_are_not_ahead() -> None:
     load = LoadTracker(LoadConfig())
     for request, tokens, priority in (("low", 1000, -1), ("usual", 100, 0), ("high", 10, 5)):

@@ -32,6 +32,9 @@ def test_commas_separate_urls(setting: str, urls: tuple[str, ...]) -> None:
         ("nats://a:1,http://b:2", "http://b:2"),
         ("nats://a:1,nats://b:port", "nats://b:port"),
         ("nats://a:1,nats://user:secret@:2", "nats://:2"),
+        ("user:secret@a:1", "…@a:1"),
+        ("nats:/user:secret@a", "…@a"),
+        ("nats://a,b", "nats://a,b"),
     ],
 )
 def test_the_url_that_is_wrong_is_named_without_its_password(setting: str, named: str) -> None:

@@ -131,6 +131,7 @@ def test_files_that_cannot_be_used_are_one_line_at_the_start(tmp_path: Path) -> 
         (DiscoveryConfig(endpoints=("https://",)), r"^discovery\.endpoints: 'https://' is none of host:port"),
         (DiscoveryConfig(endpoints=("http://a:1",)), r"^discovery\.endpoints: 'http://a:1' is none of host:port"),
         (DiscoveryConfig(endpoints=where, user="u"), r"^discovery: etcd needs a user and a password, or neither$"),
+        (DiscoveryConfig(endpoints=("root:secret@a:1",)), r"^discovery\.endpoints: no user in an endpoint"),
         (
             DiscoveryConfig(endpoints=where, user="u", password_file="/none"),
             r"^discovery\.password_file /none: No such",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def test_a_killed_group_leaves_no_process_and_no_shared_memory(holder: subproces
     kill_group(holder.pid)
     assert holder.wait() == -signal.SIGKILL
     gone(holder.pid, memory)
+
+
+def test_a_process_whose_name_is_cut_within_a_letter_stops_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "a日本語日本語"
+    program.symlink_to(shutil.which("sleep") or "")
+    with subprocess.Popen([program, "600"], process_group=0) as other:
+        assert list(members(other.pid)) == [other.pid]
+        kill_group(other.pid)
 
 
 def test_a_group_that_was_frozen_leaves_nothing_either(holder: subprocess.Popen[str]) -> None:
