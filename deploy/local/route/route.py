@@ -84,7 +84,7 @@ def route(flags: RouteFlags, terminal: Terminal) -> int:
             source = _source_of(join)
             listed = pick(join.found, {join.model})
             names |= listed.names if listed else set()
-            name = name or join.model
+            name = name or join.model.rstrip("/").rpartition("/")[2]
         path = fetch_source(source, check_options, terminal, weights=False)
         name = name or source.name
         options = replace(options, model_name=name)
