@@ -12,7 +12,7 @@ One process, the router's own deciders, and the messages as NATS brings them: ca
     reports                     bytes of load reports that each router gets from NATS
 
 The last column divides a second's CPU by one: above 1 the router cannot keep up, and the models must have routers of
-their own (docs/scale.md).
+their own.
 
 What could mislead: the process does nothing else, so caches are warmer than in service; the pairs are of chains that
 each have 15 holders, as in the benchmark `index`.
