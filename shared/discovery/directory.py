@@ -95,9 +95,9 @@ class Directory:
 
     async def run(self) -> None:
         """Follow discovery until cancelled."""
-        prefix, read = subjects.namespace_prefix(self._namespace), partial(read_entry, self._namespace)
-        if self._service is not None:
-            prefix = subjects.instances_prefix(self._namespace, self._service)
+        namespace, read = self._namespace, partial(read_entry, self._namespace)
+        one = self._service
+        prefix = subjects.namespace_prefix(namespace) if one is None else subjects.instances_prefix(namespace, one)
         async for change in self._discovery.watch(prefix, ask_owner=self._ask_owner, read=read):
             match change:
                 case KeyAdded():

@@ -11,9 +11,7 @@ from contextlib import suppress
 from datetime import datetime
 from statistics import median, quantiles
 
-from msgspec.structs import replace
-
-from deploy.local.check.measurements import BusMeasured, ClockSample, Unmeasured, clock_bounds
+from deploy.local.check.measurements import BusMeasured, ClockSample, Unmeasured, clock_bounds, first_of
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_access import refusal_text
@@ -43,13 +41,7 @@ TIME_SUBJECT = "$SYS.REQ.USER.INFO"
 def measure(config: NatsConfig, namespace: str) -> BusMeasured | Unmeasured:
     """Return what was measured of the first server that answers, within LIMIT_S, and what is wrong with the others."""
     logging.getLogger("nats").setLevel(logging.CRITICAL)
-    found = [asyncio.run(_measure(config, url, namespace)) for url in server_urls(config.url)]
-    faults = [each for each in found if isinstance(each, Unmeasured)]
-    down = tuple(each.reason for each in faults)
-    for each in found:
-        if isinstance(each, BusMeasured):
-            return replace(each, down=down)
-    return Unmeasured("; ".join(down), wanted=True, advice=faults[0].advice)
+    return first_of([asyncio.run(_measure(config, url, namespace)) for url in server_urls(config.url)])
 
 
 async def _measure(config: NatsConfig, url: str, namespace: str) -> BusMeasured | Unmeasured:

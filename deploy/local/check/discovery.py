@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 from msgspec.structs import replace
 
-from deploy.local.check.measurements import ClockSample, DiscoveryMeasured, Unmeasured, clock_bounds
+from deploy.local.check.measurements import ClockSample, DiscoveryMeasured, Unmeasured, clock_bounds, first_of
 from shared import subjects
 from shared.config import DiscoveryConfig
 from shared.discovery.etcd_access import read_credentials
@@ -54,13 +54,7 @@ def measure(config: DiscoveryConfig) -> DiscoveryMeasured | Unmeasured:
     """Return what was measured of the first server that answers, within LIMIT_S, and what is wrong with the others.
     Raise ConfigError."""
     logging.getLogger("shared.discovery").setLevel(logging.CRITICAL)
-    found = [asyncio.run(_measure(config, endpoint)) for endpoint in config.endpoints]
-    faults = [each for each in found if isinstance(each, Unmeasured)]
-    down = tuple(each.reason for each in faults)
-    for each in found:
-        if isinstance(each, DiscoveryMeasured):
-            return replace(each, down=down)
-    return Unmeasured("; ".join(down), wanted=True, advice=faults[0].advice)
+    return first_of([asyncio.run(_measure(config, endpoint)) for endpoint in config.endpoints])
 
 
 async def _measure(config: DiscoveryConfig, endpoint: str) -> DiscoveryMeasured | Unmeasured:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class Unmeasured(Struct, frozen=True, tag="unmeasured"):
@@ -193,3 +195,16 @@ class Measurements(Struct, frozen=True):
     """Whether a flag gave that size, so that `up` would not go without."""
     disk_named: bool = False
     """Whether a flag asked for a disk tier."""
+
+
+M = TypeVar("M", BusMeasured, DiscoveryMeasured)
+
+
+def first_of(servers: Sequence[M | Unmeasured]) -> M | Unmeasured:
+    """Return what was measured of the first server that answered, and what is wrong with the others."""
+    faults = [each for each in servers if isinstance(each, Unmeasured)]
+    down = tuple(each.reason for each in faults)
+    for each in servers:
+        if not isinstance(each, Unmeasured):
+            return replace(each, down=down)
+    return Unmeasured("; ".join(down), wanted=True, advice=faults[0].advice)

@@ -87,12 +87,16 @@ class TextProxy:
         deadline = deadline_of(None, context.deadline_header, context.received_s, limits)
         asked = read_text(body)
         self._check_salt(context)
-        charged = asked.prompt_tokens + self._most_output(model, asked)
+        cards = [card for card in self.runtime.directory.cards.values() if card.model == model]
+        # As far as it is known, an answer is no longer than the context.
+        most = asked.choices * max((card.context_length for card in cards), default=0)
+        charged = asked.prompt_tokens + min(asked.max_tokens, most)
         permit.add_tokens(charged)
         permit.charge(charged, asyncio.get_running_loop().time())
         if context.trace is not None:
             context.trace.attributes["gen_ai.request.model"] = model
-        reply = TextReply(self, model, path, asked, context, deadline)
+        block_units = cards[0].block_size if cards else 0
+        reply = TextReply(self, model, path, asked, block_units, context, deadline)
         del asked  # its text is only needed for hashes
         error: HeadraceError | None = None
         try:
@@ -105,12 +109,6 @@ class TextProxy:
             raise
         finally:
             permit.spent = reply.close(charged, error)
-
-    def _most_output(self, model: str, asked: TextBody) -> int:
-        """Return the most tokens that the answer can have, as far as it is known."""
-        cards = self.runtime.directory.cards.values()
-        length = max((card.context_length for card in cards if card.model == model), default=0)
-        return min(asked.max_tokens, asked.choices * length)
 
     def _check_salt(self, context: RequestContext) -> None:
         """Raise InvalidRequest if a request is to have a cache of its own, which a server's is not. A `cache_salt` in
@@ -132,17 +130,17 @@ class TextReply:
         model: str,
         path: str,
         asked: TextBody,
+        block_units: int,
         context: RequestContext,
         deadline: RequestDeadline,
     ) -> None:
+        """`block_units` is the size of the model's blocks; 0 if no server is there."""
         self.status = 0
         """The status of the answer. 0 before it has come."""
         self.headers: Mapping[str, str] = {}
         self.streamed = False
         """Whether the answer is server-sent events."""
         self._proxy, self._model, self._path, self._context = proxy, model, path, context
-        cards = proxy.runtime.directory.cards.values()
-        block_units = next((card.block_size for card in cards if card.model == model), 0)
         seed = seed_of(salt=context.salt(asked.salt))
         self._hashes = asked.hashes(block_units, seed) if block_units else b""
         self._asked = msgspec.structs.replace(asked, prompt=b"")

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from services.worker.attached.api import ServerLoad
 from services.worker.attached.events import read_events
@@ -119,11 +119,7 @@ class ServerEngine:
             events = read_events(self._config.attached, self._server.decode_events, self._apply_events)
             tasks.append(asyncio.ensure_future(events))
         try:
-            with self._end.receiving():
-                ends: list[asyncio.Future[Any]] = [self._end.ended, *tasks]
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                one.result()
+            await self._end.serve_beside(*tasks)
             return None
         finally:
             tasks += self._streams.values()

@@ -13,7 +13,7 @@ provider each would cost money, and some servers only embed.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, assert_never
+from typing import Annotated, assert_never
 
 import msgspec
 from msgspec import Meta, Struct
@@ -84,11 +84,7 @@ async def run_text(config: EngineConfig, channel: AttachedChannel) -> Failed | N
         end = AsyncEnd(channel, channel, handle=lambda order: _answer(channel, order), report=lambda: None)
         looking = asyncio.ensure_future(_look_again(server, config))
         try:
-            with end.receiving():
-                ends: list[asyncio.Future[Any]] = [end.ended, looking]
-                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                one.result()
+            await end.serve_beside(looking)
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)

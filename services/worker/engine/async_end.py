@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.worker.contracts.messages import EngineCommand, EngineOrder, EngineReport, Failed, Shutdown
 from services.worker.engine.channel import ChannelClosed
@@ -65,6 +65,14 @@ class AsyncEnd:
             yield
         finally:
             loop.remove_reader(self._connection.fileno())
+
+    async def serve_beside(self, *tasks: asyncio.Future[None]) -> None:
+        """Take commands until the engine ends, or one of the tasks does. Raise what ended it."""
+        with self.receiving():
+            ends: list[asyncio.Future[Any]] = [self.ended, *tasks]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
 
     def end(self, failed: Failed | None) -> None:
         """End the engine, unless it has ended."""

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -55,11 +55,10 @@ class Child:
 
 
 @asynccontextmanager
-async def started(tmp_path: Path, *flags: str) -> AsyncIterator[Child]:
+async def running(*words: str) -> AsyncIterator[Child]:
+    """A program of the tests, as `python -m` takes it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.shared.small_service"),
-        *("--discovery-backend", "file", "--discovery-path", str(tmp_path / "discovery")),
-        *("--observe-url-file", str(tmp_path / "url"), *flags),
+        *(sys.executable, "-m", *words),
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
         stderr=asyncio.subprocess.PIPE,
@@ -71,6 +70,11 @@ async def started(tmp_path: Path, *flags: str) -> AsyncIterator[Child]:
         if process.returncode is None:
             process.kill()
             await child.ended()
+
+
+def started(tmp_path: Path, *flags: str) -> AbstractAsyncContextManager[Child]:
+    where = ("--discovery-backend", "file", "--discovery-path", str(tmp_path / "discovery"))
+    return running("tests.shared.small_service", *where, "--observe-url-file", str(tmp_path / "url"), *flags)
 
 
 async def get(tmp_path: Path, path: str, name: str = "url") -> tuple[int, str]:
@@ -306,23 +310,10 @@ def test_the_collector_looks_at_what_came_after_memory_was_settled_and_at_nothin
         gc.unfreeze()
 
 
-@asynccontextmanager
-async def two_started(tmp_path: Path, *flags: str, of_second: tuple[str, ...] = ()) -> AsyncIterator[Child]:
+def two_started(tmp_path: Path, *flags: str, of_second: tuple[str, ...] = ()) -> AbstractAsyncContextManager[Child]:
     """Two small services in one process; their addresses are in the files `url` and `second`."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.shared.small_services", "--observe-url-file", str(tmp_path / "url"), *flags),
-        *("--", "--observe-url-file", str(tmp_path / "second"), *of_second),
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    child = Child(process)
-    try:
-        yield child
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await child.ended()
+    first = ("tests.shared.small_services", "--observe-url-file", str(tmp_path / "url"), *flags)
+    return running(*first, "--", "--observe-url-file", str(tmp_path / "second"), *of_second)
 
 
 async def both_ready(tmp_path: Path) -> None:
