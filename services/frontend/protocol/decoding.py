@@ -287,7 +287,7 @@ def texts_or_ids(
     """
     if isinstance(given, str):
         return {field: given}
-    with suppress(TypeError, OverflowError):  # not ids alone; ids above 32 bits
+    with suppress(TypeError):  # not ids alone
         return {field: array("I", cast(Sequence[int], given))}
     ids = [one for one in given if isinstance(one, int)]
     if len(ids) == len(given):
