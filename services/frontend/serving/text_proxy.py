@@ -29,10 +29,11 @@ from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.text_body import AnswerMeter, TextBody, read_model, read_text
+from services.frontend.protocol.text_body import AnswerMeter, TextBody, TextUsage, read_model, read_text
 from services.frontend.requests.calls import refusal_of
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
+from services.frontend.requests.way import WayCounts, WayLog
 from services.frontend.serving.request_context import SALT_HEADER, RequestContext
 from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
 from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
@@ -161,6 +162,13 @@ class TextReply:
         """Whether the answer was ended since its server was silent."""
         self._timer: asyncio.TimerHandle | None = None
         """The timer that calls `_look`."""
+        self._outcome = "cancelled"
+        """What ended it, as `RequestWay.outcome` says."""
+        self._usage: TextUsage | None = None
+        """The tokens of the answer. None before its end."""
+        begun = (context.id.unique, model, asked.prompt_tokens, self._counts, context.received_s, self._now())
+        self._ways = proxy.service.ways or WayLog(0)  # which keeps none, as there is no page
+        self._way = self._ways.begin_passing(*begun)
 
     async def begin(self, path: str, body: bytes) -> None:
         """Find a server that answers. Raise as `TextProxy.answer`."""
@@ -182,6 +190,7 @@ class TextReply:
                         self._keep(answer, instance, passes=fault is None or fault.passes)
                     if fault is None:
                         self._hashes = b""
+                        self._way.accept(self._now())
                         return
                     self._lose(instance, fault)
                     if not tries.failed(instance, fault):
@@ -221,6 +230,7 @@ class TextReply:
             if isinstance(answer, Selected):
                 card = proxy.runtime.directory.cards.get((self._model, answer.instance))
                 if card is not None and card.server:
+                    self._way.choose(self._attempt, card.instance, self._now())
                     return card
                 tries.excluded[answer.instance] = None  # this process does not know it yet
                 self._finish()
@@ -276,9 +286,10 @@ class TextReply:
                         meter.add(part)
                         if not send(part):
                             await self._write(sink, part)
+            self._outcome = "answered" if self.status == OK else str(self.status)
         except TimeoutError:
             self._proxy.metrics.lost.labels("stalled").inc()
-            raise RequestTimeout("the request's deadline passed before its answer ended") from None
+            raise self._broken(RequestTimeout("the request's deadline passed before its answer ended")) from None
         finally:
             self._timer.cancel()  # the latest one: `_look` replaces it
 
@@ -291,7 +302,13 @@ class TextReply:
             why = f"sent nothing for {self._proxy.config.idle_s:g} s" if self._silent else broken(wrong)
             self._proxy.metrics.lost.labels("stalled" if self._silent else "gone").inc()
             self._note(f"{self._instance} {why}")
-            raise Unavailable(f"the server {why}, and an answer that has begun cannot go on elsewhere") from None
+            said = f"the server {why}, and an answer that has begun cannot go on elsewhere"
+            raise self._broken(Unavailable(said)) from None
+
+    def _broken(self, error: HeadraceError) -> HeadraceError:
+        """Return the error by which an answer ends that has begun."""
+        self._outcome = type(error).__name__
+        return error
 
     async def _write(self, sink: TextSink, part: bytes) -> None:
         self._held = True
@@ -319,6 +336,7 @@ class TextReply:
         self._context.permit.served.begun(took_s)
         first = Prefilled(self._context.id.unique, self._attempt, -1, took_s, instance=self._instance)
         self._proxy.service.publish_load(self._model, first)
+        self._way.begin_output(now)
 
     def _finish(self) -> None:
         """Report the end of all attempts so far. Idempotent."""
@@ -327,17 +345,29 @@ class TextReply:
         self._ended = self._attempt
 
     def close(self, charged: int, error: HeadraceError | None) -> TokenUse:
-        """End the request, and return what its key pays for: nothing without an answer, unless its client has left or
-        asked for less time. Then it pays for the prompt."""
+        """End the request, and return what its key pays for."""
         self._finish()
         if self._answer is not None:
             self._answer.response.close()  # a connection whose answer has ended is free already
+        spent = self._spent(charged, error)
+        self._ways.end_passing(self._way, self._outcome if error is None else type(error).__name__, self._now())
+        return spent
+
+    def _counts(self) -> WayCounts:
+        """Return what the page shows: at the end what the answer says of its tokens, before it its events."""
+        usage = self._usage
+        return (self._meter.events, (0, 0, 0)) if usage is None else (usage.output_tokens, (usage.cached_tokens, 0, 0))
+
+    def _spent(self, charged: int, error: HeadraceError | None) -> TokenUse:
+        """Count the tokens of an answer that has ended, and return what its key pays for: nothing without an answer,
+        unless its client has left or asked for less time. Then it pays for the prompt."""
         if self.status != OK or not self._meter.size_bytes:
             late = self._deadline.shortened and isinstance(error, RequestTimeout)
             left = error is None and self.status in (0, OK)
             return TokenUse(charged, self._asked.prompt_tokens if late or left else 0)
         generates = not self._path.endswith(WITHOUT_TEXT)
-        usage = self._meter.usage(self._asked.prompt_tokens, generates=generates)
+        usage = self._usage = self._meter.usage(self._asked.prompt_tokens, generates=generates)
+        self._way.prompt_tokens = usage.prompt_tokens
         permit = self._context.permit
         permit.served.add(
             prompt_tokens=usage.prompt_tokens,
