@@ -23,13 +23,22 @@ from typing import Protocol
 
 import aiohttp
 import msgspec
+from msgspec import Struct
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.text_body import AnswerMeter, TextBody, TextUsage, read_model, read_text
+from services.frontend.protocol.text_body import (
+    AnswerMeter,
+    Fields,
+    TextBody,
+    TextUsage,
+    read_fields,
+    read_model,
+    read_text,
+)
 from services.frontend.requests.calls import refusal_of
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
@@ -37,7 +46,7 @@ from services.frontend.requests.way import WayCounts, WayLog
 from services.frontend.serving.request_context import SALT_HEADER, RequestContext
 from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
 from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
-from shared.errors import HeadraceError, RequestTimeout, Unavailable
+from shared.errors import HeadraceError, InvalidRequest, RequestTimeout, Unavailable
 from shared.hashing import seed_of
 from shared.messages.cards import ModelCard
 from shared.messages.select import Finished, Prefilled, Select, Selected, SelectRefused
@@ -60,6 +69,13 @@ class TextSink(Protocol):
         ...
 
 
+class AskedServers(Struct, frozen=True):
+    """What a body asks servers for that take text alone."""
+
+    model: str
+    fields: Fields
+
+
 class TextProxy:
     """All requests of this process that pass through."""
 
@@ -75,18 +91,31 @@ class TextProxy:
         """Close all connections."""
         await self.servers.aclose()
 
-    def model_of(self, body: bytes) -> str:
-        """Return the model that a body asks for, if its servers take text alone. Empty if they do not."""
-        return self._models.text_of(read_model(body)) if self._models.texts else ""
+    def read(self, body: bytes) -> AskedServers | None:
+        """Return which model a body asks for, if its servers take text alone. None if they do not. Raise InvalidRequest
+        if it is no JSON object, or too large."""
+        if not self._models.texts:
+            return None
+        try:
+            fields = read_fields(body)
+        except InvalidRequest:
+            if self._models.text_of(None):
+                raise
+            return None  # what another model's operation says of it
+        model = self._models.text_of(read_model(fields))
+        return AskedServers(model, fields) if model else None
 
     @asynccontextmanager
-    async def answer(self, model: str, path: str, body: bytes, context: RequestContext) -> AsyncIterator[TextReply]:
+    async def answer(
+        self, servers: AskedServers, path: str, body: bytes, context: RequestContext
+    ) -> AsyncIterator[TextReply]:
         """Yield the answer of a server that has begun it. Leaving the context ends the request, and notes what
         it cost its key. Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout."""
-        permit, limits = context.permit, self.service.limits
+        permit, limits, model = context.permit, self.service.limits, servers.model
         permit.model = model
         deadline = deadline_of(None, context.deadline_header, context.received_s, limits)
-        asked = read_text(body)
+        asked = read_text(servers.fields)
+        del servers  # its fields hold the body
         self._check_salt(context)
         cards = [card for card in self.runtime.directory.cards.values() if card.model == model]
         # As far as it is known, an answer is no longer than the context.
