@@ -42,6 +42,7 @@ from services.frontend.protocol.text_body import (
 from services.frontend.requests.calls import refusal_of
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
+from services.frontend.requests.unreported import UnreportedAttempts
 from services.frontend.requests.way import WayCounts, WayLog
 from services.frontend.serving.request_context import SALT_HEADER, RequestContext
 from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
@@ -49,7 +50,7 @@ from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout, Unavailable
 from shared.hashing import seed_of
 from shared.messages.cards import ModelCard
-from shared.messages.select import Finished, Prefilled, Select, Selected, SelectRefused
+from shared.messages.select import Select, Selected, SelectRefused
 from shared.runtime.runtime import Runtime
 
 OK = 200
@@ -172,15 +173,24 @@ class TextReply:
         """Whether the answer is server-sent events."""
         self._proxy, self._model, self._path, self._context = proxy, model, path, context
         seed = seed_of(salt=context.salt(asked.salt))
-        self._hashes = asked.hashes(block_units, seed) if block_units else b""
+        select = Select(
+            request=context.id.unique,
+            attempt=0,
+            frontend=proxy.runtime.instance,
+            model=model,
+            hashes=asked.hashes(block_units, seed) if block_units else b"",
+            prompt_tokens=asked.prompt_tokens,
+            max_tokens=max(1, asked.max_tokens),
+            priority=served_priority(None, context.lowest_priority),
+            session=context.session or asked.session,
+        )
+        self._attempts = UnreportedAttempts(proxy.service, select, deadline.at)
         self._asked = msgspec.structs.replace(asked, prompt=b"")
         self._deadline = deadline
         self._now = asyncio.get_running_loop().time
         self._meter = AnswerMeter(streamed=False)
         self._answer: TextAnswer | None = None
         self._instance = ""
-        self._attempt = self._ended = 0
-        """The numbers of the latest attempt, and of the latest one that was reported as ended."""
         self._sent_s = 0.0
         """When the request was sent to the latest server."""
         self._moved = False
@@ -218,7 +228,7 @@ class TextReply:
                         fault = fault_of(answer.response.status, answer.response.content_type)
                         self._keep(answer, instance, passes=fault is None or fault.passes)
                     if fault is None:
-                        self._hashes = b""
+                        self._attempts.forget_hashes()
                         self._way.accept(self._now())
                         return
                     self._lose(instance, fault)
@@ -234,35 +244,16 @@ class TextReply:
     async def _choose(self, tries: TextTries) -> ModelCard | None:
         """Have a router reserve the next attempt. Return the card of the server; None if no other is there. Raise the
         router's refusal if none was tried."""
-        proxy, asked, context = self._proxy, self._asked, self._context
-        limits, first = proxy.service.limits, not self._attempt
+        attempts, first = self._attempts, not self._attempts.latest
         while True:
-            self._attempt += 1
-            select = Select(
-                request=context.id.unique,
-                attempt=self._attempt,
-                frontend=proxy.runtime.instance,
-                model=self._model,
-                hashes=self._hashes,
-                prompt_tokens=asked.prompt_tokens,
-                max_tokens=max(1, asked.max_tokens),
-                excluded=tuple(tries.excluded),
-                priority=served_priority(None, context.lowest_priority),
-                session=context.session or asked.session,
-                time_left_s=max(0.0, self._deadline.at - self._now()),
-                wait_limit_s=limits.wait_s if first else 0.0,
-                whole=True,
-                unreported=True,
-            )
-            answer = await proxy.service.calls.ask_routers(select, self._deadline.at)
-            assert answer is not None, "the answer is always wanted"
+            answer = await attempts.select(tries.excluded, waits=first)
             if isinstance(answer, Selected):
-                card = proxy.runtime.directory.cards.get((self._model, answer.instance))
+                card = self._proxy.runtime.directory.cards.get((self._model, answer.instance))
                 if card is not None and card.server:
-                    self._way.choose(self._attempt, card.instance, self._now())
+                    self._way.choose(attempts.latest, card.instance, self._now())
                     return card
                 tries.excluded[answer.instance] = None  # this process does not know it yet
-                self._finish()
+                attempts.finish()
             elif isinstance(answer, SelectRefused) and answer.code == "all_excluded" and tries.none_left():
                 pass
             elif not self._sent_s:
@@ -286,10 +277,11 @@ class TextReply:
     def _lose(self, instance: str, fault: TextFault) -> None:
         self._proxy.metrics.lost.labels(fault.loss).inc()
         self._note(f"{instance} {fault.why}")
-        self._finish()
+        self._attempts.finish()
 
     def _note(self, text: str) -> None:
-        self._proxy.runtime.notes.requests.add(self._context.id.unique, text, self._now(), attempt=self._attempt)
+        notes, attempt = self._proxy.runtime.notes.requests, self._attempts.latest
+        notes.add(self._context.id.unique, text, self._now(), attempt=attempt)
 
     @property
     def ends_event(self) -> bool:
@@ -363,19 +355,12 @@ class TextReply:
         metrics.of_model(self._model).first_token.observe(took_s)
         metrics.hops["first_token"].observe(now - self._sent_s)
         self._context.permit.served.begun(took_s)
-        first = Prefilled(self._context.id.unique, self._attempt, -1, took_s, instance=self._instance)
-        self._proxy.service.publish_load(self._model, first)
+        self._attempts.mark_prefilled(self._instance, took_s)
         self._way.begin_output(now)
-
-    def _finish(self) -> None:
-        """Report the end of all attempts so far. Idempotent."""
-        for attempt in range(self._ended + 1, self._attempt + 1):
-            self._proxy.service.publish_load(self._model, Finished(self._context.id.unique, attempt))
-        self._ended = self._attempt
 
     def close(self, charged: int, error: HeadraceError | None) -> TokenUse:
         """End the request, and return what its key pays for."""
-        self._finish()
+        self._attempts.finish()
         if self._answer is not None:
             self._answer.response.close()  # a connection whose answer has ended is free already
         spent = self._spent(charged, error)
@@ -403,7 +388,7 @@ class TextReply:
             output_tokens=usage.output_tokens,
             cached_tokens=usage.cached_tokens,
             instance=self._instance,
-            attempts=self._attempt,
+            attempts=self._attempts.latest,
         )
         metrics = self._proxy.metrics.of_model(self._model)
         metrics.input_tokens.observe(usage.prompt_tokens)
