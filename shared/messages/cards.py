@@ -179,6 +179,9 @@ class ModelCard(Struct, frozen=True):
     server: str = ""
     """The URL of that server, if it takes and gives text alone. Frontends then send requests to it themselves, at
     `address`, and none to the instance. Empty if the instance takes token ids."""
+    alias: str = ""
+    """The model's name at that server, if it is not `model`. It means the model for clients too, unless another model
+    has it. Empty if there is none, or an older worker wrote this."""
 
     @property
     def decodes(self) -> bool:
