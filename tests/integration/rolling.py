@@ -15,7 +15,6 @@ from shared.bus.contract import LAST_HEADER
 from shared.messages.cards import ServiceName
 from tests.integration.fleet import Fleet
 
-NAMESPACE = "rolling"
 PROMPTS = [f"The mill at the {place} turns" for place in ("river", "dam", "bridge", "weir", "sea")]
 SHORT_TOKENS, LONG_TOKENS = 40, 1200
 WORKER_DRAIN_S = 0.02
@@ -52,12 +51,13 @@ def body(question: Question) -> dict[str, object]:
 class Clients:
     """Ask one question after the other until the test stops them; every answer is kept."""
 
-    def __init__(self, services: Fleet, nats_url: str) -> None:
+    def __init__(self, services: Fleet, nats_url: str, namespace: str) -> None:
         self.answers: dict[Question, set[str]] = {}
         self.answered = 0
         self.stopping = False
         self._services = services
         self._nats_url = nats_url
+        self._namespace = namespace
 
     async def over_http(self, length: int, turn: int) -> None:
         """As a balancer does: a frontend that is down or says that it is about to end is passed over."""
@@ -92,7 +92,7 @@ class Clients:
 
     async def over_nats(self, length: int) -> None:
         client = await nats.connect(self._nats_url)
-        subject = subjects.client(NAMESPACE, "completions")
+        subject = subjects.client(self._namespace, "completions")
         for number in count():
             if self.stopping:
                 break
@@ -125,10 +125,12 @@ class Clients:
                 await asyncio.sleep(0.01)
 
 
-async def restart_each_in_turn(services: Fleet, nats_url: str, model: str, tree: Path | None = None) -> None:
+async def restart_each_in_turn(
+    services: Fleet, nats_url: str, namespace: str, model: str, tree: Path | None = None
+) -> None:
     """Restart every service under load, with the modules of a tree or of this one; no client may see more than a pause,
     and some requests are handed back by a worker."""
-    clients = Clients(services, nats_url)
+    clients = Clients(services, nats_url, namespace)
     handed_back = 0.0
     async with asyncio.TaskGroup() as tasks:
         asking = [

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 from tests.integration.fleet import fleet
-from tests.integration.rolling import NAMESPACE, NUMBERS, ORDER, restart_each_in_turn, start
+from tests.integration.rolling import NUMBERS, ORDER, restart_each_in_turn, start
 from tests.tiny_model import write_tiny_model
 
 
@@ -17,9 +17,9 @@ async def test_restarting_every_service_in_turn_under_load_loses_nothing(
     tmp_path: Path, nats_url: str, etcd_endpoint: str
 ) -> None:
     model = str(write_tiny_model(tmp_path / "tiny"))
-    with fleet(tmp_path, nats_url, "--namespace", NAMESPACE, "--discovery-endpoints", etcd_endpoint) as services:
+    with fleet(tmp_path, nats_url, "--namespace", "rolling", "--discovery-endpoints", etcd_endpoint) as services:
         for service in ORDER:
             for number in NUMBERS:
                 start(services, service, number, model)
         await asyncio.to_thread(services.wait_ready)
-        await restart_each_in_turn(services, nats_url, model)
+        await restart_each_in_turn(services, nats_url, "rolling", model)

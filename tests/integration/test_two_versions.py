@@ -18,7 +18,7 @@ import pytest
 from shared.messages.cards import ServiceName
 from tests import last_release
 from tests.integration.fleet import ANSWER_LIMIT_S, Fleet, explained, fleet
-from tests.integration.rolling import NAMESPACE, NUMBERS, ORDER, restart_each_in_turn, start
+from tests.integration.rolling import NUMBERS, ORDER, restart_each_in_turn, start
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
@@ -130,10 +130,10 @@ async def test_an_upgrade_of_every_service_in_turn_under_load_loses_nothing(
     tmp_path: Path, nats_url: str, etcd_endpoint: str, old: Path, back: bool
 ) -> None:
     model = str(write_tiny_model(tmp_path / "tiny"))
-    before, after = (None, old) if back else (old, None)
-    with fleet(tmp_path, nats_url, "--namespace", NAMESPACE, "--discovery-endpoints", etcd_endpoint) as services:
+    before, after, namespace = (None, old, "downgrade") if back else (old, None, "upgrade")
+    with fleet(tmp_path, nats_url, "--namespace", namespace, "--discovery-endpoints", etcd_endpoint) as services:
         for service in ORDER:
             for number in NUMBERS:
                 start(services, service, number, model, before)
         await asyncio.to_thread(services.wait_ready)
-        await restart_each_in_turn(services, nats_url, model, after)
+        await restart_each_in_turn(services, nats_url, namespace, model, after)
