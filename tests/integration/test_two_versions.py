@@ -23,7 +23,7 @@ from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
 SERVICES: tuple[ServiceName, ...] = ("kvbm", "router", "worker", "frontend")
-PROMPT = "The mill at the river turns, and the wheel at the weir stands still. " * 3
+PROMPT = "The mill at the river turns, and the wheel at the weir stands still. " * 4
 BLOCK_TOKENS = 16
 BLOCKS = 12
 """A lower bound of the prompt's full blocks."""
@@ -85,8 +85,8 @@ class TwoVersions:
     [
         pytest.param(frozenset({"worker", "router"}), id="worker and router"),
         pytest.param(frozenset({"frontend", "kvbm"}), id="frontend and kvbm"),
-        pytest.param(frozenset({"worker", "kvbm"}), id="worker and kvbm", marks=pytest.mark.tier("long")),
-        pytest.param(frozenset({"frontend", "router"}), id="frontend and router", marks=pytest.mark.tier("long")),
+        pytest.param(frozenset({"worker", "kvbm"}), id="worker and kvbm"),
+        pytest.param(frozenset({"frontend", "router"}), id="frontend and router"),
     ],
 )
 def test_services_of_the_last_release_work_with_those_of_this_version(
