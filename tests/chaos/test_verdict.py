@@ -260,7 +260,7 @@ def test_with_a_server_of_a_cluster_only_answers_over_nats_may_end(kind: Kind) -
         over_nats, over_http = (bad(end, frontend=frontend, code=code) for frontend in (-1, 0))
         assert verdict([over_nats], [fault]).good, (end, code)
         assert not verdict([over_http], [fault]).good, (end, code)
-        late = bad(end, at_s=20.0, frontend=-1, code=code)
+        late = bad(end, at_s=40.0, frontend=-1, code=code)
         assert not verdict([late], [fault]).good, (end, code)
     assert not verdict([bad("failed", frontend=-1, code=DEADLINE)], [fault]).good
 

@@ -46,6 +46,8 @@ UNNOTICED_S = 41.0
 which it skips one where something was heard."""
 LEFT_S = 15.0
 """By then each process has left a server of a cluster that was killed, frozen or cut off."""
+FORGOTTEN_S = 20.0
+"""A server that is back hands requests to connections that ended meanwhile, until two of its PINGs had no answer."""
 ON_ITS_WAY_S = 0.5
 """A request takes no longer from its client to a frontend."""
 
@@ -231,11 +233,12 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
 def _with_its_server(answer: Answer, happened: Happened) -> Literal["nats", "cut", ""]:
     """Why an answer over NATS may have ended with a server of a cluster: the client or its frontend was connected to
     it. Core NATS sends nothing again, so that a request may be lost as well."""
-    if answer.frontend >= 0 or answer.asked_s > happened.undone_s:
+    if answer.frontend >= 0:
         return ""
     if answer.end == "silent":
-        return "nats" if happened.began_s <= answer.heard_s + SILENT_AFTER_KILL_S else ""
-    if not happened.began_s <= answer.heard_s <= happened.undone_s + LEFT_S:
+        asked = answer.asked_s <= happened.undone_s + FORGOTTEN_S
+        return "nats" if asked and happened.began_s <= answer.heard_s + SILENT_AFTER_KILL_S else ""
+    if answer.asked_s > happened.undone_s or not happened.began_s <= answer.heard_s <= happened.undone_s + LEFT_S:
         return ""
     return "nats" if answer.end == "broken" else "cut" if answer.code == CUT else ""
 
