@@ -23,6 +23,7 @@ from random import SystemRandom
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription as RemoteSubscription
+from nats.js import JetStreamContext
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
@@ -190,6 +191,16 @@ class NatsBus:
             client, subject, payload, headers, "" if no_responders is None else self._replies.probe(no_responders)
         )
 
+    def publish_now(self, subject: str, payload: bytes) -> None:
+        client = self._check(payload)
+        subjects.check(subject)
+        if client.pending_data_size > UNSENT_LIMIT_BYTES:
+            raise BusDown(f"NATS has not received {client.pending_data_size} bytes")
+        try:
+            client.send(subject, payload, "")
+        except FAILURES as wrong:
+            raise as_headrace_error(wrong, client, subject, payload) from wrong
+
     async def subscribe(
         self,
         subject: str,
@@ -282,6 +293,10 @@ class NatsBus:
         """Forget a subscription that has ended."""
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
+
+    def jetstream(self, limit_s: float) -> JetStreamContext:
+        """Return nats-py's JetStream on the present connection; each answer may take `limit_s`. Raise BusDown."""
+        return self._check(b"").jetstream(timeout=limit_s)
 
     # --- sending
 

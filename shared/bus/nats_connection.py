@@ -183,6 +183,7 @@ async def dial(
     await client.connect(
         url,
         name=name,
+        inbox_prefix=config.inbox,  # of JetStream's answers
         user=config.user or None,
         password=access.password or None,
         signature_cb=None if key is None else key.sign,

@@ -22,9 +22,10 @@ class EventSource(Struct, frozen=True):
     """The address of a stream of KV events, and what its source can do beyond vLLM's format."""
 
     publish: str
-    """The ZMQ endpoint of the PUB socket."""
+    """The ZMQ endpoint of the PUB socket; or `nats:` and a subject."""
     replay: str
-    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source. Empty if there is no replay."""
+    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source; `nats:` and the subject on which
+    the source answers; or `jetstream:` and the stream that keeps its batches. Empty if there is no replay."""
     topic: str = ""
     binds: Literal["source", "subscriber"] = "source"
     """Which side binds `publish`."""

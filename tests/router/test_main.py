@@ -8,6 +8,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import get_args
+
+import pytest
 
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
@@ -18,6 +21,7 @@ from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
 from shared.messages.select import SELECT, SELECT_REPLY, Selected
+from tests.event_planes import Plane, event_planes
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, ScriptedWorker, select, tokens_of
 from tests.servers import EtcdServer, NatsServer
 
@@ -62,10 +66,14 @@ async def overlap_once_it_is(bus: NatsBus, prompt: list[int], blocks: int) -> Se
     raise AssertionError("the router does not answer")
 
 
-async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(nats_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", get_args(Plane))
+async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(
+    jetstream_url: str, tmp_path: Path, plane: Plane
+) -> None:
+    nats_url = jetstream_url
     bus = await connect(NatsConfig(url=nats_url), "test")
     discovery = FileDiscovery(tmp_path)
-    with ZmqEventBus("127.0.0.1") as events:
+    async with event_planes(plane, nats_url, namespace=NAMESPACE) as events:
         worker = ScriptedWorker("a1", bus, events, discovery)
         await worker.start()
         prompt = tokens_of("x", 30)
