@@ -43,6 +43,8 @@ async def event_planes(
         planes = EventPlanes(zmq, config, f"headrace-test-{secrets.token_hex(4)}", CollectorRegistry())
         running = asyncio.create_task(planes.run())
         try:
+            if plane != "zmq":
+                await planes._over_nats().bus.wait_connected()
             if plane == "jetstream":
                 await stream_there(nats_url, config.namespace)
             yield planes

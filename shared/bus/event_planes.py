@@ -19,10 +19,10 @@ from prometheus_client import CollectorRegistry
 from shared.bus.contract import EventPublisher, EventSubscription
 from shared.bus.jetstream import EventStore
 from shared.bus.nats_bus import NatsBus
-from shared.bus.nats_events import NATS, NatsEventBus
+from shared.bus.nats_events import NatsEventBus
 from shared.bus.zmq_events import ZmqEventBus
 from shared.config import ServiceConfig
-from shared.messages.cards import EventSource
+from shared.messages.cards import EVENTS_ON_NATS, EventSource
 from shared.metrics import counter, register_metrics
 
 
@@ -62,7 +62,7 @@ class EventPlanes:
         return events.open_publisher(topic=topic, ring_batches=ring_batches)
 
     def subscribe(self, source: EventSource, receive: Callable[[int, bytes], None]) -> EventSubscription:
-        events = self._over_nats().events if source.publish.startswith(NATS) else self._zmq
+        events = self._over_nats().events if source.publish.startswith(EVENTS_ON_NATS) else self._zmq
         return events.subscribe(source, receive)
 
     async def run(self) -> None:

@@ -23,11 +23,9 @@ from shared import subjects
 from shared.bus.contract import Bus, Message, Receive
 from shared.bus.replay_buffer import ReplayBuffer, ReplayedBatches
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
-from shared.messages.cards import EventSource
+from shared.messages.cards import EVENTS_IN_STREAM, EVENTS_ON_NATS, EventSource
 from shared.messages.kv_events import REPLAY_PAGE, REPLAY_REQUEST, ReplayPage, ReplayRequest
 
-NATS, JETSTREAM = "nats:", "jetstream:"
-"""What precedes the subject of a source, and the stream that keeps its batches, in an EventSource."""
 UNREAD_LIMIT_BATCHES = 20_000
 QUESTIONS_LIMIT = 1024
 """The maximum number of questions for a page that wait; a further one is ignored, and times out at its sender."""
@@ -78,7 +76,9 @@ class NatsEventPublisher:
         replay = subjects.event_replay(subject)
         if not stream:
             self.replies = HeldSubscription(bus, replay, self._asked, QUESTIONS_LIMIT)
-        self.source = EventSource(NATS + subject, JETSTREAM + stream if stream else NATS + replay)
+        self.source = EventSource(
+            publish=EVENTS_ON_NATS + subject, replay=EVENTS_IN_STREAM + stream if stream else EVENTS_ON_NATS + replay
+        )
 
     def publish(self, sequence: int, payload: bytes) -> None:
         if self._closed:
@@ -130,7 +130,7 @@ class NatsEventSubscription:
         """Raise ProtocolError if the source's address is none."""
         self._bus = bus
         self._source = source
-        self._subject = source.publish.removeprefix(NATS)
+        self._subject = source.publish.removeprefix(EVENTS_ON_NATS)
         self._receive = receive
         self._read_stream = read_stream
         self._closed = False
@@ -145,9 +145,9 @@ class NatsEventSubscription:
             raise RequestTimeout(f"{self._source.publish} has no replay")
         try:
             async with asyncio.timeout(timeout_s):
-                if replay.startswith(JETSTREAM):
-                    return await self._read_stream(replay.removeprefix(JETSTREAM), self._subject, first)
-                return await self._ask(replay.removeprefix(NATS), first, timeout_s)
+                if self._source.stored:
+                    return await self._read_stream(replay.removeprefix(EVENTS_IN_STREAM), self._subject, first)
+                return await self._ask(replay.removeprefix(EVENTS_ON_NATS), first, timeout_s)
         except TimeoutError:
             raise RequestTimeout(f"no replay from {replay} in {timeout_s:g} s") from None
 

@@ -27,9 +27,11 @@ from tests.servers import EtcdServer, NatsServer
 
 
 @asynccontextmanager
-async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a router process while the context is open; the test may end it earlier. It finds workers in `etcd`, or else
-    in `folder`."""
+async def router_process(
+    nats_url: str, folder: Path, *more: str, etcd: str = ""
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a router process with `more` flags while the context is open; the test may end it earlier. It finds workers
+    in `etcd`, or else in `folder`."""
     flags = [
         *("--namespace", NAMESPACE),
         *("--nats-url", nats_url),
@@ -38,6 +40,7 @@ async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> Asyn
         *("--discovery-endpoints", etcd or "127.0.0.1:2379"),
         *("--discovery-lease-ttl-s", "5"),
         *("--index-speculation-s", "0"),
+        *more,
     ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.router", *flags, env=environment(), stderr=asyncio.subprocess.PIPE
@@ -88,6 +91,26 @@ async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(
             assert first.returncode == 0, said.decode()
         async with router_process(nats_url, tmp_path):
             assert (await overlap_once_it_is(bus, prompt, 30)).instance == "a1"
+        await worker.stop()
+    await discovery.close()
+    await bus.drain()
+
+
+async def test_a_router_that_starts_while_a_worker_does_not_answer_reads_its_blocks_from_the_stream(
+    jetstream_url: str, tmp_path: Path
+) -> None:
+    bus = await connect(NatsConfig(url=jetstream_url), "test")
+    discovery = FileDiscovery(tmp_path)
+    async with event_planes("jetstream", jetstream_url, namespace=NAMESPACE) as events:
+        worker = ScriptedWorker("a1", bus, events, discovery)
+        worker.answers_snapshots = False
+        await worker.start()
+        prompt = tokens_of("x", 30)
+        await worker.stores(prompt[: 4 * 20])
+        await worker.stores(prompt)
+        async with router_process(jetstream_url, tmp_path, "--source-snapshot-idle-timeout-s", "0.5"):
+            assert (await overlap_once_it_is(bus, prompt, 30)).instance == "a1"
+        assert worker.snapshots >= 1
         await worker.stop()
     await discovery.close()
     await bus.drain()
