@@ -30,13 +30,19 @@ def with_jetstream(directory: Path, more: str = "") -> str:
 
 @asynccontextmanager
 async def event_planes(
-    plane: Plane, nats_url: str = NOWHERE, *, namespace: str = "", directory: str = "", encrypted: bool = False
+    plane: Plane,
+    nats_url: str = NOWHERE,
+    *,
+    user: str = "",
+    namespace: str = "",
+    directory: str = "",
+    encrypted: bool = False,
 ) -> AsyncIterator[EventPlanes]:
-    """Yield the events of a process that publishes on `plane`; `directory` and `encrypted` are for ZMQ. With jetstream
-    the stream is there."""
+    """Yield the events of a process that publishes on `plane`; `user` is one of `nats_users`, and `directory` and
+    `encrypted` are for ZMQ. With jetstream the stream is there."""
     config = ServiceConfig(
         namespace=namespace or f"t{secrets.token_hex(6)}",
-        nats=NatsConfig(url=nats_url),
+        nats=NatsConfig(url=nats_url, user=user, password=user, inbox="_INBOX_services" if user else "_INBOX"),
         observe=ObserveConfig(events_plane=plane),
     )
     with ZmqEventBus(directory=directory, encrypted=encrypted) as zmq:
@@ -46,7 +52,7 @@ async def event_planes(
             if plane != "zmq":
                 await planes._over_nats().bus.wait_connected()
             if plane == "jetstream":
-                await stream_there(nats_url, config.namespace)
+                await stream_there(config.nats, config.namespace)
             yield planes
         finally:
             running.cancel()
@@ -54,9 +60,10 @@ async def event_planes(
             await planes.close()
 
 
-async def stream_there(nats_url: str, namespace: str) -> None:
+async def stream_there(config: NatsConfig, namespace: str) -> None:
     """Return when the namespace has its stream."""
-    client = await nats.connect(nats_url)
+    user = config.user or None
+    client = await nats.connect(config.url, user=user, password=user, inbox_prefix=config.inbox)
     try:
         async with asyncio.timeout(LIMIT_S):
             while True:

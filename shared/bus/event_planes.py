@@ -66,7 +66,7 @@ class EventPlanes:
         return events.subscribe(source, receive)
 
     async def run(self) -> None:
-        """Do what events over NATS need beside their callers, until cancelled. Raise ConfigError if this process is to
+        """Keep what events over NATS need, until cancelled. Raise ConfigError if this process is to
         publish with JetStream, and NATS has none."""
         if self._plane != "zmq":
             self._over_nats()

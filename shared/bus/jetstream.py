@@ -3,7 +3,7 @@
     sources ──publish──▶ headrace.NS.events.SOURCE ──▶ routers that listen
                                    └──▶ the stream, in the server's memory ──read by sequence──▶ routers with a gap
 
-A stream that is there already is taken as it is: whoever makes it chooses its limits. Ours has at most
+A stream that is there already is taken as it is, with the limits that it has. Ours has at most
 `observe.events_stream_bytes` for all sources, KEPT_BATCHES of each, and nothing older than KEPT_S. It is in memory: a
 restart of the server empties it, or loses it, and then a source makes it again. Routers that miss something from before
 take snapshots.
@@ -32,7 +32,7 @@ KEPT_BATCHES = 10_000
 """The maximum number of batches of one source, as many as a source keeps that has a replay of its own."""
 KEPT_S = 3600.0
 STEP = 4
-"""Each step back is so many times as long as the one before."""
+"""Each step back is 4 times as long as the one before."""
 LOOK_S = 1.0
 """The time between two looks at the connection, in seconds; and that after which a stream is made again in vain."""
 ANSWER_LIMIT_S = 5.0

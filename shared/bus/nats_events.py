@@ -240,5 +240,5 @@ def split_message(message: bytes) -> tuple[int, bytes]:
 
 
 async def no_stream(stream: str, _subject: str, _first: int) -> list[tuple[int, bytes]]:
-    """A ReadStream where there are no streams."""
+    """Raise Unavailable: a ReadStream without streams."""
     raise Unavailable(f"no stream {stream}")

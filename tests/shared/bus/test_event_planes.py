@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,9 +12,10 @@ from shared.bus.event_planes import EventPlanes
 from shared.bus.zmq_events import ZmqEventBus
 from shared.config import NatsConfig, ObserveConfig, ServiceConfig, load
 from shared.errors import ConfigError
-from tests.event_planes import NOWHERE, event_planes
-from tests.servers import NatsServer
-from tests.shared.bus.test_events import DEADLINE_S, Batches, joined
+from tests.clusters import nats_users
+from tests.event_planes import NOWHERE, Plane, event_planes, with_jetstream
+from tests.servers import NatsServer, nats_server
+from tests.shared.bus.test_events import DEADLINE_S, Batches, joined, replayed
 
 
 async def test_a_router_follows_sources_on_all_planes_whatever_its_own_is(jetstream_url: str) -> None:
@@ -30,6 +32,30 @@ async def test_a_router_follows_sources_on_all_planes_whatever_its_own_is(jetstr
             await joined(publisher, batches)
             subscription.close()
             publisher.close()
+
+
+@pytest.mark.parametrize("plane", ["nats", "jetstream"])
+async def test_the_users_of_a_cluster_may_do_what_a_plane_needs_and_workers_hear_no_events(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, plane: Plane
+) -> None:
+    with nats_server(tmp_path, with_jetstream(tmp_path) + nats_users()) as server:
+        for user in ("worker", "kvbm"):
+            async with (
+                event_planes(plane, server.url, user=user) as source,
+                event_planes("zmq", server.url, user="router") as router,
+            ):
+                publisher, batches = source.open_publisher(), Batches()
+                subscription = router.subscribe(publisher.source, batches.receive)
+                await joined(publisher, batches)
+                publisher.publish(1_000_000, b"kept")
+                assert await replayed(subscription, 1_000_000, 1_000_000) == [(1_000_000, b"kept")]
+                assert "permissions violation" not in caplog.text.lower()
+                stranger = source.subscribe(publisher.source, lambda *_: None)
+                async with asyncio.timeout(DEADLINE_S):
+                    while "permissions violation for subscription" not in caplog.text.lower():  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                stranger.close()
+                caplog.clear()
 
 
 async def test_without_a_source_on_nats_no_connection_is_made() -> None:

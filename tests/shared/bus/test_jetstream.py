@@ -84,7 +84,7 @@ async def test_a_replay_with_gaps_has_what_was_stored(bus: NatsBus, namespace: s
         assert (await store.read(store.name, mine, first))[0][0] == wanted
 
 
-async def test_the_stream_keeps_so_many_batches_of_each_source(
+async def test_the_stream_keeps_a_bounded_number_of_batches_of_each_source(
     bus: NatsBus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jetstream, "KEPT_BATCHES", 10)
@@ -146,7 +146,7 @@ async def test_a_source_makes_the_stream_again_when_the_server_has_lost_it(tmp_p
             await client.jetstream().delete_stream(subjects.event_stream(namespace)[0])
             await client.close()
             await asyncio.to_thread(server.restart)
-            await stream_there(server.url, namespace)
+            await stream_there(NatsConfig(url=server.url), namespace)
             publisher, batches = events.open_publisher(), Batches()
             subscription = events.subscribe(publisher.source, batches.receive)
             await joined(publisher, batches)
