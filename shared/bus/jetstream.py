@@ -5,8 +5,8 @@
 
 A stream that is there already is taken as it is, with the limits that it has. Ours has at most
 `observe.events_stream_bytes` for all sources, KEPT_BATCHES of each, and nothing older than KEPT_S. It is in memory: a
-restart of the server empties it, or loses it, and then a source makes it again. Routers that miss something from before
-take snapshots.
+restart of the server loses it, and then a source makes it again. Routers that miss something from before take
+snapshots.
 
 The server numbers the messages of all sources in one row, and a replay needs those of one source from a sequence on. So
 the reader steps back from that source's newest message, further each time, until it is early enough.

@@ -277,8 +277,9 @@ class NatsBus:
             await self._close()
 
     async def _close(self) -> None:
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
+        while not self._keeper.done():  # nats-py may swallow a cancellation while it connects
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper], timeout=WATCH_INTERVAL_S)
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
             try:
@@ -393,7 +394,7 @@ class NatsBus:
         finally:
             if self._client is not client:
                 abort(client)
-                with suppress(*FAILURES):
+                with suppress(*FAILURES, AssertionError):  # nats-py asserts that `connect` was called
                     await client.close()
         if self._client is not client:
             return None

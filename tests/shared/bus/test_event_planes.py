@@ -61,9 +61,11 @@ async def test_the_users_of_a_cluster_may_do_what_a_plane_needs_and_workers_hear
 async def test_without_a_source_on_nats_no_connection_is_made() -> None:
     async with event_planes("zmq", NOWHERE) as planes:
         publisher, batches = planes.open_publisher(), Batches()
-        planes.subscribe(publisher.source, batches.receive)
+        subscription = planes.subscribe(publisher.source, batches.receive)
         await joined(publisher, batches)
         assert planes._nats is None
+        subscription.close()
+        publisher.close()
 
 
 async def test_jetstream_where_there_is_none_ends_the_process_with_a_line(nats_url: str) -> None:
