@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from shared.bus.contract import EventPublisher
 from shared.bus.event_planes import EventPlanes
 from shared.bus.zmq_events import ZmqEventBus
 from shared.config import NatsConfig, ObserveConfig, ServiceConfig, load
@@ -16,6 +22,8 @@ from tests.clusters import nats_users
 from tests.event_planes import NOWHERE, Plane, event_planes, with_jetstream
 from tests.servers import NatsServer, nats_server
 from tests.shared.bus.test_events import DEADLINE_S, Batches, joined, replayed
+
+T = TypeVar("T")
 
 
 async def test_a_router_follows_sources_on_all_planes_whatever_its_own_is(jetstream_url: str) -> None:
@@ -102,3 +110,52 @@ async def test_batches_that_nats_does_not_take_are_counted(own_nats: NatsServer)
 def test_a_plane_that_there_is_not_is_named_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match=r"observe\.events_plane is one of zmq, nats, jetstream"):
         load(ServiceConfig, flags=["--observe-events-plane", "kafka"], environ={})
+
+
+async def test_a_router_that_does_not_read_is_cut_off_from_events_and_replays_what_it_missed(tmp_path: Path) -> None:
+    with nats_server(tmp_path, 'max_pending: 8MB\nwrite_deadline: "1s"\n') as server, loop_in_thread() as elsewhere:
+        opened = AsyncExitStack()
+
+        async def open_source() -> EventPublisher:
+            planes = await opened.enter_async_context(event_planes("nats", server.url))
+            return planes.open_publisher()
+
+        async def publish(first: int, count: int, size_bytes: int) -> None:
+            for number in range(first, first + count):
+                publisher.publish(number, bytes(size_bytes))
+                await asyncio.sleep(0.001)
+
+        def there(coroutine: Coroutine[None, None, T]) -> Future[T]:
+            return asyncio.run_coroutine_threadsafe(coroutine, elsewhere)
+
+        publisher = await asyncio.wrap_future(there(open_source()))
+        async with event_planes("zmq", server.url) as router:
+            batches, sequence = Batches(), 0
+            subscription = router.subscribe(publisher.source, batches.receive)
+            while not batches.all:
+                await asyncio.wrap_future(there(publish(sequence, 1, 10)))
+                sequence += 1
+            there(publish(sequence, 500, 100_000)).result(DEADLINE_S)  # meanwhile this loop stands still
+            missed, sequence = sequence, sequence + 500
+            while batches.sequences[-1] < sequence - 1:
+                await asyncio.wrap_future(there(publish(sequence, 1, 10)))
+                sequence += 1
+            assert router._over_nats().bus.connections > 1
+            assert len(batches.all) < sequence
+            whole = await replayed(subscription, missed, sequence - 1)
+            assert [number for number, _ in whole] == [*range(missed, sequence)]
+        await asyncio.wrap_future(there(opened.aclose()))
+
+
+@contextmanager
+def loop_in_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs while ours stands still."""
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
