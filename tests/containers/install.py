@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 from deploy.local.stack import servers
+from deploy.package.release import UV
 from tests.containers.engine import HERE, HOME, Engine, write_settings
 
 PACKAGES = (
@@ -40,6 +41,7 @@ LOOKALIKES = {
     "etcd": "quay.io/coreos/etcd:v3.5.21",
     "haproxy": "docker.io/library/haproxy:3.0-alpine",
     "prometheus": "docker.io/prom/prometheus:v3.5.0",
+    "vllm": "docker.io/vllm/vllm-openai:v0.32.0",
 }
 """Targets of `lookalikes.Containerfile`, and the names that deploy/compose has for them."""
 STAMP = HOME / "lookalikes.json"
@@ -131,7 +133,7 @@ def _make_lookalikes() -> None:
         subprocess.run([*make, _codename(), str(folder / "base.tar")], check=True)
         engine.podman("import", "--quiet", "--change", "CMD python3", str(folder / "base.tar"), BASE)
         (folder / "base.tar").unlink()
-        for program in (servers.nats_server(), servers.etcd(), servers.etcd().with_name("etcdctl")):
+        for program in (servers.nats_server(), servers.etcd(), servers.etcd().with_name("etcdctl"), Path(UV)):
             shutil.copy(program, folder)
         for target, name in LOOKALIKES.items():
             print(f"{name}: a look-alike of Debian's or a wheel's {target}", flush=True)
