@@ -97,6 +97,25 @@ def test_our_image_does_not_run_as_root() -> None:
     assert user == ["10001:10001"]
 
 
+@pytest.mark.parametrize(
+    ("file", "build"),
+    [
+        ("Dockerfile", BASE["frontend"]["build"]),
+        ("Dockerfile", GPU["worker"]["build"]),
+        ("Dockerfile.vllm", VLLM["worker"]["build"]),
+    ],
+)
+def test_an_images_base_is_an_argument_which_compose_takes_from_the_env_file(file: str, build: dict[str, Any]) -> None:
+    text = (HERE / file).read_text(encoding="utf-8")
+    [default] = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) - stages == {"${BASE}"}
+    assert build["dockerfile"] == f"deploy/compose/{file}"
+    [(variable, of_compose)] = re.findall(r"^\$\{(\w+):-(.*)\}$", build["args"]["BASE"])
+    assert of_compose == default
+    assert f"#{variable}=" in (HERE / ".env.example").read_text(encoding="utf-8")
+
+
 def test_our_image_is_without_what_only_people_at_a_terminal_need() -> None:
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split("[<>=]", each)[0] for each in project["dependencies"]}
@@ -422,8 +441,7 @@ def test_a_vllm_workers_settings_are_ones_the_service_knows_and_differ_in_the_en
 
 def test_a_vllm_workers_image_is_vllms_own_of_a_version_that_the_engine_takes() -> None:
     text = (HERE / VLLM["worker"]["build"]["dockerfile"].rpartition("/")[2]).read_text(encoding="utf-8")
-    assert text.count("\nFROM ") == 1
-    [tag] = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
+    [tag] = re.findall(r"^ARG BASE=vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
     check(tag)
     [python] = re.findall(r"^ARG VLLM_PYTHON=(\S+)$", text, re.MULTILINE)
     assert tomllib.loads((HERE / "worker.vllm.toml").read_text(encoding="utf-8"))["vllm_python"] == python
