@@ -1,26 +1,41 @@
-"""compose.host.yaml: no bridge, nothing that listens beyond loopback, frontends that share the API's port."""
+"""compose.host.yaml: no bridge, nothing that listens beyond loopback, frontends that share the API's port.
+
+The machine has no IPv6, and Docker's client gives the containers proxies that do not answer.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
-from tests.containers.engine import Engine
-from tests.containers.stack import LIMIT_S, Stack, all_targets, load
+from tests.containers.engine import HOME, Engine
+from tests.containers.stack import LIMIT_S, MODEL, Stack, all_targets, load
 from tests.integration.stack import eventually
 
 ASKED = 64
 """Requests, each over a connection of its own: the kernel gives all to one of two frontends once in 2^63 times."""
 
 
+PROXIES = {"proxies": {"default": {"httpProxy": "http://127.0.0.1:9", "httpsProxy": "http://127.0.0.1:9"}}}
+SETTINGS = HOME / "docker" / "config" / "config.json"
+
+
 @pytest.fixture(scope="module")
 def stack(engine: Engine) -> Iterator[Stack]:
+    engine.run("sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
     one = Stack(engine, "compose.host.yaml")
     one.copy()
-    one.up()
+    SETTINGS.write_text(json.dumps(PROXIES), encoding="utf-8")
+    try:
+        one.up()
+    finally:
+        SETTINGS.write_text("{}", encoding="utf-8")
+    assert "http_proxy=http://127.0.0.1:9" in one.inspect(one.containers("router")[0])["Config"]["Env"]
     yield one
     one.down("--volumes")
+    engine.run("sh", "-c", "echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
 
 
 def test_it_answers_over_the_hosts_network_and_makes_none_of_its_own(stack: Stack) -> None:
@@ -42,9 +57,11 @@ def test_prometheus_finds_every_instance_by_the_block_store(stack: Stack) -> Non
 
 
 def test_connections_to_the_apis_port_go_to_both_frontends(stack: Stack) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a river"})
     for _ in range(ASKED):
-        assert stack.get("http://127.0.0.1:8000/v1/models").status == 200
-    served = 'sum by (instance) (headrace_requests_total{service="frontend"}) > 0'
+        answer = stack.request("POST", "http://127.0.0.1:8000/tokenize", body, {"Content-Type": "application/json"})
+        assert answer.status == 200, answer
+    served = 'sum by (instance) (headrace_requests_total{operation="tokenize"}) > 0'
     eventually(lambda: len(stack.metric(served)) == 2, limit_s=LIMIT_S, what="both frontends have answered")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -78,3 +79,41 @@ def test_restarting_every_container_in_turn_under_load_loses_no_request(stack: S
 def test_a_killed_container_is_started_again_and_the_stack_answers(stack: Stack, service: str) -> None:
     stack.kill(service, OURS.get(service, 1))
     eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_a_container_that_is_stopped_drains_and_ends_by_itself(stack: Stack, service: str) -> None:
+    containers = stack.containers(service)
+    stack.compose("stop", service)
+    assert [stack.inspect(each)["State"]["ExitCode"] for each in containers] == [0] * OURS[service]
+    stack.up("--no-recreate")
+    eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+
+
+@pytest.mark.parametrize("service", ["nats", "etcd"])
+def test_a_server_in_a_new_container_with_another_address_is_found(stack: Stack, service: str) -> None:
+    def addresses() -> list[str]:
+        networks = [stack.inspect(each)["NetworkSettings"]["Networks"] for each in stack.containers(service)]
+        return [str(each["IPAddress"]) for one in networks for each in one.values()]
+
+    before = addresses()
+    stack.up("--force-recreate", "--no-deps", service)
+    assert addresses() != before
+    eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+    for each, number in OURS.items():
+        eventually(partial(stack.is_healthy, each, number), limit_s=LIMIT_S, what=f"{each} is healthy")
+
+
+def test_after_all_containers_were_killed_at_once_new_ones_start_with_the_same_volumes(stack: Stack) -> None:
+    stack.compose("kill")
+    stack.compose("rm", "--force")
+    stack.up()
+    eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_no_container_keeps_processes_that_have_ended(stack: Stack, service: str) -> None:
+    for container in stack.containers(service):
+        states = stack.engine.podman("top", container, "state", "comm").splitlines()[1:]
+        assert len(states) > 1
+        assert [line for line in states if line.startswith("Z")] == []
