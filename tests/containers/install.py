@@ -121,14 +121,16 @@ def _make_lookalikes() -> None:
         return
     with tempfile.TemporaryDirectory(dir=HOME) as scratch, Engine(network=False) as engine:
         folder = Path(scratch)
-        settings = folder / "pip.conf"
         index = os.environ.get("PIP_INDEX_URL")
-        certificates = "[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n"
-        settings.write_text(certificates + (f"index-url = {index}\n" if index else ""), encoding="utf-8")
+        of_pip = "[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n" + (f"index-url = {index}\n" if index else "")
+        (folder / "pip.conf").write_text(of_pip, encoding="utf-8")
+        of_uv = "native-tls = true\n" + (f'index-url = "{index}"\n' if index else "")
+        (folder / "uv.toml").write_text(of_uv, encoding="utf-8")
         print(f"{BASE}: a look-alike by mmdebstrap", flush=True)
         own_mounts = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         make = [*own_mounts, "mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", f"--include={IN_BASE}"]
-        make += [f"--customize-hook=upload {settings} /etc/pip.conf"]
+        make += [f"--customize-hook=upload {folder / 'pip.conf'} /etc/pip.conf"]
+        make += ["--customize-hook=mkdir $1/etc/uv", f"--customize-hook=upload {folder / 'uv.toml'} /etc/uv/uv.toml"]
         make += ["--customize-hook=copy-in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs"]  # as this machine has it
         subprocess.run([*make, _codename(), str(folder / "base.tar")], check=True)
         engine.podman("import", "--quiet", "--change", "CMD python3", str(folder / "base.tar"), BASE)

@@ -1,7 +1,5 @@
-"""compose.host.yaml: no bridge, nothing that listens beyond loopback, frontends that share the API's port.
-
-The machine has no IPv6, and Docker's client gives the containers proxies that do not answer.
-"""
+"""compose.host.yaml: no bridge, nothing that listens beyond loopback, frontends that share the API's port. The machine
+has no IPv6."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.containers.engine import HOME, Engine
+from tests.containers.engine import Engine
 from tests.containers.stack import LIMIT_S, MODEL, Stack, all_targets, load
 from tests.integration.stack import eventually
 
@@ -18,21 +16,12 @@ ASKED = 64
 """Requests, each over a connection of its own: the kernel gives all to one of two frontends once in 2^63 times."""
 
 
-PROXIES = {"proxies": {"default": {"httpProxy": "http://127.0.0.1:9", "httpsProxy": "http://127.0.0.1:9"}}}
-SETTINGS = HOME / "docker" / "config" / "config.json"
-
-
 @pytest.fixture(scope="module")
 def stack(engine: Engine) -> Iterator[Stack]:
     engine.run("sh", "-c", "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6")
     one = Stack(engine, "compose.host.yaml")
     one.copy()
-    SETTINGS.write_text(json.dumps(PROXIES), encoding="utf-8")
-    try:
-        one.up()
-    finally:
-        SETTINGS.write_text("{}", encoding="utf-8")
-    assert "http_proxy=http://127.0.0.1:9" in one.inspect(one.containers("router")[0])["Config"]["Env"]
+    one.up()
     yield one
     one.down("--volumes")
     engine.run("sh", "-c", "echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6")

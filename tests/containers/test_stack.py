@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
-from tests.containers.engine import Engine
+from tests.containers.engine import HOME, Engine
 from tests.containers.stack import LIMIT_S, Stack, all_targets, load
 from tests.integration.stack import eventually
 
@@ -21,12 +22,23 @@ open("/app/x", "w")
 """
 
 
+PROXY = "http://192.0.2.1:9"
+"""An address that nothing has."""
+PROXIES = {"proxies": {"default": {"httpProxy": PROXY, "httpsProxy": PROXY}}}
+"""What Docker's client gives all containers. No service may ask these proxies."""
+SETTINGS = HOME / "docker" / "config" / "config.json"
+
+
 @pytest.fixture(scope="module")
 def stack(engine: Engine) -> Iterator[Stack]:
     one = Stack(engine)
     one.copy()
-    one.up()
-    yield one
+    SETTINGS.write_text(json.dumps(PROXIES), encoding="utf-8")
+    try:
+        one.up()
+        yield one
+    finally:
+        SETTINGS.write_text("{}", encoding="utf-8")
     one.down("--volumes")
     assert engine.ask("/v4.0.0/libpod/containers/json?all=true") == []
     assert engine.ask("/v4.0.0/libpod/volumes/json") == []
@@ -38,6 +50,11 @@ def test_it_answers_a_chat_with_and_without_a_stream(stack: Stack) -> None:
     assert [answer.status for answer in answers] == [200, 200], answers
     assert "Paris" in answers[0].text
     assert answers[0].text == answers[1].text
+
+
+@pytest.mark.parametrize("service", [*OURS, *SERVERS])
+def test_it_works_with_proxies_of_dockers_client_that_do_not_answer(stack: Stack, service: str) -> None:
+    assert f"http_proxy={PROXY}" in stack.inspect(stack.containers(service)[0])["Config"]["Env"]
 
 
 @pytest.mark.parametrize("service", OURS)
