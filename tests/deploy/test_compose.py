@@ -452,6 +452,16 @@ def test_a_vllm_workers_image_is_vllms_own_of_a_version_that_the_engine_takes() 
     assert f"--from={BASE['worker']['image']} " in text, "the default model"
 
 
+@pytest.mark.parametrize("overlay", [{"worker": {}, "frontend": {}}, GPU, VLLM], ids=["cpu", "gpu", "vllm"])
+def test_frontends_are_not_called_unhealthy_while_a_worker_may_still_be_starting(overlay: dict[str, Any]) -> None:
+    times = {
+        name: (BASE[name]["healthcheck"] | overlay[name].get("healthcheck", {}))["start_period"]
+        for name in ("worker", "frontend")
+    }
+    assert times["frontend"] == times["worker"]
+    assert int(times["worker"].removesuffix("s")) >= 300
+
+
 def test_a_vllm_worker_has_a_gpu_alone_and_writes_what_it_compiles_to_a_volume() -> None:
     worker = merged("worker", VLLM)
     assert worker["deploy"]["replicas"] == 1
