@@ -24,6 +24,7 @@ found = [where for where, _, _ in os.walk("/") if os.access(where, os.W_OK)]
 print(os.getuid(), [each for each in found if not each.startswith(("/proc", "/sys", "/dev"))])
 """
 PACKAGES = "from importlib.metadata import distributions as d; print(*(f'{each.name}=={each.version}' for each in d()))"
+POOL = ("--pool-directory", "/tmp/pool", "--pool-size-bytes", str(64 << 20))
 BARE = ("--rm", "--network", "none", "--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 
 
@@ -95,7 +96,7 @@ def test_a_service_that_waits_for_its_servers_ends_when_it_is_stopped_also_as_pr
     engine: Engine, service: str
 ) -> None:
     flags = ("--nats-url", "nats://127.0.0.1:4222", "--discovery-backend", "file", "--discovery-path", "/tmp/where")
-    more = {"worker": ("--model", "/models/" + FILE, "--cache", "/tmp/models"), "kvbm": ("--pool-directory", "/tmp/p")}
+    more = {"worker": ("--model", "/models/" + FILE, "--cache", "/tmp/models"), "kvbm": POOL}
     words = (f"services.{service}", *flags, *more.get(service, ()))
     bare = BARE[1:]  # it is asked how it ended
     container = engine.podman("run", "--detach", "--tmpfs", "/tmp", *bare, IMAGE, *words).strip()
