@@ -71,6 +71,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             _chat(flags)
         case usage.BenchFlags() as flags:
             return _bench(flags, words)
+        case usage.EstimateFlags() as flags:
+            return _estimate(flags)
         case usage.NewKeyFlags() | usage.KeysFileFlags() as flags:
             _key(flags)
         case usage.CompletionFlags() as flags:
@@ -401,6 +403,12 @@ def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
         api_key=_api_key(flags),
     )
     return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
+
+
+def _estimate(flags: usage.EstimateFlags) -> int:
+    from deploy.local.size.estimate import estimate
+
+    return estimate(flags)
 
 
 def _url(flags: usage.ClientFlags) -> str:

@@ -358,6 +358,39 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The tokenizer for aiperf: a directory or a name on the hub."""
 
 
+class EstimateFlags(Struct, frozen=True, kw_only=True):
+    """Say what a model takes of GPUs, and how fast it is there, without a GPU; see docs/sizing.md."""
+
+    model: Word
+    """The model's directory, or its config.json."""
+    gpu: Annotated[str, "NAME"] = ""
+    """The GPU: H200, H100, …; a wrong name lists them."""
+    engine: Literal["vllm", "native"] = "vllm"
+    """The engine whose measured fractions of the GPU's rates are taken."""
+    tensor_parallel: int = 1
+    """The number of GPUs that share each layer."""
+    pipeline_parallel: int = 1
+    """The number of stages that share the layers."""
+    expert_parallel: int = 1
+    """The number of GPUs that share the experts: 1, or that of --tensor-parallel."""
+    dtype: Literal["auto", "bfloat16", "float16", "fp8", "int8", "int4"] = "auto"
+    """The type of the weights; auto is that in config.json."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """The type of the KV cache; auto has 16 bits."""
+    prompt: int = 2048
+    """The tokens of each prompt."""
+    output: int = 256
+    """The tokens of each answer."""
+    cached: float = 0.0
+    """The share of each prompt that is cached."""
+    batch: Numbers = ""
+    """The numbers of sequences at once (1, 8, 32, 128 and the largest)."""
+    memory_share: float = 0.9
+    """The share of each GPU's memory for weights and KV."""
+    json: bool = False
+    """Print one JSON object in place of the table."""
+
+
 class InstallGpuFlags(Struct, frozen=True, kw_only=True):
     """Install what --device cuda needs: CuPy, cuBLAS, a compiler (0.6 GB). Outside a checkout, say how pip does."""
 
@@ -455,6 +488,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "log": LogFlags,
     "chat": ChatFlags,
     "bench": BenchFlags,
+    "estimate": EstimateFlags,
     "sleep": SleepFlags,
     "wake": WakeFlags,
     "drain": DrainFlags,
