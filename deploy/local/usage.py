@@ -391,6 +391,22 @@ class EstimateFlags(Struct, frozen=True, kw_only=True):
     """Print one JSON object in place of the table."""
 
 
+class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
+    """Measure the steps of an engine, for `plan` and for the simulated engine; see docs/sizing.md."""
+
+    up: Words = []
+    """The flags of an `up` with one worker to start and measure, after --: -- --engine vllm --model ORG/NAME
+    (the API at --url)."""
+    longest: int = 8192
+    """The tokens of the longest prompt, and of the longest context before it."""
+    most: int = 32
+    """The most answers at once."""
+    limit_s: float = 600.0
+    """The seconds after which no further point is begun; the same command goes on."""
+    out: Annotated[str, "FILE"] = "profile.json"
+    """The file to write, and to go on with."""
+
+
 class InstallGpuFlags(Struct, frozen=True, kw_only=True):
     """Install what --device cuda needs: CuPy, cuBLAS, a compiler (0.6 GB). Outside a checkout, say how pip does."""
 
@@ -489,6 +505,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "chat": ChatFlags,
     "bench": BenchFlags,
     "estimate": EstimateFlags,
+    "profile": ProfileFlags,
     "sleep": SleepFlags,
     "wake": WakeFlags,
     "drain": DrainFlags,
