@@ -30,7 +30,7 @@ class TimeGrid:
         self._step: dict[Axis, int] = {"x": step[0], "y": step[1]}
         self._tolerance = tolerance
         self._most = most
-        self._intervals: list[tuple[Axis, int, int]] = [("x", *min_max(xs)), ("y", *min_max(ys))]
+        self._intervals: list[tuple[Axis, int, int]] = [("x", min(xs), max(xs)), ("y", min(ys), max(ys))]
 
     @property
     def left(self) -> int:
@@ -55,14 +55,15 @@ class TimeGrid:
             self._intervals.pop(0)
             if self._is_off(axis, low, middle, high):
                 self._axes[axis] = sorted([*self._axes[axis], middle])
-                self._intervals += [(axis, low, middle), (axis, middle, high)]
+                self._intervals.extend(((axis, low, middle), (axis, middle, high)))
         xs, ys = self._axes["x"], self._axes["y"]
         return next(((x, y) for x in xs for y in ys if (x, y) not in self.seconds), None)
 
     def points(self) -> list[tuple[float, float, float]]:
         """Return the largest complete grid of what was measured. Raise ValueError if a corner is missing."""
         axes = {axis: list(values) for axis, values in self._axes.items()}
-        for axis, other in (("x", "y"), ("y", "x")):
+        pairs_of: tuple[tuple[Axis, Axis], ...] = (("x", "y"), ("y", "x"))
+        for axis, other in pairs_of:
             for value in list(axes[axis]):
                 pairs = [(value, each) if axis == "x" else (each, value) for each in axes[other]]
                 if value not in self._ends[axis] and not all(pair in self.seconds for pair in pairs):
@@ -90,11 +91,6 @@ class TimeGrid:
         first, found, last = (self.seconds[self._at(axis, value)] for value in (low, middle, high))
         line = first + (middle - low) / (high - low) * (last - first)
         return abs(line - found) > self._tolerance * found
-
-
-def min_max(pair: Place) -> Place:
-    """Return a pair in order."""
-    return min(pair), max(pair)
 
 
 def with_known(grid: TimeGrid, known: Mapping[Place, float]) -> TimeGrid:

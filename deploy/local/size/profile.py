@@ -12,7 +12,7 @@ import asyncio
 import os
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -86,6 +86,7 @@ def check_flags(flags: ProfileFlags) -> None:
 def profile(options: ProfileOptions) -> int:
     """Measure and return the exit status. Raise ConfigError or Unavailable."""
     terminal = Terminal()
+    _earlier(options.out, _subject(options))  # before anything is started
     with _endpoint(options, terminal) as (url, state), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         made = runner.run(_measure(options, url, state, terminal))
     terminal.clear()
@@ -109,14 +110,8 @@ async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Ter
     model = options.model or (served[0] if served else "")
     if model not in served:
         raise Unavailable(f"{url} does not serve {model or 'a model'}; it has {', '.join(served) or 'none'}")
-    subject = Subject(
-        model=model,
-        server=options.url or " ".join(options.words) or "up",
-        machine=f"{platform.machine()}, {os.cpu_count()} cores, {platform.node()}",
-        versions={"headrace": VERSION, "server": await server_version(url, options.api_key)},
-        longest=options.longest,
-        most=options.most,
-    )
+    versions = {"headrace": VERSION, "server": await server_version(url, options.api_key)}
+    subject = _subject(options, model, versions)
     known = _earlier(options.out, subject)
     block_size, kv_tokens = await asyncio.to_thread(blocks_of, state, model)
     async with token_client(url, model, options.api_key) as asked:
@@ -131,15 +126,27 @@ async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Ter
         return sweep.profile(complete=True) if sweep.finished else sweep.profile(complete=False)
 
 
-def _earlier(out: Path, subject: Subject) -> list[MeasuredPoint]:
-    """Return the points of an earlier sweep. Raise ConfigError if the file has something else."""
+def _subject(options: ProfileOptions, model: str = "", versions: Mapping[str, str] | None = None) -> Subject:
+    """Return what is measured, as far as it is known."""
+    return Subject(
+        model=model,
+        server=options.url or " ".join(options.words) or "up",
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, {platform.node()}",
+        versions=versions or {},
+        longest=options.longest,
+        most=options.most,
+    )
+
+
+def _earlier(out: Path, subject: Subject) -> Profile | None:
+    """Return the file of an earlier sweep, if there is one. Raise ConfigError if it has something else."""
     if not out.exists():
-        return []
+        return None
     if out.stat().st_size > FILE_LIMIT_BYTES:
         raise ConfigError(f"--out {out}: is no profile: it has more than {FILE_LIMIT_BYTES} bytes")
     found = decode_profile(out.read_bytes(), str(out))
     check_same(found.subject, subject, str(out))
-    return found.points
+    return found
 
 
 class Sweep:
@@ -150,19 +157,19 @@ class Sweep:
         asked: TokenClient,
         options: ProfileOptions,
         subject: Subject,
-        known: Sequence[MeasuredPoint],
+        known: Profile | None,
         terminal: Terminal,
         blocks: tuple[int, int],
     ) -> None:
-        self.points = list(known)
+        self.points = [] if known is None else list(known.points)
         self.finished = False
         self._asked = asked
         self._options = options
         self._subject = subject
         self._terminal = terminal
         self._blocks = blocks
-        self._overhead_s = 0.0
-        self._cached_seen = False
+        self._overhead_s = 0.0 if known is None else known.overhead_s
+        self._cached_seen = known is not None and known.cached_seen
         self._seeds = count(len(self.points) * 1000)
         self._primed: set[int] = set()
         self._until_s = time.monotonic() + options.limit_s
@@ -176,20 +183,21 @@ class Sweep:
 
     async def run(self) -> None:
         """Measure until both grids are complete or the time is over."""
-        await self._learn_overhead()
+        if not self.points:
+            await self._learn_overhead()
         for kind, grid, timed in (
             ("decode", self._decode, self._decode_s),
             ("prefill", self._prefill, self._prefill_s),
         ):
             while (place := grid.next()) is not None:
-                if time.monotonic() >= self._until_s:
-                    return
                 done = len(self.points)
                 self._terminal.progress("profile", done / (done + self._decode.left + self._prefill.left))
                 point = await self._point(kind, place, timed)
                 grid.seconds[place] = point.seconds
                 self.points.append(point)
                 self._options.out.write_bytes(encode_profile(self.profile(complete=False)))
+                if time.monotonic() >= self._until_s:  # after a point, so that each call gets on
+                    return
         self.finished = True
         self._options.out.write_bytes(encode_profile(self.profile(complete=True)))
 

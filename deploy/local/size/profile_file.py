@@ -84,10 +84,10 @@ def encode_profile(profile: Profile) -> bytes:
 
 
 def check_same(found: Subject, wanted: Subject, name: str) -> None:
-    """Raise ConfigError if a file has a profile of something else."""
+    """Raise ConfigError if a file has a profile of something else. What is empty in `wanted` is not known yet."""
     for field in Subject.__struct_fields__:
         old, new = getattr(found, field), getattr(wanted, field)
-        if old != new:
+        if new and old != new:
             raise ConfigError(
                 f"--out {name} has a profile of another {field}: {old} there, {new} here; remove it or rename it"
             )

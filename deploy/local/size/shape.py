@@ -78,7 +78,7 @@ class ModelShape(Struct, frozen=True):
         routed = self.expert_layers * self.experts * self.expert_weights
         if not routed:
             return self.decoder_weights
-        share = 1 - (1 - self.used_experts / self.experts) ** tokens
+        share: float = 1 - (1 - self.used_experts / self.experts) ** tokens
         return self.decoder_weights - routed + share * routed
 
 

@@ -99,15 +99,14 @@ def _free_port() -> int:
 
 
 def _ready_url(process: subprocess.Popen[str]) -> str:
-    """Wait until it says ready, and return its URL. What else it says on stdout is read and dropped."""
+    """Wait until it says ready, and return its URL."""
     assert process.stdout is not None
     timer = threading.Timer(START_LIMIT_S, process.terminate)
     timer.start()
     try:
         for line in process.stdout:
             word, _, url = line.strip().partition(" ")
-            if word == "ready":
-                threading.Thread(target=process.stdout.read, daemon=True).start()
+            if word == "ready":  # and nothing after it: `up` says the rest on stderr
                 return url
     finally:
         timer.cancel()
@@ -122,3 +121,6 @@ def _stop(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
