@@ -75,6 +75,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             return _estimate(flags)
         case usage.ProfileFlags() as flags:
             return _profile(flags)
+        case usage.PlanFlags() as flags:
+            return _plan(flags)
         case usage.NewKeyFlags() | usage.KeysFileFlags() as flags:
             _key(flags)
         case usage.CompletionFlags() as flags:
@@ -433,6 +435,12 @@ def _profile(flags: usage.ProfileFlags) -> int:
         words=flags.up,
     )
     return profile.profile(options)
+
+
+def _plan(flags: usage.PlanFlags) -> int:
+    from deploy.local.size.plan import plan
+
+    return plan(flags)
 
 
 def _url(flags: usage.ClientFlags) -> str:

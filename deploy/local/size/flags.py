@@ -21,19 +21,18 @@ def numbers(text: str, flag: str, *, least: int = 1, most: int = 1 << 24) -> lis
     return sorted(found)
 
 
-def shares(text: str, flag: str) -> list[float]:
-    """Return the shares, 0 or more and below 1, that a flag lists, without repetitions and in order. Raise
-    ConfigError."""
+def positives(text: str, flag: str) -> list[float]:
+    """Return the numbers, 0 or more, that a flag lists, in its order. Raise ConfigError."""
     words = text.split(",")
     if len(words) > NUMBERS_LIMIT:
         raise ConfigError(f"{flag} lists at most {NUMBERS_LIMIT} numbers")
-    found = set()
+    found = list[float]()
     for word in words:
         try:
-            share = float(word)
+            number = float(word)
         except ValueError:
-            share = -1.0
-        if not 0 <= share < 1:
-            raise ConfigError(f"{flag}: {word!r}: must be shares from 0 to below 1, separated by commas")
-        found.add(share)
-    return sorted(found)
+            number = -1.0
+        if not 0 <= number <= 1e9:
+            raise ConfigError(f"{flag}: {word!r}: must be numbers from 0, separated by commas")
+        found.append(number)
+    return list(dict.fromkeys(found))
