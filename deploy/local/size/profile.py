@@ -41,7 +41,8 @@ from shared.version import VERSION
 
 SHORTEST = 64
 """The tokens of the shortest prompt, and of the shortest context."""
-ANSWER_TOKENS = 32
+ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
+"""The tokens of answers; the longer ones are for steps so short that an answer comes in one piece."""
 REPETITIONS, MORE_REPETITIONS = 3, 5
 LONG_S = 5.0
 """A point that takes longer is measured once."""
@@ -253,13 +254,14 @@ class Sweep:
         batch, context = place
         prompts = [self._new_prompt(context) for _ in range(batch)]
         await asyncio.gather(*(self._asked.ask(prompt, 1) for prompt in prompts))
-        answers = await asyncio.gather(*(self._asked.ask(prompt, ANSWER_TOKENS) for prompt in prompts))
-        if max(answer.first_s for answer in answers) >= min(answer.last_s for answer in answers):
-            raise Unavailable(
-                f"{batch} answers after prompts of {context} tokens do not run at once: "
-                "give a smaller --most, or a shorter --longest"
-            )
-        return median((answer.last_s - answer.first_s) / max(1, answer.tokens - 1) for answer in answers)
+        for tokens in (ANSWER_TOKENS, LONG_ANSWER_TOKENS):
+            answers = await asyncio.gather(*(self._asked.ask(prompt, tokens) for prompt in prompts))
+            if max(answer.first_s for answer in answers) < min(answer.last_s for answer in answers):
+                return median((answer.last_s - answer.first_s) / max(1, answer.tokens - 1) for answer in answers)
+        raise Unavailable(
+            f"{batch} answers after prompts of {context} tokens do not run at once: "
+            "give a smaller --most, or a shorter --longest"
+        )
 
     async def _first_s(self, tokens: int) -> float:
         answer = await self._asked.ask(self._new_prompt(tokens), 1)
