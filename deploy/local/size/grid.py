@@ -9,7 +9,6 @@ times, so that a sweep that was interrupted goes on where it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import sqrt
 from typing import Literal
 
@@ -25,6 +24,8 @@ class TimeGrid:
         than `tolerance`, a share, adds nothing. The grid gets no further values where it would have more than `most`
         points."""
         self.seconds: dict[Place, float] = {}
+        self.spread: dict[Place, float] = {}
+        """By how much repetitions of a point differ, as a share: a middle that is off by less adds nothing either."""
         self._axes: dict[Axis, list[int]] = {"x": sorted(set(xs)), "y": sorted(set(ys))}
         self._ends: dict[Axis, frozenset[int]] = {"x": frozenset(xs), "y": frozenset(ys)}
         self._step: dict[Axis, int] = {"x": step[0], "y": step[1]}
@@ -88,12 +89,8 @@ class TimeGrid:
 
     def _is_off(self, axis: Axis, low: int, middle: int, high: int) -> bool:
         """Return whether the middle is not on the line between the two."""
-        first, found, last = (self.seconds[self._at(axis, value)] for value in (low, middle, high))
+        places = [self._at(axis, value) for value in (low, middle, high)]
+        first, found, last = (self.seconds[place] for place in places)
         line = first + (middle - low) / (high - low) * (last - first)
-        return abs(line - found) > self._tolerance * found
-
-
-def with_known(grid: TimeGrid, known: Mapping[Place, float]) -> TimeGrid:
-    """Return the grid with times that an earlier sweep has measured."""
-    grid.seconds.update(known)
-    return grid
+        unsure = max(self._tolerance, *(self.spread.get(place, 0.0) for place in places))
+        return abs(line - found) > unsure * found

@@ -114,14 +114,17 @@ def render(made: PlanReport) -> str:
 
 
 def _cells(row: PlanRow, made: PlanReport) -> list[object]:
-    figures = [1000 * row.of_target[name] * limit for name, limit in made.targets.items()]
+    figures = {name: 1000 * row.of_target[name] * limit for name, limit in made.targets.items()}
     worst = max(row.of_target.values())
     given_up = row.result.given_up or row.result.failed
     return [
         row.name,
         row.gpus,
         f"{row.price_an_hour:,.2f}",
-        *(f"{'over ' if given_up and figure else ''}{figure:,.1f}" for figure in figures),
+        *(
+            f"over {figure:,.1f}" if given_up and name.startswith("ttft") else f"{figure:,.1f}"
+            for name, figure in figures.items()
+        ),
         f"{worst:.0%}" if row.meets else f"{worst:.0%}, misses",
         "-" if given_up else f"{row.tokens_a_gpu_hour:,.0f}",
         "-" if given_up else f"{row.price_a_million_tokens:,.2f}",

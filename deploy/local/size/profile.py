@@ -22,7 +22,7 @@ import uvloop
 from msgspec import Struct
 
 from deploy.local.bench.client import client
-from deploy.local.size.grid import Place, TimeGrid, with_known
+from deploy.local.size.grid import Place, TimeGrid
 from deploy.local.size.profile_file import (
     FILE_LIMIT_BYTES,
     MeasuredPoint,
@@ -179,8 +179,11 @@ class Sweep:
         self._decode = self._grid("decode", (1, options.most), (SHORTEST, longest), (1, SHORTEST))
 
     def _grid(self, kind: str, xs: Place, ys: Place, step: Place) -> TimeGrid:
-        known = {(point.x, point.y): point.seconds for point in self.points if point.kind == kind}
-        return with_known(TimeGrid(xs, ys, step=step, tolerance=TOLERANCE, most=GRID_POINTS), known)
+        grid = TimeGrid(xs, ys, step=step, tolerance=TOLERANCE, most=GRID_POINTS)
+        for point in self.points:
+            if point.kind == kind:
+                grid.seconds[point.x, point.y], grid.spread[point.x, point.y] = point.seconds, point.spread
+        return grid
 
     async def run(self) -> None:
         """Measure until both grids are complete or the time is over."""
@@ -194,7 +197,7 @@ class Sweep:
                 done = len(self.points)
                 self._terminal.progress("profile", done / (done + self._decode.left + self._prefill.left))
                 point = await self._point(kind, place, timed)
-                grid.seconds[place] = point.seconds
+                grid.seconds[place], grid.spread[place] = point.seconds, point.spread
                 self.points.append(point)
                 self._options.out.write_bytes(encode_profile(self.profile(complete=False)))
                 if time.monotonic() >= self._until_s:  # after a point, so that each call gets on

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.size.grid import Place, TimeGrid, with_known
+from deploy.local.size.grid import Place, TimeGrid
 
 Timing = Callable[[int, int], float]
 
@@ -51,6 +51,13 @@ def test_a_bend_gets_values_around_it_until_the_line_is_near_enough() -> None:
     assert all(place in one.seconds for place in ((x, y) for x in xs for y in (64, 8192)))
 
 
+def test_a_bend_within_the_spread_of_the_repetitions_adds_nothing() -> None:
+    one = grid()
+    one.spread = {(64, 8192): 0.9}
+    swept(bent, one)
+    assert {x for x, _, _ in one.points()} == {1, 64}
+
+
 def test_the_grid_never_has_more_points_than_it_may() -> None:
     one = grid(tolerance=0.0001, most=12)
     swept(lambda x, y: (1 + x) ** 0.3 * (1 + y) ** 0.2, one)
@@ -61,7 +68,8 @@ def test_a_sweep_that_was_interrupted_goes_on_with_the_same_points() -> None:
     whole, first = grid(), grid()
     all_of_it = swept(bent, whole)
     before = swept(bent, first, points=5)
-    second = with_known(grid(), {place: bent(*place) for place in before})
+    second = grid()
+    second.seconds.update({place: bent(*place) for place in before})
     assert [*before, *swept(bent, second)] == all_of_it
     assert second.points() == whole.points()
 
