@@ -91,6 +91,12 @@ def test_it_sees_the_processors_that_its_container_may_use(engine: Engine, limit
     assert engine.podman("run", *BARE, *limit, "--entrypoint", "python", IMAGE, "-c", program) == "1\n"
 
 
+def test_it_sees_the_memory_that_its_container_may_use(engine: Engine) -> None:
+    program = "from shared.machine_memory import usable_memory_bytes as u; print(u())"
+    limited = ("--memory", "512m", "--entrypoint", "python", IMAGE, "-c", program)
+    assert engine.podman("run", *BARE, *limited) == f"{512 << 20}\n"
+
+
 @pytest.mark.parametrize("service", ["frontend", "router", "worker", "kvbm"])
 def test_a_service_that_waits_for_its_servers_ends_when_it_is_stopped_also_as_process_1(
     engine: Engine, service: str
