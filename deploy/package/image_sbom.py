@@ -36,8 +36,8 @@ def system_packages(status: str, system: str, release: str) -> Iterator[Componen
     """Yield the packages that are installed, by the text of dpkg's status file. `system` and `release` are ID and
     VERSION_ID of /etc/os-release. *Pure.*"""
     for stanza in status.split("\n\n"):
-        lines = (line.partition(": ")[::2] for line in stanza.splitlines() if not line.startswith(" "))
-        fields = dict(lines)
+        lines = (line.partition(": ") for line in stanza.splitlines() if not line.startswith(" "))
+        fields = {name: value for name, _, value in lines}
         if fields.get("Status") == "install ok installed":
             place = f"?arch={fields['Architecture']}&distro={system}-{release}"
             yield _library(f"deb/{system}", fields["Package"], fields["Version"], place)

@@ -113,6 +113,13 @@ def test_a_service_that_waits_for_its_servers_ends_when_it_is_stopped_also_as_pr
     assert ended["ExitCode"] == 0, ended
 
 
+def test_its_base_may_be_named_by_a_digest(engine: Engine) -> None:
+    [digest] = image(engine, BASE)["RepoDigests"]
+    base = f"{BASE}@{digest.partition('@')[2]}"
+    engine.build(f"{IMAGE}-by-digest", ROOT / "deploy" / "compose" / "Dockerfile", ROOT, "--build-arg", f"BASE={base}")
+    assert image(engine, f"{IMAGE}-by-digest")["RootFS"] == image(engine, IMAGE)["RootFS"]
+
+
 def test_what_it_adds_to_its_base_has_a_bound(engine: Engine) -> None:
     own_bytes = image(engine, IMAGE)["Size"] - image(engine, BASE)["Size"]
     print(f"{own_bytes / 1e6:.0f} MB on top of the base of {image(engine, BASE)['Size'] / 1e6:.0f} MB")
