@@ -66,3 +66,9 @@ def test_what_a_killed_vllm_worker_has_computed_is_loaded_by_the_next_one(stack:
     assert usage["prompt_tokens_details"]["cached_tokens"] >= (blocks - 1) * BLOCK, usage
     loaded = 'headrace_kvbm_copied_blocks_total{service="worker", outcome="loaded"}'
     eventually(lambda: total(stack, loaded) >= blocks - 1, limit_s=LIMIT_S, what="the worker counts what it has loaded")
+
+
+def test_a_vllm_worker_that_is_stopped_ends_by_itself(stack: Stack) -> None:
+    [container] = stack.containers("worker")
+    stack.compose("stop", "worker")
+    assert stack.inspect(container)["State"]["ExitCode"] == 0
