@@ -36,6 +36,8 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/": "check",
     # Needs podman, which CI has not.
     "tests/containers/": "long",
+    # Needs Ray, 80 MB to fetch.
+    "tests/ray/": "long",
     # One whole stack.
     "tests/integration/test_smoke.py": "check",
     # Programs and servers that take long, and random cases that take much.

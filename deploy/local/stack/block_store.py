@@ -32,8 +32,9 @@ MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our dir
 
 
 @contextmanager
-def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
-    """Yield a new directory for one block store; remove it afterwards. Raise ConfigError if `memory` cannot be used.
+def private_pool(memory: Path = MEMORY, name: str = "") -> Iterator[Path]:
+    """Yield a new directory for one block store, or that with the `name`; remove it afterwards. Raise ConfigError if
+    `memory` cannot be used, or another process uses the directory.
 
     /dev/shm/headrace-UID-…     mode 0700, locked (flock on the directory) by the `up` that made it, for as long as it
                                 lives: an unlocked one is left of an `up` that was killed, and the next `up` removes it
@@ -41,7 +42,7 @@ def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
     prefix = f"headrace-{os.geteuid()}-"
     try:
         _sweep(memory, prefix)
-        directory, lock = _make(memory, prefix)
+        directory, lock = _make(memory, prefix, name)
     except OSError as wrong:
         raise ConfigError(f"no memory for a block store: {wrong.filename or memory}: {wrong.strerror}") from None
     try:
@@ -51,15 +52,28 @@ def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
         os.close(lock)
 
 
-def _make(memory: Path, prefix: str) -> tuple[Path, int]:
+def pool_directory(name: str, memory: Path = MEMORY) -> Path:
+    """Return the directory that `private_pool` yields for a name."""
+    return memory / f"headrace-{os.geteuid()}-{name}"
+
+
+def _make(memory: Path, prefix: str, name: str) -> tuple[Path, int]:
     while True:
-        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
+        if name:
+            directory = pool_directory(name, memory)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if fault := ownership_fault(directory.lstat(), "directory", "open"):
+                raise ConfigError(f"{directory} {fault}")
+        else:
+            directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
         try:
             lock = _locked(directory)
         except FileNotFoundError:
             lock = None
         if lock is not None:
             return directory, lock
+        if name and directory.exists():
+            raise ConfigError(f"{directory}: another process uses it")
         # Another `up` removed it between the two calls.
 
 

@@ -1,0 +1,170 @@
+"""The cluster: the only module that calls Ray, which is imported when it is needed.
+
+    connect ──▶ Cluster.check_nodes ──▶ create ──▶ ask … ──▶ drain, kill ──▶ close
+
+Ray ends all our actors when this process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from deploy.local.ray import actor as actor_module
+from deploy.local.ray.plan import HEAD_PORTS, Head, Order
+from deploy.local.ray.watch import Report
+from deploy.local.stack import servers
+from shared.config import environment
+from shared.errors import ConfigError
+from shared.installation import install_command
+from shared.version import VERSION
+
+NODES_LIMIT_S = 120.0
+"""Seconds that all nodes have to be checked in: each starts a process of Ray's for it."""
+CALLS = 4
+"""Calls that an actor answers at a time: one that waits, and the drain."""
+DRAIN_MARGIN_S = 10.0
+HEAD_RESOURCE = "node:__internal_head__"
+"""The resource by which Ray marks its head node."""
+
+
+class ActorSilent(Exception):
+    """The actor does not answer now; Ray starts it again."""
+
+
+class ActorLost(Exception):
+    """Ray has given the actor up; the message says why."""
+
+
+class Cluster:
+    """A connection to a cluster, and the actors that were asked for."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._actors: dict[str, Any] = {}
+
+    def check_nodes(self, paths: Sequence[tuple[str, str]], port: int) -> Head:
+        """Return the head node, once all nodes are checked: Headrace, the `paths`, and the port on the head node. Raise
+        ConfigError with a line for each node that cannot be used."""
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        checked = self._ray.remote(num_cpus=0, max_retries=0)(actor_module.check_node)
+        asked = {}
+        for node in nodes:
+            is_head = HEAD_RESOURCE in node["Resources"]
+            ports, wanted = (HEAD_PORTS, port) if is_head else (0, 0)
+            call = checked.options(scheduling_strategy=self._at(node["NodeID"]))
+            asked[call.remote(VERSION, node["NodeManagerAddress"], paths, ports, wanted)] = node
+        done, late = self._ray.wait(list(asked), num_returns=len(asked), timeout=NODES_LIMIT_S)
+        faults = [f"{_spelled(asked[ref])}: no answer within {NODES_LIMIT_S:g} s" for ref in late]
+        head = None
+        for ref in done:
+            node = asked[ref]
+            try:
+                wrong, ports = self._ray.get(ref)
+            except self._ray.exceptions.RayError as error:
+                wrong, ports = _last_line(error), []
+            if wrong:
+                faults.append(f"{_spelled(node)}: {wrong}")
+            elif ports:
+                head = Head(node["NodeID"], node["NodeManagerAddress"], tuple(ports))
+        if faults:
+            raise ConfigError("\n".join(sorted(set(faults))))
+        if head is None:
+            raise ConfigError("--on ray: the cluster has no head node")
+        return head
+
+    def resources(self) -> Mapping[str, float]:
+        """Return the resources of all nodes together."""
+        found: Mapping[str, float] = self._ray.cluster_resources()
+        return found
+
+    def create(self, order: Order, fleet: str) -> None:
+        """Ask Ray for the actor of an order. It starts it again whenever it ends by itself, or its node does."""
+        actor = self._ray.remote(actor_module.Program).options(
+            num_cpus=order.cpus,
+            num_gpus=order.gpus,
+            max_restarts=-1,
+            max_concurrency=CALLS,
+            scheduling_strategy=self._at(order.node) if order.node else "SPREAD",
+            name=f"headrace-{fleet}-{order.name}",
+        )
+        self._actors[order.name] = actor.remote(order.name, fleet, VERSION, msgspec.structs.asdict(order))
+
+    async def ask(self, name: str) -> Report:
+        """Return what an actor reports. Raise ActorSilent or ActorLost."""
+        errors = self._ray.exceptions
+        try:
+            said = await asyncio.wrap_future(self._actors[name].status.remote().future())
+        except (errors.ActorDiedError, errors.ActorUnschedulableError) as wrong:
+            raise ActorLost(_last_line(wrong)) from None
+        except errors.RayError as wrong:
+            raise ActorSilent(_last_line(wrong)) from None
+        return msgspec.convert(said, Report)
+
+    async def drain(self, order: Order) -> None:
+        """Let the program of an actor end, then remove the actor."""
+        actor = self._actors[order.name]
+        ended = asyncio.wrap_future(actor.drain.remote(order.drain_s).future())
+        with suppress(TimeoutError, self._ray.exceptions.RayError):  # it hangs, or its node has just died
+            await asyncio.wait_for(ended, order.drain_s + DRAIN_MARGIN_S)
+        self.kill(order.name)
+
+    def kill(self, name: str) -> None:
+        """Remove an actor, and its program with it."""
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            self._ray.kill(actor, no_restart=True)
+
+    def close(self) -> None:
+        """Leave the cluster; all actors that are left end."""
+        self._ray.shutdown()
+
+    def _at(self, node: str) -> Any:
+        return self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def connect(address: str) -> Cluster:
+    """Connect to the cluster at an address, HOST:PORT, or if that is empty to the one that RAY_ADDRESS names, or that
+    runs on this machine. Raise ConfigError."""
+    if find_spec("ray") is None:
+        raise ConfigError(f"--on ray: Ray is not installed here: {install_command('ray')}")
+    flag = f"--ray-address {address}" if address else "--on ray"
+    if not address and (address := environment().get("RAY_ADDRESS", "")):
+        flag = f"RAY_ADDRESS {address}"
+    if "://" in address:
+        raise ConfigError(f"{flag}: `up` runs on a machine of the cluster; give HOST:PORT, without {address[:6]}")
+    if address and address != "auto" and not servers.answers(flag.split()[0], address):
+        raise ConfigError(f"{flag}: no server answers there")
+    ray = import_module("ray")
+    import_module("ray.util.scheduling_strategies")
+    ray.cloudpickle.register_pickle_by_value(actor_module)
+    try:
+        ray.init(address or "auto", log_to_driver=False, configure_logging=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as wrong:
+        raise ConfigError(f"{flag}: {_why(wrong)}") from None
+    return Cluster(ray)
+
+
+def _why(wrong: Exception) -> str:
+    """Return the reason of Ray's in one line."""
+    text = " ".join(str(wrong).split())
+    if "Could not find any running Ray instance" in text:
+        return "no Ray cluster runs on this machine; start one with `ray start --head`, or name it with --ray-address"
+    if text.startswith("Version mismatch: "):
+        return f"{text}; `up` needs the versions of the cluster"
+    return text
+
+
+def _last_line(wrong: Exception) -> str:
+    """Return the last line of an error of Ray's, which follows a traceback."""
+    return (str(wrong).strip().splitlines() or [type(wrong).__name__])[-1].strip()
+
+
+def _spelled(node: Mapping[str, Any]) -> str:
+    return f"Ray's node {node['NodeManagerAddress']}"
