@@ -1,8 +1,9 @@
 """A Ray cluster of several nodes on this machine, for a test: `cluster_program.py TEMP_DIR VERSION ARGUMENTS…`.
 
-It runs in the environment with Ray. Each argument is JSON: the arguments of one node, the head node first. It prints its
-address, then does what stdin says, a line for each, and prints `done` after it: `kill INDEX` kills a node with all of
-its processes, `add ARGUMENTS` adds one. The cluster ends with stdin. A VERSION that is not empty is the one that the cluster claims to have.
+It runs in the environment with Ray. Each argument is JSON: the arguments of one node, the head node first. It prints
+its address, then does what stdin says, a line for each, and prints `done` after it: `kill INDEX` kills a node with all
+of its processes, `add ARGUMENTS` adds one. The cluster ends with stdin. A VERSION that is not empty is the one that the
+cluster claims to have.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from tests.integration.stack import ROOT
 PLACE = ROOT / ".headrace" / "ray"
 LOCK = ROOT / "requirements-ray.lock"
 PROGRAM = Path(__file__).with_name("cluster_program.py")
-HEAD = "127.0.0.1"
+HEAD = "127.0.0.2"
+"""Not 127.0.0.1: Ray puts the machine's own address in its place."""
 OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes is 75 MiB."""
 

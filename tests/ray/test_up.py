@@ -20,7 +20,7 @@ from tests.integration.stack import ROOT, Up, eventually, running
 from tests.ray.rig import HEAD, Cluster, cluster, node, python, variables
 from tests.tiny_model import write_tiny_model
 
-OTHER = "127.0.0.2"
+OTHER = "127.0.0.3"
 LIMIT_S = 300.0
 PROMPT = "How does water get from the river to the mill? " * 40
 

@@ -8,6 +8,8 @@ Ray ends all our actors when this process ends, however it ends.
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -27,11 +29,15 @@ from shared.version import VERSION
 
 NODES_LIMIT_S = 120.0
 """Seconds that all nodes have to be checked in: each starts a process of Ray's for it."""
+CONNECT_LIMIT_S = 30.0
 CALLS = 4
 """Calls that an actor answers at a time: one that waits, and the drain."""
 DRAIN_MARGIN_S = 10.0
 HEAD_RESOURCE = "node:__internal_head__"
 """The resource by which Ray marks its head node."""
+
+
+QUIET = {"log_to_driver": False, "configure_logging": False}
 
 
 class ActorSilent(Exception):
@@ -138,27 +144,30 @@ def connect(address: str) -> Cluster:
     if not address and (address := environment().get("RAY_ADDRESS", "")):
         flag = f"RAY_ADDRESS {address}"
     if "://" in address:
-        raise ConfigError(f"{flag}: `up` runs on a machine of the cluster; give HOST:PORT, without {address[:6]}")
-    if address and address != "auto" and not servers.answers(flag.split()[0], address):
+        raise ConfigError(f"{flag}: `up` runs on a machine of the cluster; give HOST:PORT")
+    address = address or "auto"
+    if address != "auto" and not servers.answers(flag.split()[0], address):
         raise ConfigError(f"{flag}: no server answers there")
+    if wrong := _refusal(address):
+        raise ConfigError(f"{flag}: {wrong}")
     ray = import_module("ray")
     import_module("ray.util.scheduling_strategies")
     ray.cloudpickle.register_pickle_by_value(actor_module)
-    try:
-        ray.init(address or "auto", log_to_driver=False, configure_logging=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as wrong:
-        raise ConfigError(f"{flag}: {_why(wrong)}") from None
+    ray.init(address, **QUIET)
     return Cluster(ray)
 
 
-def _why(wrong: Exception) -> str:
-    """Return the reason of Ray's in one line."""
-    text = " ".join(str(wrong).split())
-    if "Could not find any running Ray instance" in text:
-        return "no Ray cluster runs on this machine; start one with `ray start --head`, or name it with --ray-address"
-    if text.startswith("Version mismatch: "):
-        return f"{text}; `up` needs the versions of the cluster"
-    return text
+def _refusal(address: str) -> str:
+    """Return why the cluster at an address cannot be used. Empty if it can. Another process tries: at what is no Ray,
+    Ray waits long or ends its process."""
+    words = [sys.executable, "-P", "-m", "deploy.local.ray.cluster", address]
+    try:
+        tried = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CONNECT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"no Ray cluster answers within {CONNECT_LIMIT_S:g} s"
+    if tried.returncode == 0:
+        return ""
+    return (tried.stderr.strip().splitlines() or [f"Ray ended with status {tried.returncode}"])[-1]
 
 
 def _last_line(wrong: Exception) -> str:
@@ -168,3 +177,21 @@ def _last_line(wrong: Exception) -> str:
 
 def _spelled(node: Mapping[str, Any]) -> str:
     return f"Ray's node {node['NodeManagerAddress']}"
+
+
+def main(address: str) -> int:
+    """Try to connect, and print the reason to stderr in one line if that fails."""
+    ray = import_module("ray")
+    try:
+        ray.init(address, **QUIET)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as wrong:
+        text = " ".join(str(wrong).split())
+        if "Could not find any running Ray instance" in text:
+            text = "no Ray cluster runs here; start one with `ray start --head`, or name one with --ray-address"
+        print(text, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -13,6 +13,7 @@ with the next report. Stages drain as supervise.py's do.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ Action = Create | Drain | Kill | Say | Ready | AllEnded
 
 # --- the machine
 
+_PERCENT = re.compile(r": \d+ %$")
 State = Literal["waiting", "asked", "running", "draining", "ended"]
 
 
@@ -228,9 +230,10 @@ class Watch:
             if child.ready_pid not in (0, report.pid):
                 actions.append(Say(f"{order.name} has started again at {report.host} and is ready"))
             child.ready_pid = report.pid
-        elif event.reason and event.reason != child.reason and not child.ready:
-            actions.append(Say(f"  {order.name}: {event.reason}"))
-        child.reason = event.reason
+        doing = _PERCENT.sub("", event.reason)
+        if doing and doing != child.reason and not child.ready:
+            actions.append(Say(f"  {order.name}: {doing}"))
+        child.reason = doing
         frontends = [each for each in self._children.values() if each.order.service == "frontend"]
         if not self._served and all(each.ready for each in frontends):
             self._served = True
