@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, for a test: `cluster_program.py TEMP_DIR VERSION ARGUMENTS…`.
+"""A Ray cluster of several nodes on this machine, for a test: `cluster_program.py VERSION ARGUMENTS…`.
 
 It runs in the environment with Ray. Each argument is JSON: the arguments of one node, the head node first. It prints
 its address, then does what stdin says, a line for each, and prints `done` after it: `kill INDEX` kills a node with all
@@ -16,14 +16,14 @@ from ray.cluster_utils import Cluster
 
 
 def main() -> None:
-    temp_dir, version, *given = sys.argv[1:]
+    version, *given = sys.argv[1:]
     if version:
         ray.__version__ = version  # what the head node writes down about its cluster
     cluster = Cluster()
     nodes = []
 
     def add(text: str) -> None:
-        head = {} if nodes else {"include_dashboard": False, "temp_dir": temp_dir}
+        head = {} if nodes else {"include_dashboard": False}
         nodes.append(cluster.add_node(**head, **json.loads(text)))
 
     try:

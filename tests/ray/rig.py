@@ -72,8 +72,9 @@ class Cluster:
 def cluster(*nodes: Mapping[str, Any], version: str = "") -> Iterator[Cluster]:
     """A cluster of these nodes, ended afterwards. With `version` it claims to be of another version of Ray."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
-    words = [str(python()), str(PROGRAM), folder, version, *map(json.dumps, nodes)]
-    program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables())
+    own = {**variables(), "RAY_TMPDIR": folder}
+    words = [str(python()), str(PROGRAM), version, *map(json.dumps, nodes)]
+    program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
     try:
         yield Cluster(program)
     finally:

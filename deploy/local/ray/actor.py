@@ -4,14 +4,13 @@ Ray sends this module's code to the nodes (cluster.py registers it), so that Hea
 path: in the package it is not. Headrace itself must be there, in the Python that Ray runs in, in the same version.
 
     actor ──PR_SET_PDEATHSIG──▶ program      the program dies with its actor; its output is the actor's, for Ray's logs
-    program ends by itself ──a delay──▶ the actor ends with status 1 ──▶ Ray starts it again, here or at another node
+    program ends by itself ──a delay──▶ the actor ends itself ──▶ Ray starts it again, here or at another node
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -74,18 +73,19 @@ class Program:
         """Start the program. `order` has the fields of plan.Order."""
         find_headrace(version)
         from deploy.local.stack import servers
-        from deploy.local.stack.block_store import pool_directory, private_pool
+        from deploy.local.stack.block_store import pool_directory, private_directory, private_pool
 
         ray = import_module("ray")
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._name, self._node, self._host = name, node, host
+        self._ray, self._me = ray, ray.get_runtime_context().current_actor
         self._held = contextlib.ExitStack()
-        self._directory = _make_directory(fleet, node, name)
+        place = private_directory(Path(tempfile.gettempdir()), f"{fleet}-{node[:8]}-{name}")
+        self._directory = self._held.enter_context(place)
         self._url_file = self._directory / "url"
         self._url_file.unlink(missing_ok=True)
         for file, text in order["files"].items():
             path = self._directory / file
-            path.touch(mode=0o600)
             path.write_text(text, encoding="utf-8")
         pool = f"{fleet}-{node[:8]}"
         if order["owns_pool"]:
@@ -134,10 +134,6 @@ class Program:
                     os.killpg(process.pid, signal.SIGKILL)
                 self._ended.wait(KILL_WAIT_S)
         self._held.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        for above in self._directory.parents[:2]:
-            with contextlib.suppress(OSError):  # other programs have theirs in it
-                above.rmdir()
 
     def _run(self, words: Sequence[str]) -> None:
         """Run the program to its end; then end this process, so that Ray starts both again."""
@@ -158,7 +154,8 @@ class Program:
         self._status = status
         self._ended.set()
         if not self._stopping.wait(DELAY_S if time.monotonic() - began_s >= SHORT_RUN_S else LONG_DELAY_S):
-            os._exit(1)  # an exception would end only this thread
+            # Ray reports a process that ends in another way as a fault of its own.
+            self._ray.kill(self._me, no_restart=False)
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -166,16 +163,3 @@ class Program:
             self._said.append(line.decode(errors="replace").rstrip())
             with contextlib.suppress(OSError):
                 os.write(1, line)
-
-
-def _make_directory(fleet: str, node: str, name: str) -> Path:
-    """Make a program's directory, or return the one that is there: etcd's data outlive its process."""
-    from shared.regular_file import ownership_fault
-
-    directory = Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}-{fleet}")
-    for part in ("", node[:8], name):
-        directory = directory / part
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if fault := ownership_fault(directory.lstat(), "directory", "open"):
-            raise RuntimeError(f"{directory} {fault}")
-    return directory

@@ -53,7 +53,10 @@ class Cluster:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
+        self._strategies = ray.util.scheduling_strategies
         self._actors: dict[str, Any] = {}
+        self._places: dict[str, Any] = {}
+        """Program → its place in the placement group."""
 
     def check_nodes(self, paths: Sequence[tuple[str, str]], port: int) -> Head:
         """Return the head node, once all nodes are checked: Headrace, the `paths`, and the port on the head node. Raise
@@ -90,14 +93,25 @@ class Cluster:
         found: Mapping[str, float] = self._ray.cluster_resources()
         return found
 
+    def reserve(self, orders: Sequence[Order]) -> None:
+        """Reserve places for the orders that take resources, on as many nodes as there are. Ray starts an actor again
+        at its place, and moves a place whose node has died."""
+        taking = [order for order in orders if order.cpus]
+        bundles = [{"CPU": order.cpus, **({"GPU": order.gpus} if order.gpus else {})} for order in taking]
+        group = import_module("ray.util.placement_group").placement_group(bundles, strategy="SPREAD")
+        for index, order in enumerate(taking):
+            place = self._strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            self._places[order.name] = place
+
     def create(self, order: Order, fleet: str) -> None:
         """Ask Ray for the actor of an order. It starts it again whenever it ends by itself, or its node does."""
+        place = self._places.get(order.name, "SPREAD")
         actor = self._ray.remote(actor_module.Program).options(
             num_cpus=order.cpus,
             num_gpus=order.gpus,
             max_restarts=-1,
             max_concurrency=CALLS,
-            scheduling_strategy=self._at(order.node) if order.node else "SPREAD",
+            scheduling_strategy=self._at(order.node) if order.node else place,
             name=f"headrace-{fleet}-{order.name}",
         )
         self._actors[order.name] = actor.remote(order.name, fleet, VERSION, msgspec.structs.asdict(order))
@@ -132,7 +146,7 @@ class Cluster:
         self._ray.shutdown()
 
     def _at(self, node: str) -> Any:
-        return self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        return self._strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def connect(address: str) -> Cluster:

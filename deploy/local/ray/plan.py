@@ -180,7 +180,7 @@ def _worker(options: UpOptions, common: Settings, state_dir: StateDirectory) -> 
     settings = worker_settings(replace(options, workers=1), 0, "", state_dir, threads)
     settings["threads"] = 0 if of_gpu else threads
     order = _service(options, "worker", 1, {**common, **settings})
-    return replace(order, cpus=1 if of_gpu else threads, gpus=1 if of_gpu else 0)
+    return replace(order, cpus=1 if of_gpu else max(1, threads), gpus=1 if of_gpu else 0)
 
 
 def _servers(options: UpOptions, head: Head, password: str) -> list[Order]:

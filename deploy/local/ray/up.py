@@ -52,6 +52,7 @@ def up_on_ray(options: UpOptions, cluster: Cluster, state_dir: StateDirectory, t
     fleet = plan(options, head, state_dir, name=secrets.token_hex(4), password=secrets.token_hex(32))
     if wrong := lacking(fleet.orders, cluster.resources()):
         raise ConfigError(wrong)
+    cluster.reserve(fleet.orders)
     prepare({state_dir.fleet: fleet.text}, state_dir)
     try:
         return asyncio.run(_Shell(fleet, cluster, state_dir, terminal).run())

@@ -33,18 +33,31 @@ MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our dir
 
 @contextmanager
 def private_pool(memory: Path = MEMORY, name: str = "") -> Iterator[Path]:
-    """Yield a new directory for one block store, or that with the `name`; remove it afterwards. Raise ConfigError if
-    `memory` cannot be used, or another process uses the directory.
+    """Yield a private directory for one block store. Raise ConfigError if `memory` cannot be used."""
+    try:
+        with private_directory(memory, name) as directory:
+            yield directory
+    except NoDirectory as wrong:
+        raise ConfigError(f"no memory for a block store: {wrong}") from None
+
+
+class NoDirectory(Exception):
+    """A private directory could not be made; the message says where, and why."""
+
+
+@contextmanager
+def private_directory(parent: Path, name: str = "") -> Iterator[Path]:
+    """Yield a new directory, or that with the `name`; remove it afterwards. Raise NoDirectory.
 
     /dev/shm/headrace-UID-…     mode 0700, locked (flock on the directory) by the `up` that made it, for as long as it
                                 lives: an unlocked one is left of an `up` that was killed, and the next `up` removes it
     """
     prefix = f"headrace-{os.geteuid()}-"
     try:
-        _sweep(memory, prefix)
-        directory, lock = _make(memory, prefix, name)
+        _sweep(parent, prefix, keep=name)
+        directory, lock = _make(parent, prefix, name)
     except OSError as wrong:
-        raise ConfigError(f"no memory for a block store: {wrong.filename or memory}: {wrong.strerror}") from None
+        raise NoDirectory(f"{wrong.filename or parent}: {wrong.strerror}") from None
     try:
         yield directory
     finally:
@@ -57,15 +70,15 @@ def pool_directory(name: str, memory: Path = MEMORY) -> Path:
     return memory / f"headrace-{os.geteuid()}-{name}"
 
 
-def _make(memory: Path, prefix: str, name: str) -> tuple[Path, int]:
+def _make(parent: Path, prefix: str, name: str) -> tuple[Path, int]:
     while True:
         if name:
-            directory = pool_directory(name, memory)
+            directory = parent / f"{prefix}{name}"
             directory.mkdir(mode=0o700, exist_ok=True)
             if fault := ownership_fault(directory.lstat(), "directory", "open"):
-                raise ConfigError(f"{directory} {fault}")
+                raise NoDirectory(f"{directory} {fault}")
         else:
-            directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
+            directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # mode 0700
         try:
             lock = _locked(directory)
         except FileNotFoundError:
@@ -73,12 +86,14 @@ def _make(memory: Path, prefix: str, name: str) -> tuple[Path, int]:
         if lock is not None:
             return directory, lock
         if name and directory.exists():
-            raise ConfigError(f"{directory}: another process uses it")
+            raise NoDirectory(f"{directory}: another process uses it")
         # Another `up` removed it between the two calls.
 
 
-def _sweep(memory: Path, prefix: str) -> None:
-    for directory in memory.glob(f"{prefix}*"):
+def _sweep(parent: Path, prefix: str, keep: str) -> None:
+    for directory in parent.glob(f"{prefix}*"):
+        if directory.name == f"{prefix}{keep}":
+            continue  # of this process's predecessor, which has ended
         try:
             lock = _locked(directory) if directory.lstat().st_uid == os.geteuid() else None
         except OSError:  # removed meanwhile, or not a directory
