@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
@@ -20,7 +21,7 @@ def main() -> None:
     if version:
         ray.__version__ = version  # what the head node writes down about its cluster
     cluster = Cluster()
-    nodes = []
+    nodes: list[Any] = []
 
     def add(text: str) -> None:
         head = {} if nodes else {"include_dashboard": False}

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def healthy(url: str) -> bool:
         return False
 
 
-def all_ready(up: Up, hosts: set[str], *, since: set[int] = frozenset()) -> bool:
+def all_ready(up: Up, hosts: set[str], *, since: Set[int] = frozenset()) -> bool:
     """Whether two workers and a kvbm for each of these hosts serve, none of them with a PID of `since`."""
     there = programs(up)
     kvbms = [each for name, each in there.items() if name.startswith("kvbm")]

@@ -66,11 +66,11 @@ def check_node(
     return "", servers.free_ports(ports, host)
 
 
-class Program:
+class ProgramActor:
     """One program with the files that it needs. Its calls are `status` and `drain`."""
 
     def __init__(self, name: str, fleet: str, version: str, order: Mapping[str, Any]) -> None:
-        """Start the program. `order` has the fields of plan.Order."""
+        """Start the program. `order` has the fields of order.Order."""
         find_headrace(version)
         from deploy.local.stack import servers
         from deploy.local.stack.block_store import pool_directory, private_directory, private_pool
@@ -110,7 +110,7 @@ class Program:
         return self._name
 
     def status(self) -> dict[str, Any]:
-        """Return the fields of watch.Report."""
+        """Return the fields of watch.ActorReport."""
         url = self._url_file.read_text(encoding="utf-8").strip() if self._url_file.exists() else ""
         process = self._process
         return {

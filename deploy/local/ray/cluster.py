@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from deploy.local.ray import actor as actor_module
-from deploy.local.ray.plan import HEAD_PORTS, Head, Order
-from deploy.local.ray.watch import Report
+from deploy.local.ray.order import Order
+from deploy.local.ray.plan import HEAD_PORTS, Head
+from deploy.local.ray.watch import ActorReport
 from deploy.local.stack import servers
 from shared.config import environment
 from shared.errors import ConfigError
@@ -66,9 +67,9 @@ class Cluster:
         asked = {}
         for node in nodes:
             is_head = HEAD_RESOURCE in node["Resources"]
-            ports, wanted = (HEAD_PORTS, port) if is_head else (0, 0)
+            number, wanted = (HEAD_PORTS, port) if is_head else (0, 0)
             call = checked.options(scheduling_strategy=self._at(node["NodeID"]))
-            asked[call.remote(VERSION, node["NodeManagerAddress"], paths, ports, wanted)] = node
+            asked[call.remote(VERSION, node["NodeManagerAddress"], paths, number, wanted)] = node
         done, late = self._ray.wait(list(asked), num_returns=len(asked), timeout=NODES_LIMIT_S)
         faults = [f"{_spelled(asked[ref])}: no answer within {NODES_LIMIT_S:g} s" for ref in late]
         head = None
@@ -106,7 +107,7 @@ class Cluster:
     def create(self, order: Order, fleet: str) -> None:
         """Ask Ray for the actor of an order. It starts it again whenever it ends by itself, or its node does."""
         place = self._places.get(order.name, "SPREAD")
-        actor = self._ray.remote(actor_module.Program).options(
+        actor = self._ray.remote(actor_module.ProgramActor).options(
             num_cpus=order.cpus,
             num_gpus=order.gpus,
             max_restarts=-1,
@@ -116,7 +117,7 @@ class Cluster:
         )
         self._actors[order.name] = actor.remote(order.name, fleet, VERSION, msgspec.structs.asdict(order))
 
-    async def ask(self, name: str) -> Report:
+    async def ask(self, name: str) -> ActorReport:
         """Return what an actor reports. Raise ActorSilent or ActorLost."""
         errors = self._ray.exceptions
         try:
@@ -125,7 +126,7 @@ class Cluster:
             raise ActorLost(_last_line(wrong)) from None
         except errors.RayError as wrong:
             raise ActorSilent(_last_line(wrong)) from None
-        return msgspec.convert(said, Report)
+        return msgspec.convert(said, ActorReport)
 
     async def drain(self, order: Order) -> None:
         """Let the program of an actor end, then remove the actor."""

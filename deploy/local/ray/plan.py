@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from deploy.local.ray.order import Order, Place
 from deploy.local.stack import servers
 from deploy.local.stack.stack import (
     SERVER_DRAIN_S,
@@ -31,8 +31,6 @@ from deploy.local.stack.stack import (
 from deploy.local.state import StateDirectory
 
 SETTINGS = "settings.toml"
-Place = Literal["host", "pool", "url_file"]
-"""What differs from node to node: its address, the directory of its pool, the file for a service's URL."""
 SERVICE_VARIABLES: Mapping[str, Place] = {"HEADRACE_OBSERVE_HOST": "host", "HEADRACE_OBSERVE_URL_FILE": "url_file"}
 HEAD_PORTS = 3
 """Free ports that the head node needs: NATS, and two of etcd."""
@@ -46,33 +44,6 @@ class Head(Struct, frozen=True):
     host: str
     ports: tuple[int, ...]
     """HEAD_PORTS free ports of it."""
-
-
-class Order(Struct, frozen=True):
-    """One program that Ray is asked to run, in an actor of its own."""
-
-    name: str
-    arguments: tuple[str, ...]
-    """The words after the program's path, or after Python's."""
-    files: Mapping[str, str]
-    """Text of each file in its working directory."""
-    stage: int
-    """Stage of the drain; the lowest is drained first."""
-    drain_s: float
-    """Seconds from SIGTERM to SIGKILL."""
-    server: Literal["", "nats", "etcd"] = ""
-    """Empty for a service of ours."""
-    variables: Mapping[str, Place] = {}
-    """What it finds in its environment about its node."""
-    node: str = ""
-    """The only node where it may run. Empty means that Ray chooses."""
-    cpus: float = 0
-    gpus: float = 0
-    service: ServiceName | None = None
-    owns_pool: bool = False
-    """True for a kvbm, whose pool is made before it starts and removed after it."""
-    needed: bool = True
-    """True if all programs are stopped when this one cannot work as configured."""
 
 
 class Fleet(Struct, frozen=True):
@@ -91,10 +62,6 @@ class Fleet(Struct, frozen=True):
     access: AccessFiles
     text: str
     """The settings with which a further process joins, as TOML."""
-
-    def store_of(self, node: str) -> Order | None:
-        """Return the kvbm of a node. None if there is none."""
-        return None if self.store is None else replace(self.store, name=f"kvbm-{node[:8]}", node=node)
 
 
 def plan(options: UpOptions, head: Head, state_dir: StateDirectory, *, name: str, password: str) -> Fleet:

@@ -11,27 +11,24 @@ import time
 from typing import assert_never
 
 from deploy.local.ray.cluster import ActorLost, ActorSilent, Cluster
-from deploy.local.ray.plan import Fleet, Order, lacking, paths_needed, plan
+from deploy.local.ray.order import Order
+from deploy.local.ray.plan import Fleet, lacking, paths_needed, plan
 from deploy.local.ray.watch import (
-    AllEnded,
+    ActorReport,
     Create,
     Drain,
-    Ended,
+    Drained,
     Event,
-    Kill,
     Lost,
-    Ready,
-    Report,
+    Notice,
     Reported,
-    Say,
+    SayReady,
     Silent,
-    Stop,
-    Tick,
     Watch,
 )
 from deploy.local.stack.announce import health, say_ready, state_flag
 from deploy.local.stack.stack import Launch, UpOptions
-from deploy.local.stack.supervise import Program
+from deploy.local.stack.supervise import AllEnded, Kill, Program, Stop, Tick
 from deploy.local.stack.up import prepare
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
@@ -65,11 +62,11 @@ class _Shell:
 
     def __init__(self, fleet: Fleet, cluster: Cluster, state_dir: StateDirectory, terminal: Terminal) -> None:
         self._fleet, self._cluster, self._state_dir, self._terminal = fleet, cluster, state_dir, terminal
-        self._watch = Watch(fleet)
+        self._watch = Watch(fleet.orders, fleet.store)
         self._tasks = asyncio.TaskGroup()
         self._follows: dict[str, asyncio.Task[None]] = {}
         """Program → the task that asks its actor."""
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[str, ActorReport] = {}
         self._status: int | None = None
 
     async def run(self) -> int:
@@ -103,9 +100,9 @@ class _Shell:
                 case Kill(name):
                     self._cluster.kill(name)
                     self._forget(name)
-                case Say(text):
+                case Notice(text):
                     self._terminal.notice(text)
-                case Ready():
+                case SayReady():
                     self._say_ready()
                 case AllEnded(status):
                     self._status = status
@@ -150,7 +147,7 @@ class _Shell:
     async def _drain(self, order: Order) -> None:
         await self._cluster.drain(order)
         self._forget(order.name)
-        self._on(Ended(order.name))
+        self._on(Drained(order.name))
 
     def _forget(self, name: str) -> None:
         self._reports.pop(name, None)

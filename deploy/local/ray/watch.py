@@ -5,7 +5,7 @@
        └─────Lost──────┴────────Lost────────┤          Ray has given it up: ask for another one, after 5 s
                                           Stop, its stage's turn
                                             ▼
-                       ended ◀──Ended── draining       what has never reported is killed at once
+                       ended ◀─Drained─ draining       what has never reported is killed at once
 
 A kvbm is added for each node from which a worker reports. It is forgotten when Ray has given it up, and added again
 with the next report. Stages drain as supervise.py's do.
@@ -21,8 +21,8 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
-from deploy.local.ray.plan import Fleet, Order
-from deploy.local.stack.supervise import CONFIG_STATUS
+from deploy.local.ray.order import Order
+from deploy.local.stack.supervise import CONFIG_STATUS, AllEnded, Kill, Stop, Tick
 
 RETRY_S = 5.0
 """Seconds until Ray is asked for a program again that it has given up."""
@@ -30,7 +30,7 @@ PATIENCE_S = 15.0
 """Seconds without an answer of an actor after which that is said."""
 
 
-class Report(Struct, frozen=True):
+class ActorReport(Struct, frozen=True):
     """What an actor says about its program."""
 
     node: str
@@ -52,7 +52,7 @@ class Reported(Struct, frozen=True):
     """An actor has answered."""
 
     name: str
-    report: Report
+    report: ActorReport
     healthy: bool
     """True if the program would serve now. A server is healthy while it runs."""
     reason: str = ""
@@ -72,21 +72,13 @@ class Lost(Struct, frozen=True):
     why: str
 
 
-class Ended(Struct, frozen=True):
+class Drained(Struct, frozen=True):
     """An actor that was drained has ended."""
 
     name: str
 
 
-class Stop(Struct, frozen=True):
-    """The user asked to stop; the second time: to stop at once."""
-
-
-class Tick(Struct, frozen=True):
-    """Time has passed. The first one begins."""
-
-
-Event = Reported | Silent | Lost | Ended | Stop | Tick
+Event = Reported | Silent | Lost | Drained | Stop | Tick
 
 # --- actions
 
@@ -103,29 +95,17 @@ class Drain(Struct, frozen=True):
     order: Order
 
 
-class Kill(Struct, frozen=True):
-    """Remove an actor at once, and its program with it."""
-
-    name: str
-
-
-class Say(Struct, frozen=True):
+class Notice(Struct, frozen=True):
     """Show a line."""
 
     text: str
 
 
-class Ready(Struct, frozen=True):
+class SayReady(Struct, frozen=True):
     """Say once that requests are served."""
 
 
-class AllEnded(Struct, frozen=True):
-    """Report that every program has ended; no action follows."""
-
-    status: int
-
-
-Action = Create | Drain | Kill | Say | Ready | AllEnded
+Action = Create | Drain | Kill | Notice | SayReady | AllEnded
 
 # --- the machine
 
@@ -154,14 +134,15 @@ class Watch:
     """The state machine of all programs of one `up --on ray`. It takes events with their time; the caller does the
     returned actions in order."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._children = {order.name: _Child(order) for order in fleet.orders}
+    def __init__(self, orders: Sequence[Order], store: Order | None) -> None:
+        """`store` is the kvbm of any node. None if there is none."""
+        self._store = store
+        self._children = {order.name: _Child(order) for order in orders}
         self._served = False
         self._stopping = False
         self._status = 0
         self._finished = False
-        assert len(self._children) == len(fleet.orders), "programs have distinct names"
+        assert len(self._children) == len(orders), "programs have distinct names"
 
     def on(self, event: Event, now_s: float) -> list[Action]:
         """Apply an event and return the actions to do. States change only here."""
@@ -177,7 +158,7 @@ class Watch:
                 actions += self._silent(self._children[name], now_s)
             case Lost(name, why):
                 actions += self._lost(self._children[name], why, now_s)
-            case Ended(name):
+            case Drained(name):
                 self._children[name].state = "ended"  # it may have been killed meanwhile
             case Stop():
                 if self._stopping:
@@ -228,29 +209,28 @@ class Watch:
         if event.healthy and not child.ready:
             child.ready = True
             if child.ready_pid not in (0, report.pid):
-                actions.append(Say(f"{order.name} has started again at {report.host} and is ready"))
+                actions.append(Notice(f"{order.name} has started again at {report.host} and is ready"))
             child.ready_pid = report.pid
         doing = _PERCENT.sub("", event.reason)
         if doing and doing != child.reason and not child.ready:
-            actions.append(Say(f"  {order.name}: {doing}"))
+            actions.append(Notice(f"  {order.name}: {doing}"))
         child.reason = doing
         frontends = [each for each in self._children.values() if each.order.service == "frontend"]
         if not self._served and all(each.ready for each in frontends):
             self._served = True
-            actions.append(Ready())
+            actions.append(SayReady())
         if order.service == "worker" and not self._stopping:
             actions += self._store_at(report.node, now_s)
         return actions
 
     def _store_at(self, node: str, now_s: float) -> list[Action]:
         """Add the kvbm of a node that has a worker."""
-        order = self._fleet.store_of(node)
-        if order is None or order.name in self._children:
+        if self._store is None or (order := self._store.at(node)).name in self._children:
             return []
         child = self._children[order.name] = _Child(order)
         return self._create(child, now_s)
 
-    def _ended_by_itself(self, child: _Child, report: Report) -> list[Action]:
+    def _ended_by_itself(self, child: _Child, report: ActorReport) -> list[Action]:
         """Say that a program has ended, once for each of its runs; give up what cannot work as configured."""
         name = child.order.name
         if child.ended_pid == report.pid:
@@ -261,12 +241,12 @@ class Watch:
         if report.status == CONFIG_STATUS and not self._served and child.order.needed:
             self._status, self._stopping = 1, True
             lines = "\n  ".join([f"error: {name} at {report.host} cannot work as configured:", *report.said])
-            return [Say(lines)]
+            return [Notice(lines)]
         if report.status == CONFIG_STATUS and not child.order.needed:
-            return [Say(f"without {name} at {report.host}: {said}"), *self._kill([child])]
+            return [Notice(f"without {name} at {report.host}: {said}"), *self._kill([child])]
         spelled = f"status {report.status}" if report.status >= 0 else signal.Signals(-report.status).name
         why = f": {said}" if said and report.status > 0 else ""
-        return [Say(f"{name} ended at {report.host} ({spelled}); Ray starts it again{why}")]
+        return [Notice(f"{name} ended at {report.host} ({spelled}); Ray starts it again{why}")]
 
     def _silent(self, child: _Child, now_s: float) -> list[Action]:
         if child.state == "running":
@@ -277,7 +257,7 @@ class Watch:
         order = child.order
         needs = [f"{number:g} {unit}" for number, unit in ((order.gpus, "GPU"), (order.cpus, "CPU")) if number]
         wants = f" with {' and '.join(needs)} free" if needs else ""
-        return [Say(f"{order.name} does not answer: Ray looks for a node{wants}, or starts it")]
+        return [Notice(f"{order.name} does not answer: Ray looks for a node{wants}, or starts it")]
 
     def _lost(self, child: _Child, why: str, now_s: float) -> list[Action]:
         name = child.order.name
@@ -287,7 +267,7 @@ class Watch:
             del self._children[name]
             return []
         child.state, child.since_s, child.ready = "waiting", now_s + RETRY_S, False
-        return [Say(f"{name}: {why}")]
+        return [Notice(f"{name}: {why}")]
 
     def _drain(self) -> list[Action]:
         """Drain the lowest stage that has not ended; report the end when no program is left."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from deploy.local.ray.plan import SETTINGS, Fleet, Head, Order, lacking, paths_needed, plan
+from deploy.local.ray.order import Order
+from deploy.local.ray.plan import SETTINGS, Fleet, Head, lacking, paths_needed, plan
 from deploy.local.show.fleet import FleetConfig
 from deploy.local.stack.stack import AccessFiles, BlockStoreOptions, Gpus, UpOptions
 from deploy.local.state import StateDirectory
@@ -15,7 +16,7 @@ from services.frontend.config import FrontendConfig
 from services.kvbm.config import KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
-from shared.config import load
+from shared.config import ServiceConfig, load
 
 HEAD = Head("1" * 56, "10.0.0.1", (21_000, 21_001, 21_002))
 OPTIONS = UpOptions(
@@ -26,7 +27,12 @@ OPTIONS = UpOptions(
     routers=2,
     store=BlockStoreOptions("", 1 << 30, needed=False),
 )
-SCHEMAS = {"frontend": FrontendConfig, "router": RouterConfig, "worker": WorkerConfig, "kvbm": KvbmConfig}
+SCHEMAS: dict[str, type[ServiceConfig]] = {
+    "frontend": FrontendConfig,
+    "router": RouterConfig,
+    "worker": WorkerConfig,
+    "kvbm": KvbmConfig,
+}
 
 
 def planned(options: UpOptions = OPTIONS) -> Fleet:
@@ -49,8 +55,8 @@ def test_servers_first_frontend_and_first_router_are_on_the_head_node_and_the_re
 @pytest.mark.parametrize("service", list(SCHEMAS))
 def test_each_service_takes_its_settings_and_the_address_and_pool_of_its_node(service: str, tmp_path: Path) -> None:
     fleet = planned()
-    store = fleet.store_of("2" * 56)
-    assert store is not None
+    assert fleet.store is not None
+    store = fleet.store.at("2" * 56)
     [order, *_] = [each for each in (*fleet.orders, store) if each.service == service]
     file = tmp_path / SETTINGS
     file.write_text(order.files[SETTINGS], encoding="utf-8")
@@ -69,12 +75,12 @@ def test_each_service_takes_its_settings_and_the_address_and_pool_of_its_node(se
 
 
 def test_a_kvbm_has_a_name_of_its_node_and_runs_nowhere_else() -> None:
-    one, other = (planned().store_of(digit * 56) for digit in "23")
-    assert one is not None
-    assert other is not None
+    store = planned().store
+    assert store is not None
+    one, other = (store.at(digit * 56) for digit in "23")
     assert (one.name, one.node, one.owns_pool, one.needed) == ("kvbm-22222222", "2" * 56, True, False)
     assert other.name == "kvbm-33333333"
-    assert planned(replace(OPTIONS, store=None)).store_of("2" * 56) is None
+    assert planned(replace(OPTIONS, store=None)).store is None
 
 
 def test_servers_that_run_already_are_not_started() -> None:

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from deploy.local.ray.plan import Fleet, Order
+from deploy.local.ray.order import Order
 from deploy.local.ray.watch import (
     PATIENCE_S,
     RETRY_S,
     Action,
-    AllEnded,
+    ActorReport,
     Create,
     Drain,
-    Ended,
-    Kill,
+    Drained,
     Lost,
-    Ready,
-    Report,
+    Notice,
     Reported,
-    Say,
+    SayReady,
     Silent,
-    Stop,
-    Tick,
     Watch,
 )
-from deploy.local.stack.stack import AccessFiles
+from deploy.local.stack.supervise import AllEnded, Kill, Stop, Tick
 
 FRONTEND = Order("frontend", (), {}, 0, 40.0, node="head", service="frontend")
 WORKERS = [Order(f"worker-{index}", (), {}, 1, 40.0, cpus=1, service="worker") for index in range(2)]
@@ -35,33 +33,32 @@ ROUTER = Order("router", (), {}, 2, 40.0, node="head", service="router")
 NATS = Order("nats", (), {}, 3, 5.0, server="nats", node="head")
 STORE = Order("kvbm", (), {}, 2, 40.0, service="kvbm", owns_pool=True, needed=False)
 ORDERS = (FRONTEND, *WORKERS, ROUTER, NATS)
-FLEET = Fleet("f1ee7", ORDERS, STORE, "http://10.0.0.1:8000", "tiny", "nats://10.0.0.1:1", "", AccessFiles(), "")
 
 
 def report(name: str, node: str = "head", pid: int = 7, status: int | None = None, *said: str) -> Reported:
-    told = Report(node, f"address of {node}", pid, "", status, list(said))
+    told = ActorReport(node, f"address of {node}", pid, "", status, list(said))
     return Reported(name, told, healthy=status is None)
 
 
-def begun(fleet: Fleet = FLEET) -> Watch:
-    watch = Watch(fleet)
-    assert watch.on(Tick(), 0.0) == [Create(order) for order in fleet.orders]
+def begun(orders: Sequence[Order] = ORDERS, store: Order | None = STORE) -> Watch:
+    watch = Watch(orders, store)
+    assert watch.on(Tick(), 0.0) == [Create(order) for order in orders]
     return watch
 
 
-def running(fleet: Fleet = FLEET) -> Watch:
-    watch = begun(fleet)
-    for order in fleet.orders:
+def running(store: Order | None = STORE) -> Watch:
+    watch = begun(ORDERS, store)
+    for order in ORDERS:
         watch.on(report(order.name, order.node or "other"), 1.0)
         watch.validate()
     return watch
 
 
 def test_requests_are_served_once_all_frontends_are_ready() -> None:
-    watch = begun(replace(FLEET, orders=(FRONTEND, replace(FRONTEND, name="frontend-1"), ROUTER)))
+    watch = begun((FRONTEND, replace(FRONTEND, name="frontend-1"), ROUTER))
     assert watch.on(report("frontend"), 1.0) == []
     assert watch.on(report("router"), 1.0) == []
-    assert watch.on(report("frontend-1"), 1.0) == [Ready()]
+    assert watch.on(report("frontend-1"), 1.0) == [SayReady()]
     assert watch.on(report("frontend-1"), 2.0) == []
 
 
@@ -85,22 +82,22 @@ def test_a_kvbm_that_ray_gave_up_is_added_again_only_where_a_worker_reports() ->
 
 
 def test_a_fleet_without_a_block_store_has_no_kvbm() -> None:
-    watch = begun(replace(FLEET, store=None))
+    watch = begun(store=None)
     assert watch.on(report("worker-0", "other"), 1.0) == []
 
 
 def test_what_ray_starts_again_is_said_when_it_ends_and_when_it_is_ready() -> None:
     watch = running()
     assert watch.on(report("worker-0", "other", 7, -9), 2.0) == [
-        Say("worker-0 ended at address of other (SIGKILL); Ray starts it again")
+        Notice("worker-0 ended at address of other (SIGKILL); Ray starts it again")
     ]
     assert watch.on(report("worker-0", "other", 7, -9), 2.5) == [], "once for each run"
     assert watch.on(Silent("worker-0"), 3.0) == []
-    assert watch.on(report("worker-0", "head", 8), 9.0)[0] == Say(
+    assert watch.on(report("worker-0", "head", 8), 9.0)[0] == Notice(
         "worker-0 has started again at address of head and is ready"
     )
     assert watch.on(report("worker-0", "head", 8, 1, "first", "out of memory"), 10.0) == [
-        Say("worker-0 ended at address of head (status 1); Ray starts it again: out of memory")
+        Notice("worker-0 ended at address of head (status 1); Ray starts it again: out of memory")
     ]
 
 
@@ -111,17 +108,19 @@ def test_an_actor_that_was_only_slow_to_answer_has_not_started_again() -> None:
 
 
 def test_that_ray_finds_no_node_is_said_once_with_what_is_needed() -> None:
-    watch = begun(replace(FLEET, orders=(replace(WORKERS[0], gpus=1),)))
+    watch = begun((replace(WORKERS[0], gpus=1),))
     assert watch.on(Silent("worker-0"), PATIENCE_S - 1) == []
     assert watch.on(Silent("worker-0"), PATIENCE_S) == [
-        Say("worker-0 does not answer: Ray looks for a node with 1 GPU and 1 CPU free, or starts it")
+        Notice("worker-0 does not answer: Ray looks for a node with 1 GPU and 1 CPU free, or starts it")
     ]
     assert watch.on(Silent("worker-0"), PATIENCE_S + 9) == []
 
 
 def test_an_actor_that_ray_gave_up_is_asked_for_again() -> None:
     watch = running()
-    assert watch.on(Lost("worker-1", "Headrace is not installed"), 2.0) == [Say("worker-1: Headrace is not installed")]
+    assert watch.on(Lost("worker-1", "Headrace is not installed"), 2.0) == [
+        Notice("worker-1: Headrace is not installed")
+    ]
     assert watch.on(Tick(), 2.0 + RETRY_S - 0.1) == []
     assert watch.on(Tick(), 2.0 + RETRY_S) == [Create(WORKERS[1])]
 
@@ -131,7 +130,7 @@ def test_what_cannot_work_as_configured_stops_all_before_they_have_served() -> N
     for name in ("worker-0", "nats", "router"):
         watch.on(report(name), 1.0)
     actions = watch.on(report("worker-0", "head", 7, 2, "no such model"), 2.0)
-    assert actions[0] == Say("error: worker-0 at address of head cannot work as configured:\n  no such model")
+    assert actions[0] == Notice("error: worker-0 at address of head cannot work as configured:\n  no such model")
     assert Kill("frontend") in actions, "it has never reported, so that there is nothing to drain"
     ended = end_all(watch, actions)
     assert ended == [AllEnded(1)]
@@ -140,7 +139,7 @@ def test_what_cannot_work_as_configured_stops_all_before_they_have_served() -> N
 def test_what_cannot_work_any_more_goes_on_once_they_have_served() -> None:
     watch = running()
     [said] = watch.on(report("worker-0", "other", 7, 2, "no such model"), 2.0)
-    assert said == Say("worker-0 ended at address of other (status 2); Ray starts it again: no such model")
+    assert said == Notice("worker-0 ended at address of other (status 2); Ray starts it again: no such model")
     assert not watch.stopping
 
 
@@ -148,7 +147,7 @@ def test_a_kvbm_that_is_not_needed_is_left_out_for_good_where_it_cannot_work() -
     watch = running()
     watch.on(report("kvbm-other", "other"), 2.0)
     assert watch.on(report("kvbm-other", "other", 9, 2, "no room"), 3.0) == [
-        Say("without kvbm-other at address of other: no room"),
+        Notice("without kvbm-other at address of other: no room"),
         Kill("kvbm-other"),
     ]
     assert watch.on(report("worker-0", "other"), 4.0) == []
@@ -157,27 +156,27 @@ def test_a_kvbm_that_is_not_needed_is_left_out_for_good_where_it_cannot_work() -
 def end_all(watch: Watch, actions: list[Action]) -> list[Action]:
     """Let all that drains end, and return the actions of the last end."""
     while drained := [action.order.name for action in actions if isinstance(action, Drain)]:
-        actions = [action for name in drained for action in watch.on(Ended(name), 9.0)]
+        actions = [action for name in drained for action in watch.on(Drained(name), 9.0)]
         watch.validate()
     return actions
 
 
 def test_stages_drain_one_after_the_other_with_the_servers_last() -> None:
-    watch = running(replace(FLEET, store=None))
+    watch = running(None)
     actions = watch.on(Stop(), 2.0)
     order: list[str] = []
     while drained := [action.order.name for action in actions if isinstance(action, Drain)]:
         order += [" ".join(drained)]
-        actions = [action for name in drained for action in watch.on(Ended(name), 3.0)]
+        actions = [action for name in drained for action in watch.on(Drained(name), 3.0)]
     assert order == ["frontend", "worker-0 worker-1", "router", "nats"]
     assert actions == [AllEnded(0)]
 
 
 def test_a_second_stop_kills_all_that_is_left() -> None:
-    watch = running(replace(FLEET, store=None))
+    watch = running(None)
     watch.on(Stop(), 2.0)
     assert watch.on(Stop(), 2.1) == [*(Kill(order.name) for order in ORDERS), AllEnded(0)]
-    assert watch.on(Ended("frontend"), 3.0) == []
+    assert watch.on(Drained("frontend"), 3.0) == []
 
 
 class Watching(RuleBasedStateMachine):
@@ -185,7 +184,7 @@ class Watching(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watch = Watch(FLEET)
+        self.watch = Watch(ORDERS, STORE)
         self.now_s = 0.0
         self.actors: dict[str, Order] = {}
         self.draining: set[str] = set()
@@ -237,7 +236,7 @@ class Watching(RuleBasedStateMachine):
         name = choice.draw(st.sampled_from(sorted(self.draining)))
         self.draining.discard(name)
         del self.actors[name]
-        self.do(self.watch.on(Ended(name), self.now_s))
+        self.do(self.watch.on(Drained(name), self.now_s))
 
     @rule(passed_s=st.sampled_from((0.1, 1.0, 40.0)))
     def time_passes(self, passed_s: float) -> None:
