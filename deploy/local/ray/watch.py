@@ -122,8 +122,8 @@ class _Child:
     known: bool = False
     """True once its actor has reported."""
     ready: bool = False
-    ready_pid: int = 0
-    """The last process that was ready."""
+    pid: int = 0
+    """The last process that was ready; before that the first one that was reported."""
     ended_pid: int = 0
     """The last process whose end was said."""
     reason: str = ""
@@ -205,12 +205,13 @@ class Watch:
         child.state, child.since_s, child.known = "running", now_s, True
         if report.status is not None:
             return self._ended_by_itself(child, report)
+        child.pid = child.pid or report.pid
         actions: list[Action] = []
         if event.healthy and not child.ready:
             child.ready = True
-            if child.ready_pid not in (0, report.pid):
+            if child.pid != report.pid:
                 actions.append(Notice(f"{order.name} has started again at {report.host} and is ready"))
-            child.ready_pid = report.pid
+            child.pid = report.pid
         doing = _PERCENT.sub("", event.reason)
         if doing and doing != child.reason and not child.ready:
             actions.append(Notice(f"  {order.name}: {doing}"))

@@ -101,6 +101,15 @@ def test_what_ray_starts_again_is_said_when_it_ends_and_when_it_is_ready() -> No
     ]
 
 
+def test_a_program_that_ended_before_it_was_ready_has_started_again_too() -> None:
+    watch = begun()
+    watch.on(replace(report("router", pid=7), healthy=False), 1.0)
+    watch.on(report("router", "head", 7, -9), 2.0)
+    assert watch.on(report("router", pid=8), 3.0) == [
+        Notice("router has started again at address of head and is ready")
+    ]
+
+
 def test_an_actor_that_was_only_slow_to_answer_has_not_started_again() -> None:
     watch = running()
     assert watch.on(Silent("worker-0"), 2.0) == []
