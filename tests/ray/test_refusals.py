@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -28,14 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def refusal(state: Path, model: str, *flags: str) -> str:
-    """What `up --on ray` says before it ends with status 2."""
+def refusal(state: Path, model: str, *flags: str, status: int = 2) -> str:
+    """What `up --on ray` says last, before it ends with this status."""
     command = [str(python()), "-m", "deploy.local.cli", "up", "--on", "ray", "--state", str(state), "--model", model]
     command += ["--port", str(free_port()), *flags]
     ended = subprocess.run(command, cwd=ROOT, env=variables(), capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 2, ended.stderr
+    assert ended.returncode == status, ended.stderr
     assert ended.stdout == ""
-    return ended.stderr
+    return ended.stderr[ended.stderr.index("error: ") :]  # after notices of a slow machine
 
 
 def test_an_address_that_nothing_listens_at_is_named(model: str, tmp_path: Path) -> None:
@@ -63,6 +64,15 @@ def test_nodes_without_gpus_are_named_with_the_flag_that_wants_them(ray: Cluster
 def test_nodes_with_too_few_cpus_are_named(ray: Cluster, model: str, tmp_path: Path) -> None:
     said = refusal(tmp_path, model, "--ray-address", ray.address, "--workers", "2")
     assert said.startswith("error: --workers: the workers need 2 CPUs, the nodes of this Ray cluster have 1 (")
+
+
+def test_a_gpu_that_a_node_only_claims_to_have_stops_all_with_the_workers_reason(model: str, tmp_path: Path) -> None:
+    with cluster(node(HEAD, gpus=2)) as boasting:
+        said = refusal(tmp_path, model, "--ray-address", boasting.address, "--device", "cuda", status=1)
+    first, *_, last = said.splitlines()
+    assert re.fullmatch(r"error: worker-[01] at 127\.0\.0\.2 cannot work as configured:", first)
+    assert last.startswith("error: worker-")
+    assert "CuPy" in last
 
 
 def test_a_cluster_of_another_version_is_refused_with_both(model: str, tmp_path: Path) -> None:

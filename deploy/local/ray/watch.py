@@ -140,7 +140,8 @@ class Watch:
         self._children = {order.name: _Child(order) for order in orders}
         self._served = False
         self._stopping = False
-        self._status = 0
+        self._reason = ""
+        """Why all programs are stopped: the error of the first one that cannot work as configured."""
         self._finished = False
         assert len(self._children) == len(orders), "programs have distinct names"
 
@@ -240,7 +241,7 @@ class Watch:
         assert report.status is not None
         said = "".join(report.said[-1:])
         if report.status == CONFIG_STATUS and not self._served and child.order.needed:
-            self._status, self._stopping = 1, True
+            self._stopping, self._reason = True, f"error: {name}: {said}"
             lines = "\n  ".join([f"error: {name} at {report.host} cannot work as configured:", *report.said])
             return [Notice(lines)]
         if report.status == CONFIG_STATUS and not child.order.needed:
@@ -280,7 +281,8 @@ class Watch:
         if not alive:
             if not self._finished:
                 self._finished = True
-                actions.append(AllEnded(self._status))
+                said = [Notice(self._reason)] if self._reason else []  # shown before, but scrolled away since
+                actions += [*said, AllEnded(1 if self._reason else 0)]
             return actions
         stage = min(child.order.stage for child in alive)
         turn = [child for child in alive if child.order.stage == stage]

@@ -142,7 +142,7 @@ def test_what_cannot_work_as_configured_stops_all_before_they_have_served() -> N
     assert actions[0] == Notice("error: worker-0 at address of head cannot work as configured:\n  no such model")
     assert Kill("frontend") in actions, "it has never reported, so that there is nothing to drain"
     ended = end_all(watch, actions)
-    assert ended == [AllEnded(1)]
+    assert ended == [Notice("error: worker-0: no such model"), AllEnded(1)]
 
 
 def test_what_cannot_work_any_more_goes_on_once_they_have_served() -> None:
