@@ -23,6 +23,7 @@ from tests.tiny_model import write_tiny_model
 
 OTHER = "127.0.0.3"
 LIMIT_S = 300.0
+TWO_EACH = ("--routers", "2", "--frontends", "2")
 LONG = 400
 """Tokens of answers that are still being computed when a node dies."""
 PROMPT = "How does water get from the river to the mill? " * 40
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def up(ray: Cluster, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    flags = ("--on", "ray", "--ray-address", ray.address, "--model", model, "--kvbm-bytes", "64M", "--routers", "2")
+    flags = ("--on", "ray", "--ray-address", ray.address, "--model", model, "--kvbm-bytes", "64M", *TWO_EACH)
     with running(tmp_path_factory.mktemp("up"), *flags, variables=variables(), python=str(python())) as stack:
         yield stack
 
@@ -111,7 +112,7 @@ def status(up: Up) -> dict[str, Any]:
 
 def test_each_node_gets_a_worker_and_a_kvbm_and_questions_are_answered(up: Up, client: OpenAI) -> None:
     eventually(lambda: all_ready(up, {HEAD, OTHER}), limit_s=LIMIT_S, what="a worker and a kvbm on each node")
-    assert {each["host"] for name, each in programs(up).items() if name in ("nats", "etcd", "frontend")} == {HEAD}
+    assert {each["host"] for name, each in programs(up).items() if name in ("nats", "etcd", "frontend-0")} == {HEAD}
     assert ask(client)[0]
     shown = status(up)
     assert len(shown["models"][0]["instances"]) == 2
@@ -145,6 +146,10 @@ def test_requests_go_on_while_a_node_dies_and_ray_starts_its_worker_elsewhere(
         ray.kill(1)
         assert [answer.result()[0] for answer in answers] == whole
     eventually(lambda: all_ready(up, {HEAD}, since=before), limit_s=LIMIT_S, what="both workers on the head node")
+    eventually(
+        lambda: {each["host"] for each in programs(up).values()} == {HEAD}, limit_s=LIMIT_S, what="all on the head node"
+    )
+    assert {"frontend-0", "frontend-1", "router-0", "router-1"} < set(programs(up))
     assert len(status(up)["models"][0]["instances"]) == 2
     assert ask(client)[0] == expected
 
