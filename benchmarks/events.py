@@ -1,18 +1,21 @@
-"""What do KV events cost on their way from a worker's socket into the router's index, and are any lost?
+"""What do KV events cost on their way from a worker into the router's index, on each plane, and are any lost?
 
 A publisher in a process of its own sends new blocks in batches of 1, 8 or 64, open loop: it never waits for us. Here
 they go through the same subscription that the router has, are decoded, hashed and stored. Then the same payloads are
 decoded and applied again, into a fresh index and without a network: `alone`. `paced` is 50,000 blocks a second;
 `burst` is all at once, up to half of what the socket holds, and so the cost of a batch without that of waking up.
 
-What could mislead: times are process CPU, the event loop and ZMQ's own thread included. `sent` is the publisher's,
-which sends from its event loop (shared/bus/event_port.py); all others are the receiver's. In a burst, `sent` does not
-include bytes that are still unsent when all batches are published. A paced process sleeps between batches and then has
-cold caches if other programs ran meanwhile: on a busy machine that costs more than all of ZMQ. Batches of 1 come about
-fifty at a time, as the publisher wakes up every millisecond; spread evenly each would cost a wake-up. On a busy machine
-the publisher lags: `late` is the worst lag, and the rate is the measured one. Sockets are on the loopback.
+The planes take turns in each round (`observe.events_plane`); `server` is the processor time of nats-server.
 
-    python -m benchmarks.events [--quick] [--json]
+What could mislead: times are process CPU, the event loop and ZMQ's own thread included. `sent` is the publisher's,
+which sends from its event loop (shared/bus/event_port.py); all others but `server` are the receiver's. In a burst,
+`sent` does not include bytes that are still unsent when all batches are published. A paced process sleeps between
+batches and then has cold caches if other programs ran meanwhile: on a busy machine that costs more than all of ZMQ.
+Batches of 1 come about fifty at a time, as the publisher wakes up every millisecond; spread evenly each would cost a
+wake-up. On a busy machine the publisher lags: `late` is the worst lag, and the rate is the measured one. Sockets are on
+the loopback.
+
+    python -m benchmarks.events [--quick] [--json] [--planes zmq,nats,jetstream]
 """
 
 from __future__ import annotations
@@ -24,21 +27,27 @@ import sys
 import time
 from array import array
 from asyncio.subprocess import PIPE
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
 
 import msgspec
 import uvloop
 
+from benchmarks.process_costs import cpu_of
 from benchmarks.report import ROOT, Goal, report
 from services.router.index.chains import Chains
 from services.router.index.index import Index
 from services.router.index.kv_events import decode
-from shared.bus.zmq_events import ZmqEventBus
 from shared.messages.cards import EventSource
 from shared.messages.kv_events import EVENT_BATCH, BlockStored, EventBatch
+from tests.event_planes import Plane, event_planes, with_jetstream
+from tests.servers import NatsServer, nats_server
 
+PLANES = get_args(Plane)
 BLOCK_SIZE = 16
 BLOCKS_PER_S = 50_000
 BATCH_BLOCKS = (1, 8, 64)
@@ -57,20 +66,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="half a second a round, fewer rounds")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--publish", nargs=3, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--planes", default=",".join(PLANES), help="separated by commas")
+    parser.add_argument("--publish", nargs=5, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.publish:
-        uvloop.run(_publish(*flags.publish))
+        plane, url, *numbers = flags.publish
+        uvloop.run(_publish(plane, url, *map(int, numbers)))
         return 0
-    seconds, rounds = (0.5, 3) if flags.quick else (2.0, 7)
-    rows: list[Row] = []
-    for size in BATCH_BLOCKS:
-        for rate in (0, BLOCKS_PER_S):
-            batches = int(seconds * BLOCKS_PER_S / size)
-            batches = batches if rate else min(batches, BURST_BATCHES)
-            measured = [uvloop.run(_round(size, batches, rate)) for _ in range(rounds)]
-            kind = {"blocks a batch": size, "sent": "paced" if rate else "burst"}
-            rows.append(kind | {name: _summed(name, measured) for name in measured[0]})
+    planes = flags.planes.split(",")
+    if set(planes) - set(PLANES):
+        parser.error(f"--planes: {flags.planes}: some of {', '.join(PLANES)}")
+    with TemporaryDirectory() as folder, nats_server(Path(folder), with_jetstream(Path(folder))) as nats:
+        rows = list(_measure(planes, nats, *((0.5, 3) if flags.quick else (2.0, 7))))
     if flags.json:
         print(msgspec.json.encode(_report(rows)).decode())
         return 0
@@ -78,6 +85,20 @@ def main() -> int:
         shown = (f"{name} {value if isinstance(value, str) else f'{value:,.2f}'}" for name, value in row.items())
         print("   ".join(shown))
     return 0
+
+
+def _measure(planes: list[str], nats: NatsServer, seconds: float, rounds: int) -> Iterator[Row]:
+    for size in BATCH_BLOCKS:
+        for rate in (0, BLOCKS_PER_S):
+            batches = int(seconds * BLOCKS_PER_S / size)
+            batches = batches if rate else min(batches, BURST_BATCHES)
+            measured: dict[str, list[Row]] = {plane: [] for plane in planes}
+            for _ in range(rounds):
+                for plane in planes:
+                    measured[plane].append(uvloop.run(_round(plane, nats, size, batches, rate)))
+            for plane, found in measured.items():
+                kind = {"plane": plane, "blocks a batch": size, "sent": "paced" if rate else "burst"}
+                yield kind | {name: _summed(name, found) for name in found[0]}
 
 
 def _summed(name: str, rounds: list[Row]) -> float:
@@ -115,22 +136,27 @@ class _Receiver:
             _apply(self._chains, payload)
 
 
-async def _round(size: int, batches: int, rate: int) -> Row:
-    command = [sys.executable, "-m", "benchmarks.events", "--publish", str(size), str(batches), str(rate)]
+async def _round(plane: str, nats: NatsServer, size: int, batches: int, rate: int) -> Row:
+    command = [
+        *(sys.executable, "-m", "benchmarks.events", "--publish", plane, nats.url),
+        *map(str, (size, batches, rate)),
+    ]
     process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, cwd=ROOT)
     assert process.stdin is not None
     assert process.stdout is not None
     receiver = _Receiver()
-    with ZmqEventBus() as events:
+    async with event_planes("zmq", nats.url) as events:
         source = msgspec.json.decode(await process.stdout.readline(), type=EventSource)
         subscription = events.subscribe(source, receiver.receive)
         await receiver.joined.wait()
+        server_s = cpu_of(nats.pid).sum_s
         began_ns = time.process_time_ns()
         process.stdin.write(b"go\n")
         told = msgspec.json.decode(await process.stdout.readline(), type=dict[str, float])
         async with asyncio.timeout(SILENCE_S):
             await receiver.ended.wait()
         spent_ns = time.process_time_ns() - began_ns
+        server_s = cpu_of(nats.pid).sum_s - server_s
         subscription.close()
     process.stdin.close()
     await process.wait()
@@ -143,6 +169,7 @@ async def _round(size: int, batches: int, rate: int) -> Row:
         "received us": spent_ns / batches / 1e3,
         "alone us": alone_ns / batches / 1e3,
         "sent us": told["spent_s"] * 1e6 / batches,
+        "server us": server_s * 1e6 / batches,
         "ratio": spent_ns / alone_ns,
         "batches lost": receiver.lost,
         "blocks a second": batches * size / told["took_s"],
@@ -169,8 +196,8 @@ def _apply(chains: Chains, payload: bytes) -> None:
 # --- the publisher
 
 
-async def _publish(size: int, batches: int, rate: int) -> None:
-    """Publish batches. `rate` is in blocks a second; 0 sends all at once.
+async def _publish(plane: Plane, nats_url: str, size: int, batches: int, rate: int) -> None:
+    """Publish batches on a plane. `rate` is in blocks a second; 0 sends all at once.
 
     It prints its address, sends greetings until a line comes on stdin, then the batches at their times, then an end.
     """
@@ -178,7 +205,7 @@ async def _publish(size: int, batches: int, rate: int) -> None:
     loop = asyncio.get_running_loop()
     go = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), go.set)
-    with ZmqEventBus() as events:
+    async with event_planes(plane, nats_url, namespace="bench") as events:
         publisher = events.open_publisher(ring_batches=1)
         print(msgspec.json.encode(publisher.source).decode(), flush=True)
         while not go.is_set():
@@ -225,7 +252,7 @@ def _payloads(size: int, batches: int) -> list[bytes]:
 def _report(rows: list[Row]) -> Row:
     goals: list[Goal] = []
     for row in rows:
-        name = f"batches of {row['blocks a batch']}, {row['sent']}"
+        name = f"{row['plane']}: batches of {row['blocks a batch']}, {row['sent']}"
         ratio, lost = row["ratio"], row["batches lost"]
         over = f"{name}: received over decoded and applied alone"
         goals.append(Goal(over, ratio, "x", RATIO_GOAL, met=ratio <= RATIO_GOAL))

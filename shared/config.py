@@ -108,7 +108,14 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     ports of `host`."""
     events_curve: bool = False
     """Whether KV events at a port are encrypted by CURVE: only who can read the address book can read them then. It has
-    no effect on sockets, and none on what attached servers publish."""
+    no effect on sockets, on events over NATS, and on what attached servers publish."""
+    events_plane: Literal["zmq", "nats", "jetstream"] = "zmq"
+    """The way of this process's KV events to routers: zmq, its own port or socket; nats, a subject of NATS; jetstream,
+    the same, and a stream of NATS keeps them for replays. Routers follow each process on its plane, whatever theirs
+    is."""
+    events_stream_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 256 << 20
+    """The maximum size in bytes of the stream of the plane jetstream, in the memory of nats-server, for all processes
+    of the namespace. A stream that is there already keeps its size."""
     hosts: tuple[str, ...] = ()
     """Host names by which scrapers reach this port, in addition to addresses, localhost and names without a dot. Counts
     only if `host` is a loopback address, or if this is not empty: other names then get 403."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from shared.control_groups import CGROUPS, MEMBERSHIPS, control_groups, read
 
 
 def memory_sizes() -> dict[str, int]:
@@ -15,25 +15,14 @@ def memory_sizes() -> dict[str, int]:
     return {name: int(number) * 1024 for name, number, *_ in sizes}
 
 
-def memory_limits(root: Path = CGROUPS, memberships: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+def memory_limits(root: Path = CGROUPS, memberships: Path = MEMBERSHIPS) -> Iterator[int]:
     """Yield the memory limits of this process's control groups, from its own up to the root."""
-    try:
-        lines = memberships.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root
-        file = "memory.limit_in_bytes" if controllers else "memory.max"
-        group = top / path.lstrip("/")
-        for place in (group, *group.parents):
-            try:
-                text = (place / file).read_text(encoding="ascii").strip()
-            except OSError:  # the root has no limit; a container may see only its own group
-                text = "max"
-            if text != "max":
-                yield int(text)
-            if place == top:
-                break
+    for group, first_version in control_groups("memory", root, memberships):
+        text = read(group / ("memory.limit_in_bytes" if first_version else "memory.max"))
+        if text not in ("", "max"):
+            yield int(text)
+
+
+def usable_memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or less if a control group has less."""
+    return min((memory_sizes()["MemTotal"], *memory_limits()))

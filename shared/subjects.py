@@ -116,6 +116,25 @@ def kvbm(namespace: str, instance: str, operation: str) -> str:
     return f"{ROOT}.{namespace}.kvbm.{instance}.{operation}"
 
 
+# --- KV events over NATS
+
+
+def events(namespace: str, source: str) -> str:
+    """The subject on which one source publishes batches of KV events; `source` is one token."""
+    return f"{ROOT}.{namespace}.events.{source}"
+
+
+def event_replay(events: str) -> str:
+    """The subject on which the source that publishes on `events` is asked for a replay. It has one token more, so that
+    no stream of JetStream keeps the questions."""
+    return f"{events}.replay"
+
+
+def event_stream(namespace: str) -> tuple[str, str]:
+    """The stream of JetStream that keeps the batches of all sources of a namespace: its name, and its subjects."""
+    return f"{ROOT}-{namespace}-events", events(namespace, "*")
+
+
 # --- etcd keys
 
 

@@ -41,7 +41,7 @@ SET_BY_CHART: Mapping[str, tuple[str, ...]] = {
     "TraceConfig": ("token",),
     "HttpConfig": ("host", "port", "reuse_port", "drain_delay_s", "tls_cert", "tls_key"),
     "AccessConfig": ("keys_file",),
-    "PickerConfig": ("host", "port"),
+    "PickerConfig": ("host", "port", "tls_cert", "tls_key", "tls_ca"),
     "KVConnectorConfig": ("pool",),
     "PoolConfig": ("directory", "size_bytes"),
     "DiskConfig": ("directory",),
@@ -70,6 +70,11 @@ OF_A_POD: Mapping[str, Any] = {
 }
 """What each part's pods may have in addition to what values.yaml lists."""
 COUNT = {"type": "integer", "minimum": 1}
+_HANDS_OVER: Mapping[str, Any] = {
+    "if": {"properties": {"role": {"enum": ["prefill", "decode"]}}, "required": ["role"]},
+    "then": {"properties": {"kvbm": {"const": True}}},
+}
+"""Workers of these roles hand prompts over through the block store."""
 REFINED: Mapping[str, Any] = {
     "fleet": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
     "image.repository": TEXT,
@@ -103,7 +108,7 @@ def written() -> str:
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     schema = _of(values, "")
     properties, worker = schema["properties"], {"$ref": "#/$defs/worker"}
-    definitions = {"worker": properties["workerDefaults"], **_settings()}
+    definitions = {"worker": properties["workerDefaults"] | _HANDS_OVER, **_settings()}
     properties["workerDefaults"] = worker
     properties["workers"] = {
         "type": "object",
@@ -177,12 +182,21 @@ def _conditions() -> list[dict[str, Any]]:
             needs = {"properties": {table: needs}}
         return {"if": found, "then": needs}
 
+    whole = {"properties": {"role": {"const": "aggregated"}}}
     return [
         when("nats.deploy", True, {"secret": TEXT}),
         when("nats.deploy", False, {"url": TEXT}),
         when("etcd.deploy", True, {"secret": TEXT}),
         when("etcd.deploy", False, {"endpoints": {"minItems": 1}}),
         when("picker.pool.enabled", True, {"selector": {"minProperties": 1}}),
+        {
+            "if": {"properties": {"picker": {"properties": {"caSecret": TEXT}}}},
+            "then": {"properties": {"picker": {"properties": {"tlsSecret": TEXT}}}},
+        },
+        {
+            "if": {"properties": {"kvbm": {"properties": {"enabled": {"const": False}}}}},
+            "then": {"properties": {"workerDefaults": whole, "workers": {"additionalProperties": whole}}},
+        },
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,9 @@ import grpc
 from shared.discovery.etcd_client import rpc
 from tests.servers import EtcdServer, NatsServer, free_port
 
+CLUSTER_CONF = Path(__file__).resolve().parents[1] / "deploy" / "nats" / "cluster.conf"
 FORM_LIMIT_S = 120.0
+CONF_PASSWORD = re.compile(r"\$([A-Z]+)_PASSWORD")
 _POLL_S = 0.02
 
 
@@ -26,6 +29,12 @@ class ServerTls(NamedTuple):
     cert: Path
     key: Path
     clients: bool = False
+
+
+def nats_users() -> str:
+    """Return the users of deploy/nats/cluster.conf; the password of each is its name."""
+    text = CLUSTER_CONF.read_text(encoding="utf-8")
+    return CONF_PASSWORD.sub(lambda name: f'"{name[1].lower()}"', text[text.index("authorization {") :])
 
 
 def nats_tls(files: ServerTls) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.event_planes import with_jetstream
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
 from tests.tiers import MARKS, Tier, tier_of, tier_with_marks, tiers_of
 from tests.worker.vllm.environment import INSTALLED, ON_GPU
@@ -73,6 +74,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A NATS server that every test may use and none may harm."""
     with nats_server(tmp_path_factory.mktemp("nats")) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def jetstream_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A NATS server with JetStream that every test may use, each in a namespace of its own."""
+    directory = tmp_path_factory.mktemp("jetstream")
+    with nats_server(directory, with_jetstream(directory)) as server:
         yield server.url
 
 

@@ -15,6 +15,7 @@ import services.worker.kv_connector.metrics
 import services.worker.metrics
 import services.worker.reports.gpus
 import services.worker.reports.observations
+import shared.bus.event_planes
 import shared.bus.outbox
 import shared.discovery.directory
 import shared.discovery.etcd
@@ -35,6 +36,7 @@ SECTIONS = {
     ],
     "Block stores": [services.kvbm.metrics],
     "Every service, or several": [
+        shared.bus.event_planes,
         shared.bus.outbox,
         shared.discovery.directory,
         shared.discovery.etcd,

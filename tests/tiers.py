@@ -68,6 +68,8 @@ FILES: Mapping[str, Tier] = {
     "tests/monitoring/test_alerts.py": "all",
     "tests/router/test_main.py": "all",
     "tests/shared/bus/test_curve.py": "all",
+    "tests/shared/bus/test_event_planes.py": "all",
+    "tests/shared/bus/test_jetstream.py": "all",
     "tests/shared/bus/test_nats_access.py": "all",
     "tests/shared/bus/test_nats_connection.py": "all",
     "tests/shared/discovery/test_etcd.py": "all",

@@ -54,6 +54,8 @@ _THREADS = 2
 
 INFORMED_LIMIT_S = 5.0
 """Seconds that a starting frontend waits for etcd, and for the tokenizers of the models that are served."""
+REGISTERED_LIMIT_S = 2.0
+"""Seconds after which a frontend that listens is ready without being registered."""
 OWN_FILES = 256
 """The number of files that a frontend opens in addition to its clients' connections, with some to spare."""
 PAGE_CONNECTIONS = 128
@@ -100,15 +102,13 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         await asyncio.gather(*(each.start(runtime.tasks) for each in apps))
         await service.start()
         await directory.start()
-        Readiness(runtime, models).start()
-        await _wait_informed(runtime, models)
+        readiness = await _informed(runtime, models)
         async with aclosing(grammars), aclosing(texts), AsyncExitStack() as opened:
             urls = [await opened.enter_async_context(each.open(served)) for each, served in apps.items()]
             http.url, http.page_url = urls[0], urls[-1] if page is not None else ""
             await nats.start()
             pickers = await _pickers(runtime, config, chat, dispatcher)
-            # Not awaited, because a frontend serves also while etcd is away.
-            registering = runtime.tasks.create_task(_register(runtime, http.url), name="register")
+            registering = await _begin_registration(runtime, http.url, readiness)
             try:
                 yield http
             finally:
@@ -180,13 +180,16 @@ def _parsers(config: FrontendConfig, model: str) -> ParserNames:
     return ParserNames(config.tool_parser.get(model, "auto"), config.reasoning_parser.get(model, "auto"))
 
 
-async def _wait_informed(runtime: Runtime, models: ModelRegistry) -> None:
+async def _informed(runtime: Runtime, models: ModelRegistry) -> Readiness:
     """Wait until registered workers are known and their models loaded. A frontend that listens earlier would refuse
     requests that others, on the same port or in the same queue group, can serve. Without etcd it listens later."""
+    readiness = Readiness(runtime, models)
+    readiness.start()
     with suppress(TimeoutError):
         async with asyncio.timeout(INFORMED_LIMIT_S):
             await runtime.directory.synced()
             await models.wait_loaded()
+    return readiness
 
 
 async def serve(runtime: Runtime, config: FrontendConfig) -> None:
@@ -194,6 +197,14 @@ async def serve(runtime: Runtime, config: FrontendConfig) -> None:
     async with frontend(runtime, config):
         settle_memory()
         await runtime.stopping.wait()
+
+
+async def _begin_registration(runtime: Runtime, url: str, readiness: Readiness) -> asyncio.Task[Registration]:
+    """Begin to register. The frontend is ready once it has, or after a while, since it serves without etcd too."""
+    registering = runtime.tasks.create_task(_register(runtime, url), name="register")
+    await asyncio.wait({registering}, timeout=REGISTERED_LIMIT_S)
+    readiness.started = True
+    return registering
 
 
 async def _register(runtime: Runtime, url: str) -> Registration:

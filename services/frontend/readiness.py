@@ -34,6 +34,8 @@ class Readiness:
         self._models = models
         self._failures = FAILURES
         """The number of failed rounds in a row; at the start no router has answered."""
+        self.started = False
+        """Whether its ports are open, and others find it."""
         self._appeared = asyncio.Event()
 
     def start(self) -> None:
@@ -46,7 +48,7 @@ class Readiness:
         """Return why a request would not be served; empty if it would."""
         if not self._runtime.bus.connected:
             return ["NATS is not connected"]
-        faults = []
+        faults = [] if self.started else ["it is starting"]
         if not sample_routers(self._runtime, PINGED):
             faults.append("no router is there")
         elif self._failures >= FAILURES:

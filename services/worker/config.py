@@ -307,8 +307,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     attached: AttachedConfig = AttachedConfig()
     health: HealthConfig = HealthConfig()
     threads: Natural = 0
-    """Threads of the engine's arithmetic. 0 means one a core, or vLLM's own choice on a GPU. If workers share a
-    machine, set cores ÷ workers."""
+    """Threads of the engine's arithmetic. 0 means one a core, or as many as the time that the container's limit allows
+    (`docker run --cpus`), or vLLM's own choice on a GPU. If workers share a machine, set cores ÷ workers."""
     stall_s: Annotated[float, Meta(gt=0, le=86400)] = 30.0
     """Seconds after which an engine that makes no step while requests wait is killed and started again. It may already
     happen after half of that time."""

@@ -1,1 +1,1 @@
-"""The bus: requests and streams over NATS, KV events over ZMQ."""
+"""The bus: requests and streams over NATS, KV events over ZMQ or NATS."""

@@ -1,8 +1,8 @@
-"""The bus: requests and streams over NATS, KV events over ZMQ.
+"""The bus: requests and streams over NATS, KV events over ZMQ or NATS.
 
-This file is the contract. `shared/bus/nats_bus.py` and `shared/bus/zmq_events.py` are the real implementations,
-`shared/bus/memory_bus.py` and `shared/bus/memory_events.py` their twins inside one process. All pass
-`tests/shared/bus/test_contract.py` or `tests/shared/bus/test_events.py`.
+This file is the contract. `shared/bus/nats_bus.py`, `shared/bus/zmq_events.py` and `shared/bus/nats_events.py` are the
+real implementations, `shared/bus/memory_bus.py` and `shared/bus/memory_events.py` their twins inside one process. All
+pass `tests/shared/bus/test_contract.py` or `tests/shared/bus/test_events.py`.
 
 The contract is a file of its own, so that what a service may rely on is one page and importing it brings no back end
 along.
@@ -106,6 +106,10 @@ class Bus(Protocol):
         """
         ...
 
+    def publish_now(self, subject: str, payload: bytes) -> None:
+        """Publish a message without waiting. Raise BusDown also if too much waits to be sent: then it is lost."""
+        ...
+
     async def subscribe(
         self,
         subject: str,
@@ -175,11 +179,12 @@ class EventSubscription(Protocol):
 
     @property
     def malformed(self) -> int:
-        """The number of messages so far that were not topic, sequence and payload."""
+        """The number of messages so far without a sequence and a payload."""
         ...
 
     async def replay(self, first: int, *, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Return the batches from `first` on that the source still has, in order. Raise RequestTimeout."""
+        """Return the batches from `first` on that the source, or a stream, still has, in order. Raise Unavailable:
+        RequestTimeout, or sooner if there is nothing to wait for."""
         ...
 
     def close(self) -> None: ...

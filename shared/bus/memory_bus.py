@@ -196,6 +196,10 @@ class MemoryBus:
         self._check(payload)
         self._send(subject, payload, headers, "" if no_responders is None else self.replies.probe(no_responders))
 
+    def publish_now(self, subject: str, payload: bytes) -> None:
+        self._check(payload)
+        self._send(subject, payload, None, "")
+
     async def subscribe(
         self,
         subject: str,

@@ -23,6 +23,7 @@ from random import SystemRandom
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription as RemoteSubscription
+from nats.js import JetStreamContext
 
 from shared import subjects
 from shared.bus.contract import Message, Receive, SubscriptionStatistics
@@ -190,6 +191,16 @@ class NatsBus:
             client, subject, payload, headers, "" if no_responders is None else self._replies.probe(no_responders)
         )
 
+    def publish_now(self, subject: str, payload: bytes) -> None:
+        client = self._check(payload)
+        subjects.check(subject)
+        if client.pending_data_size > UNSENT_LIMIT_BYTES:
+            raise BusDown(f"NATS has not received {client.pending_data_size} bytes")
+        try:
+            client.send(subject, payload, "")
+        except FAILURES as wrong:
+            raise as_headrace_error(wrong, client, subject, payload) from wrong
+
     async def subscribe(
         self,
         subject: str,
@@ -266,8 +277,9 @@ class NatsBus:
             await self._close()
 
     async def _close(self) -> None:
-        self._keeper.cancel()
-        await asyncio.wait([self._keeper])
+        while not self._keeper.done():  # nats-py may swallow a cancellation while it connects
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper], timeout=WATCH_INTERVAL_S)
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
             try:
@@ -282,6 +294,10 @@ class NatsBus:
         """Forget a subscription that has ended."""
         if subscription in self._subscriptions:
             self._subscriptions.remove(subscription)
+
+    def jetstream(self, limit_s: float) -> JetStreamContext:
+        """Return nats-py's JetStream on the present connection; each answer may take `limit_s`. Raise BusDown."""
+        return self._check(b"").jetstream(timeout=limit_s)
 
     # --- sending
 
@@ -378,7 +394,7 @@ class NatsBus:
         finally:
             if self._client is not client:
                 abort(client)
-                with suppress(*FAILURES):
+                with suppress(*FAILURES, AssertionError):  # nats-py asserts that `connect` was called
                     await client.close()
         if self._client is not client:
             return None

@@ -4,7 +4,8 @@ These are the faults of nats-py 2.16, each with its remedy here:
 
 - Its PING overtakes commands that wait to be sent, so `flush` and `drain` alone prove nothing: `sync`.
 - Closing waits for the server to receive what is unsent, which a frozen server never does: `abort`.
-- A forced flush swallows a cancellation: `wait_sent` never forces one.
+- A forced flush swallows a cancellation: `wait_sent` never forces one. So may `connect`: a bus that closes cancels it
+  until it has ended.
 - A message whose header, subject or reply it cannot read ends its reading for good, while it still calls itself
   connected: `DirectClient`, `is_reading`.
 - The answer to a flush that was cancelled ends its reading too: `DirectClient`.
@@ -183,6 +184,7 @@ async def dial(
     await client.connect(
         url,
         name=name,
+        inbox_prefix=config.inbox,  # of JetStream's answers
         user=config.user or None,
         password=access.password or None,
         signature_cb=None if key is None else key.sign,

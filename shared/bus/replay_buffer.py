@@ -1,10 +1,15 @@
-"""Keeps the last batches of an event stream for replay, limited in number and in bytes."""
+"""Keeps the last batches of an event stream for replay, and collects those of a replay: limited in number and bytes."""
 
 from __future__ import annotations
 
 from collections import deque
 
+from shared.errors import ProtocolError
+
 RING_BYTES = 64 << 20
+REPLAY_LIMIT_BATCHES = 100_000
+REPLAY_LIMIT_BYTES = 512 << 20
+"""The maximum size of a replay; a source that sends more is broken."""
 
 
 class ReplayBuffer:
@@ -41,3 +46,27 @@ class ReplayBuffer:
         assert self._size_bytes == sum(len(payload) for _, payload in self._batches)
         assert len(self._batches) <= self._limit_batches
         assert self._size_bytes <= self._limit_bytes or len(self._batches) == 1
+
+
+class ReplayedBatches:
+    """The batches of one replay from sequence `first` on, as they come. If the source has restarted on the way, only
+    those after that count."""
+
+    def __init__(self, first: int) -> None:
+        self.batches: list[tuple[int, bytes]] = []
+        self._first = first
+        self._latest = -1
+        self._size_bytes = 0
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Add the next batch. Raise ProtocolError if they are too many."""
+        if sequence <= self._latest:
+            self.batches.clear()
+            self._size_bytes = 0
+        self._latest = sequence
+        if sequence < self._first:
+            return
+        self.batches.append((sequence, payload))
+        self._size_bytes += len(payload)
+        if len(self.batches) > REPLAY_LIMIT_BATCHES or self._size_bytes > REPLAY_LIMIT_BYTES:
+            raise ProtocolError(f"a replay of more than {len(self.batches)} batches")

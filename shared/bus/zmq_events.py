@@ -29,7 +29,7 @@ import zmq
 from shared.bus import curve
 from shared.bus.curve import CurveKeys, CurvePort
 from shared.bus.event_port import SEND_LIMIT_BATCHES, EventPort
-from shared.bus.replay_buffer import RING_BYTES, ReplayBuffer
+from shared.bus.replay_buffer import RING_BYTES, ReplayBuffer, ReplayedBatches
 from shared.bus.zmq_reader import ZmqReader, receive_batch
 from shared.errors import ConfigError, HeadraceError, ProtocolError, RequestTimeout
 from shared.messages.cards import EventSource
@@ -47,9 +47,6 @@ REPLAY_LIMIT_S = 30.0
 """The maximum duration of a replay in seconds; a subscriber that has not received it by then gets no more."""
 REPLAY_SHARE = 64
 """The number of batches sent for one replay before the event loop gets a turn."""
-REPLAY_LIMIT_BATCHES = 100_000
-REPLAY_LIMIT_BYTES = 512 << 20
-"""The maximum size of a replay; a source that sends more is broken."""
 END = b"\xff" * 8
 _IPC, _REPLAY = "ipc://", ".replay"
 """The scheme of Unix sockets, and the end of the path of a replay socket."""
@@ -246,8 +243,7 @@ class _Replay:
         self, context: zmq.Context[zmq.Socket[bytes]], source: EventSource, first: int, malformed: RateLimitedLog
     ) -> None:
         self.batches: asyncio.Future[list[tuple[int, bytes]]] = asyncio.get_running_loop().create_future()
-        self._so_far: list[tuple[int, bytes]] = []
-        self._size_bytes = 0
+        self._replayed = ReplayedBatches(first)
         self._endpoint = source.replay
         self._malformed = malformed
         self._opened = ExitStack()
@@ -270,12 +266,12 @@ class _Replay:
         if len(frames) not in (3, 4) or frames[0] or len(frames[-2]) != 8:
             self._malformed.warn(f"malformed replay from {self._endpoint}", _sizes(frames))
         elif frames[-2] == END:
-            self.batches.set_result(self._so_far)
+            self.batches.set_result(self._replayed.batches)
         else:
-            self._so_far.append((int.from_bytes(frames[-2], "big"), frames[-1]))
-            self._size_bytes += len(frames[-1])
-            if len(self._so_far) > REPLAY_LIMIT_BATCHES or self._size_bytes > REPLAY_LIMIT_BYTES:
-                self.fail(ProtocolError(f"a replay of more than {len(self._so_far)} batches"))
+            try:
+                self._replayed.append(int.from_bytes(frames[-2], "big"), frames[-1])
+            except ProtocolError as wrong:
+                self.fail(wrong)
 
 
 class ZmqEventBus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
@@ -18,6 +19,14 @@ _UNVERIFIED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:;\n]+)|Hostname Verifi
 _ALERT = re.compile(r"\w+_ALERT_(\w+)")
 _USER = ("authentication", "user name", "permission denied", "invalid auth token")
 """Words of etcd when it refuses a user."""
+
+
+class EtcdAccess(NamedTuple):
+    """What one connection needs. User and password are empty if there is no login."""
+
+    tls: grpc.ChannelCredentials | None
+    user: str
+    password: str
 
 
 def split_endpoint(endpoint: str) -> tuple[str, str]:
@@ -57,14 +66,18 @@ def read_login(config: DiscoveryConfig) -> tuple[str, str]:
     return config.user, password
 
 
+def read_access(config: DiscoveryConfig, endpoint: str) -> EtcdAccess:
+    """Read the files that a connection to an endpoint needs. Raise ConfigError, which names the setting."""
+    return EtcdAccess(read_credentials(config, endpoint), *read_login(config))
+
+
 def check_settings(config: DiscoveryConfig) -> None:
     """Raise ConfigError if an endpoint is invalid, or a file that the settings name cannot be used."""
     if not config.endpoints:
         raise ConfigError("discovery: no etcd endpoint given")
     for endpoint in config.endpoints:
         split_endpoint(endpoint)
-        read_credentials(config, endpoint)
-    read_login(config)
+        read_access(config, endpoint)
 
 
 def describe_fault(said: str, config: DiscoveryConfig, endpoint: str) -> str:

@@ -21,7 +21,7 @@ import grpc.aio
 from etcd3 import etcdrpc
 
 from shared.config import DiscoveryConfig
-from shared.discovery.etcd_access import check_settings, describe_fault, read_credentials, read_login, split_endpoint
+from shared.discovery.etcd_access import EtcdAccess, check_settings, describe_fault, read_access, split_endpoint
 from shared.errors import ConfigError, DiscoveryDown
 from shared.server_order import ServerOrder
 from shared.socket_path import reachable
@@ -119,19 +119,27 @@ class EtcdClient:
         endpoint = self._order.current
         host, port = split_endpoint(endpoint)
         target = f"{host}:{reachable(port, self._opened, in_url=True)}"
-        credentials = read_credentials(self._config, endpoint)
-        if credentials is None:
+        tls, user, password = await self._read_access(endpoint)
+        if tls is None:
             channel = grpc.aio.insecure_channel(target, _OPTIONS)
         else:
-            channel = grpc.aio.secure_channel(target, credentials, _OPTIONS)
+            channel = grpc.aio.secure_channel(target, tls, _OPTIONS)
         self._opened.push_async_callback(channel.close)
         connection = EtcdConnection(channel)
-        user, password = read_login(self._config)
         if user:
             login = rpc.AuthenticateRequest(name=user, password=password)
             token = (await connection.ask(connection.auth.Authenticate, login)).token
             connection.metadata = (*_LED, ("token", token))
         return connection
+
+    async def _read_access(self, endpoint: str) -> EtcdAccess:
+        """Read the files of this moment, in a thread: a file system may be slow, or hang."""
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await asyncio.to_thread(read_access, self._config, endpoint)
+        except TimeoutError:
+            files = "discovery.tls_ca, tls_cert, tls_key and password_file"
+            raise ConfigError(f"{files}: not read in {CALL_TIMEOUT_S:g} s") from None
 
     def _error(self, wrong: grpc.aio.AioRpcError | OSError | ConfigError, endpoint: str) -> DiscoveryDown:
         if isinstance(wrong, grpc.aio.AioRpcError) and wrong.code() is grpc.StatusCode.NOT_FOUND:

@@ -13,6 +13,8 @@ from shared.messages.codec import Codec
 PROTOCOL = 1
 ServiceName = Literal["frontend", "router", "worker", "kvbm"]
 Role = Literal["aggregated", "prefill", "decode"]
+EVENTS_ON_NATS, EVENTS_IN_STREAM = "nats:", "jetstream:"
+"""What precedes the subject of a source, and the name of the stream that keeps its batches, in an EventSource."""
 Pooling = Literal["", "mean", "last"]
 """How an embedding is made: from the mean of all positions' hidden states, or from the last one. Empty if it makes
 none."""
@@ -22,9 +24,10 @@ class EventSource(Struct, frozen=True):
     """The address of a stream of KV events, and what its source can do beyond vLLM's format."""
 
     publish: str
-    """The ZMQ endpoint of the PUB socket."""
+    """The ZMQ endpoint of the PUB socket; or `nats:` and a subject."""
     replay: str
-    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source. Empty if there is no replay."""
+    """The ZMQ endpoint of the ROUTER socket that replays batches, bound by the source; `nats:` and the subject on which
+    the source answers; or `jetstream:` and the stream that keeps its batches. Empty if there is no replay."""
     topic: str = ""
     binds: Literal["source", "subscriber"] = "source"
     """Which side binds `publish`."""
@@ -36,6 +39,11 @@ class EventSource(Struct, frozen=True):
     """Whether the load reports of the source have a digest of its blocks."""
     curve_key: str = ""
     """The public CURVE key of the source, in Z85. Empty if it is not encrypted."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether a stream keeps the batches, so that a replay needs no source."""
+        return self.replay.startswith(EVENTS_IN_STREAM)
 
 
 class Instance(Struct, frozen=True):
@@ -179,6 +187,9 @@ class ModelCard(Struct, frozen=True):
     server: str = ""
     """The URL of that server, if it takes and gives text alone. Frontends then send requests to it themselves, at
     `address`, and none to the instance. Empty if the instance takes token ids."""
+    alias: str = ""
+    """The model's name at that server, if it is not `model`. It means the model for clients too, unless another model
+    has it. Empty if there is none, or an older worker wrote this."""
 
     @property
     def decodes(self) -> bool:

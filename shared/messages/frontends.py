@@ -38,7 +38,8 @@ class RequestWay(Struct, frozen=True):
     first_token_s: float | None = None
     ended_s: float | None = None
     outcome: str = ""
-    """What ended it: stop, length, tool_calls, cancelled, or the kind of the error. Empty if it runs."""
+    """What ended it: stop, length, tool_calls, cancelled, or the kind of the error. A request by text ends as answered,
+    or with the status of its answer if that is not 200. Empty if it runs."""
 
 
 class RecentRequests(Struct, frozen=True):

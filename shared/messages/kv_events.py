@@ -1,6 +1,7 @@
-"""What a cache holds: vLLM's KV events on ZMQ, and snapshots of every cached block, to rebuild an index. Pure.
+"""What a cache holds: vLLM's KV events, and snapshots of every cached block, to rebuild an index. Pure.
 
-A message on ZMQ is [topic][sequence, 8 bytes big-endian][EventBatch], in vLLM's format (0.32: maps).
+A message on ZMQ is [topic][sequence, 8 bytes big-endian][EventBatch], in vLLM's format (0.32: maps). On NATS it is the
+sequence and the EventBatch in one payload.
 """
 
 from __future__ import annotations
@@ -88,6 +89,24 @@ class EventBatch(Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class ReplayRequest(Struct, frozen=True, tag="replay"):
+    """Ask a source whose events are on NATS for the batches that it still has."""
+
+    first: int
+    """The sequence of the first batch that is wanted."""
+
+
+class ReplayPage(Struct, frozen=True):
+    """The first of these batches, in order. The asker goes on after them."""
+
+    batches: list[tuple[int, bytes]]
+    """Sequences and encoded batches."""
+    last: bool
+    """Whether the source has no later ones."""
+
+
 SNAPSHOT_REQUEST: Codec[SnapshotRequest] = Codec(SnapshotRequest, "snapshot request")
 SNAPSHOT_CHUNK: Codec[SnapshotChunk] = Codec(SnapshotChunk, "snapshot chunk")
 EVENT_BATCH: Codec[EventBatch] = Codec(EventBatch, "event batch")
+REPLAY_REQUEST: Codec[ReplayRequest] = Codec(ReplayRequest, "replay request")
+REPLAY_PAGE: Codec[ReplayPage] = Codec(ReplayPage, "page of a replay")

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 from shared.bus import nats_access
+from shared.bus.event_planes import EventPlanes
 from shared.bus.nats_bus import NatsBus, connect
 from shared.bus.nats_servers import without_password
 from shared.bus.zmq_events import ZmqEventBus
@@ -45,8 +46,8 @@ async def connect_to_servers(
     discovery = open_discovery(config.discovery, registry)
     close_later(opened, discovery.close, "discovery")
     seen = config.observe
-    events = opened.enter_context(
-        ZmqEventBus(seen.host, advertised(seen.host), seen.events, encrypted=seen.events_curve)
-    )
+    zmq = opened.enter_context(ZmqEventBus(seen.host, advertised(seen.host), seen.events, encrypted=seen.events_curve))
+    events = EventPlanes(zmq, config, name, registry)
+    close_later(opened, events.close, "KV events over NATS")
     watches = [each.wait_closed for each in (bus, of_clients) if each is not None]
-    return Network(bus, events, discovery, of_clients, watches)
+    return Network(bus, events, discovery, of_clients, [*watches, events.run])

@@ -18,6 +18,7 @@ import msgspec
 from tests.chaos.report import account, draw, summary
 from tests.chaos.stack import DEFAULTS, FAST
 from tests.chaos.storm import Settings, run
+from tests.namespaces import unfit
 
 
 def main() -> int:
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--per-s", type=float, default=4.0, help="requests")
     parser.add_argument("--instances", type=int, default=2, help="of each service")
     parser.add_argument("--roles", action="store_true", help="workers compute prompts or decode, --instances of each")
+    parser.add_argument("--clusters", action="store_true", help="clusters of NATS and etcd, partitions; needs root")
+    parser.add_argument("--partitions", default="1,30", help="durations of partitions, s; one is drawn for each")
     parser.add_argument("--default-detection", action="store_true")
     parser.add_argument("--durations", default="0.5,2,4", help="of faults, s; one is drawn for each")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda wants --keep in /dev/shm")
@@ -38,6 +41,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one object, last")
     parser.add_argument("--plot", type=Path, help="a PNG; sizes go into another one beside it")
     flags = parser.parse_args()
+    if flags.clusters and (flags.roles or (why := unfit())):
+        parser.error("--clusters has no roles" if flags.roles else f"--clusters: {why}")
     settings = Settings(
         seed=random.SystemRandom().randrange(1 << 32) if flags.seed is None else flags.seed,
         most_s=3600 * flags.hours or 60 * flags.minutes,
@@ -46,6 +51,8 @@ def main() -> int:
         durations_s=tuple(map(float, flags.durations.split(","))),
         device=flags.device,
         roles=flags.roles,
+        clusters=flags.clusters,
+        partitions_s=tuple(map(float, flags.partitions.split(","))),
         detection=DEFAULTS if flags.default_detection else FAST,
     )
     print(f"seed {settings.seed}", flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
@@ -34,6 +35,8 @@ MODEL = "tiny"
 CONNECT_LIMIT_S = 60.0
 AGAIN_S = 0.1
 NO_FRONTEND = "no_responders"
+PING_S, LONE_PING_S = 2, 120
+"""Seconds between two PINGs of a client that has another server to go to, and of one that has none."""
 
 
 class HttpClients:
@@ -87,9 +90,19 @@ class HttpClients:
 class NatsClient:
     """One connection, as many requests as one likes. Its own connection breaks when NATS ends: so do its requests."""
 
-    def __init__(self, url: str, namespace: str, key: str, now: Callable[[], float], *, silence_limit_s: float) -> None:
-        """A request that nothing is heard of for `silence_limit_s` is given up."""
-        self._url = url
+    def __init__(
+        self,
+        url: str,
+        tls: ssl.SSLContext | None,
+        namespace: str,
+        key: str,
+        now: Callable[[], float],
+        *,
+        silence_limit_s: float,
+    ) -> None:
+        """`url` has one server or several. A request that nothing is heard of for `silence_limit_s` is given up."""
+        self._urls = url.split(",")
+        self._tls = tls
         self._namespace = namespace
         self._headers = {"Authorization": f"Bearer {key}"}
         self._now = now
@@ -113,7 +126,9 @@ class NatsClient:
             """Set by `lost` too."""
 
         await self._client.connect(
-            self._url,
+            self._urls,
+            tls=self._tls,
+            ping_interval=PING_S if len(self._urls) > 1 else LONE_PING_S,
             max_reconnect_attempts=-1,
             reconnect_time_wait=cast("int", AGAIN_S),  # it is only ever slept
             disconnected_cb=lost,

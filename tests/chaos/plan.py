@@ -14,6 +14,10 @@ A deck holds every kind of fault once; it is shuffled, played to its end, and sh
     damage memory    bits of the blocks in kvbm's memory change while everything runs; engines compare checksums
     with roles       workers are prefill and decode ones, and what befalls a worker or an engine befalls either
     damage keys      a frontend's file of API keys is no such file for `for_s`, and then what it was
+    partition        nothing passes from or to the machine of a server or a worker for `for_s`
+
+With clusters there are three servers of NATS and three members of etcd, and the deck has only what befalls them and
+the machines of workers.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ Target = Literal[
     "decode",
     "prefill engine",
     "decode engine",
+    "nats server",
+    "etcd member",
 ]
 Kind = Literal[
     "kill",
@@ -52,12 +58,14 @@ Kind = Literal[
     "damage pool",
     "damage memory",
     "damage keys",
+    "partition",
 ]
 
 SERVICES: tuple[Target, ...] = ("worker", "router", "frontend")
 ALONE: tuple[Target, ...] = ("kvbm", "nats", "etcd")
 """Targets of which there is one."""
 _OF_SERVICES: tuple[Kind, ...] = ("kill", "restart", "freeze", "sever nats", "hang nats", "sever etcd", "hang etcd")
+_OF_MEMBERS: tuple[Kind, ...] = ("kill", "restart", "freeze", "partition")
 _OF_ROLES: Mapping[Target, tuple[Target, ...]] = {
     "worker": ("prefill", "decode"),
     "engine": ("prefill engine", "decode engine"),
@@ -86,6 +94,17 @@ ROLES_DECK: tuple[tuple[Kind, Target], ...] = tuple(
     (kind, half) for kind, target in DECK for half in _OF_ROLES.get(target, (target,))
 )
 """Every fault of a stack with roles."""
+
+MEMBERS = 3
+"""The number of servers in a cluster of NATS, or of etcd."""
+CLUSTERED: tuple[Target, ...] = ("nats server", "etcd member")
+CLUSTERS_DECK: tuple[tuple[Kind, Target], ...] = (
+    *((kind, target) for target in CLUSTERED for kind in _OF_MEMBERS),
+    ("partition", "worker"),
+)
+"""Every fault of a stack with clusters that others have not."""
+PARTITIONS_S = (1.0, 30.0)
+"""Durations of partitions, in seconds."""
 
 NATS_AWAY_S = (2.0, 10.0)
 """NATS is there once for all: longer than this, and clients see it."""
@@ -120,16 +139,21 @@ def faults(
     deck: Sequence[tuple[Kind, Target]] = DECK,
     *,
     lease_s: float = 0.0,
+    partitions_s: tuple[float, ...] = PARTITIONS_S,
 ) -> Iterator[Fault]:
     """Without end. Each service has `instances`; NATS is never away for longer than the longest of NATS_AWAY_S.
 
-    A freeze of etcd lasts for a lease, `lease_s`, more, but where it has the shortest of `durations_s`.
+    A freeze of etcd lasts for a lease, `lease_s`, more, but where it has the shortest of `durations_s`. `partitions_s`
+    are the durations of partitions.
     """
     draw = Random(f"faults {seed}")
     while True:
         for kind, target in draw.sample(deck, len(deck)):
-            lasting_s = [one for one in durations_s if one <= max(NATS_AWAY_S)] if target == "nats" else durations_s
-            number = draw.randrange(1 if target in ALONE else instances)
+            lasting_s = partitions_s if kind == "partition" else durations_s
+            if target == "nats":
+                lasting_s = tuple(one for one in durations_s if one <= max(NATS_AWAY_S))
+            members = 1 if target in ALONE else MEMBERS if target in CLUSTERED else instances
+            number = draw.randrange(members)
             for_s = draw.choice(lasting_s)
             if (kind, target) == ("freeze", "etcd") and for_s > min(durations_s):
                 for_s += lease_s

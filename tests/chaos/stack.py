@@ -1,5 +1,5 @@
 """The real stack: NATS, etcd, a kvbm, and some of each other service, every one a process; before each service two
-cuttable links."""
+cuttable links, or clusters of NATS and etcd on machines that can be cut off."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import aiohttp
 from msgspec import Struct
 
-from deploy.local.stack import servers
 from deploy.local.stack.stack import Value, toml
 from services.worker.config import Device
 from shared import subjects
-from shared.config import DiscoveryConfig
 from shared.discovery.contract import Discovery
 from shared.discovery.etcd import EtcdDiscovery
 from shared.errors import DiscoveryDown
@@ -31,7 +30,8 @@ from shared.pool.format import HEADER_BYTES, PoolGeometry
 from tests.chaos.clients import MODEL
 from tests.chaos.plan import ALONE, ROLES, SERVICES, Target
 from tests.chaos.program import START_LIMIT_S, Program
-from tests.chaos.proxy import Proxy
+from tests.chaos.servers import ASK_LIMIT_S, ETCD_MEMBERS, NATS_SERVERS, Clusters, Servers, SingleServers
+from tests.namespaces import machines
 from tests.process_tree import children
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
@@ -45,7 +45,6 @@ KEY = "hr-chaos"
 """Every client's API key."""
 KEYS = f'chaos = {{ sha256 = "{hashlib.sha256(KEY.encode()).hexdigest()}" }}\n'
 """Every frontend's file of them."""
-ASK_LIMIT_S = 2.0
 _POLL_S = 0.1
 _HELD = re.compile(
     r"^(headrace_reservations|headrace_inflight_requests|headrace_queued_requests|headrace_blocks|headrace_lent_blocks"
@@ -77,7 +76,14 @@ class Stack:
     """`instances` of each service, named "worker 0" and so on, next to "kvbm", "nats" and "etcd"."""
 
     def __init__(
-        self, directory: Path, instances: int, detection: Detection, device: Device, *, roles: bool = False
+        self,
+        directory: Path,
+        instances: int,
+        detection: Detection,
+        device: Device,
+        servers: Servers,
+        *,
+        roles: bool = False,
     ) -> None:
         """`device`: where the workers compute; for a GPU the directory lies in memory, as CUDA pins nothing else.
         `roles`: instead of each worker there is one that computes prompts, "prefill 0", and one that decodes,
@@ -85,8 +91,7 @@ class Stack:
         self.workers: list[str] = []
         """The names of all workers."""
         self.programs: dict[str, Program] = {}
-        self.links: dict[tuple[str, str], Proxy] = {}
-        """(service's name, nats or etcd) → what lies between them."""
+        self.servers = servers
         self.urls: dict[str, str] = {}
         """Service's name → where it shows /health and /metrics."""
         self.api_urls: list[str] = []
@@ -97,17 +102,16 @@ class Stack:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_LIMIT_S))
         self._pool = directory / "pool" / "pool"
         self._model = write_tiny_model(directory / MODEL)
-        self._nats_port, self._etcd_port = self._servers()
-        self._discovery: Discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(f"127.0.0.1:{self._etcd_port}",)))
+        self._server_names: list[str] = []
+        for name, command, ready, health_url in servers.programs():
+            self._server_names.append(name)
+            self._add(name, command, ready or partial(self._healthy, health_url))
+        self._discovery: Discovery = EtcdDiscovery(servers.discovery)
         self._service("kvbm", 0)
         for number in range(instances):
             for service in SERVICES:
                 for target in ROLES if roles and service == "worker" else (service,):
                     self._service(target, number)
-
-    @property
-    def nats_url(self) -> str:
-        return f"nats://127.0.0.1:{self._nats_port}"
 
     def names(self, service: Target) -> list[str]:
         """Return the names of all its instances, in order."""
@@ -115,11 +119,11 @@ class Stack:
 
     async def start(self) -> None:
         """Returns when all is whole."""
-        for name in ("nats", "etcd"):
+        for name in self._server_names:
             await self.programs[name].start()
-        for name in ("nats", "etcd"):
+        for name in self._server_names:
             await self.programs[name].until_ready()
-        for link in self.links.values():
+        for link in self.servers.links.values():
             await link.mend()
         for name in self.urls:
             await self.programs[name].start()
@@ -130,7 +134,7 @@ class Stack:
     async def close(self) -> None:
         for program in self.programs.values():
             await program.kill()
-        for link in self.links.values():
+        for link in self.servers.links.values():
             await link.sever()
         await self._discovery.close()
         await self._http.close()
@@ -176,6 +180,9 @@ class Stack:
         ended = [name for name, program in self.programs.items() if not program.running]
         if ended:
             return f"ended by themselves: {ended}"
+        for name in self._server_names:
+            if not await self.programs[name].ready():
+                return f"{name} is not ready"
         for name in self.urls:
             if not await self._healthy(f"{self.urls[name]}/health"):
                 return f"{name} is not ready"
@@ -235,41 +242,25 @@ class Stack:
 
     # --- what it is made of
 
-    def _servers(self) -> tuple[int, int]:
-        nats_port, etcd_port, peer_port = free_port(), free_port(), free_port()
-        settings = self._directory / "nats.conf"
-        settings.write_text(servers.nats_settings(nats_port), encoding="utf-8")
-        self._add("nats", [str(servers.nats_server()), "-c", str(settings)], lambda: _greets(nats_port))
-        client, peer = f"http://127.0.0.1:{etcd_port}", f"http://127.0.0.1:{peer_port}"
-        etcd = [str(servers.etcd()), *servers.etcd_arguments(client, peer, self._directory / "etcd")]
-        self._add("etcd", etcd, lambda: self._healthy(f"http://127.0.0.1:{etcd_port}/health"))
-        return nats_port, etcd_port
-
     def _service(self, service: Target, number: int) -> None:
         name = service if service in ALONE else f"{service} {number}"
         port = free_port()
-        for server, upstream in (("nats", self._nats_port), ("etcd", self._etcd_port)):
-            self.links[name, server] = Proxy(free_port(), upstream)
         file = self._directory / f"{name.replace(' ', '-')}.toml"
         file.write_text(toml(self._settings(name, service, port)), encoding="utf-8")
         works = service in ("worker", *ROLES)
         if works:
             self.workers.append(name)
         module = "tests.chaos.paced_worker" if works else f"services.{service}"
-        self.urls[name] = f"http://127.0.0.1:{port}"
-        arguments = [sys.executable, "-m", module, "--config", str(file)]
-        self._add(name, arguments, lambda: self._healthy(f"http://127.0.0.1:{port}/health"))
+        self.urls[name] = f"http://{self.servers.host(name)}:{port}"
+        arguments = [*self.servers.inside(name), sys.executable, "-m", module, "--config", str(file)]
+        self._add(name, arguments, partial(self._healthy, f"{self.urls[name]}/health"))
 
     def _settings(self, name: str, service: Target, port: int) -> dict[str, Value | Mapping[str, Value]]:
         found = self._detection
-        nats, etcd = (self.links[name, server].port for server in ("nats", "etcd"))
-        endpoint: dict[str, Value] = {"endpoints": [f"127.0.0.1:{etcd}"]}
-        settings: dict[str, Value | Mapping[str, Value]] = {
-            "namespace": NAMESPACE,
-            "nats": {"url": f"nats://127.0.0.1:{nats}"},
-            "discovery": endpoint | _given(lease_ttl_s=found.lease_ttl_s),
-        }
-        settings["observe"] = {"port": port}
+        tables = self.servers.tables(name)
+        tables["discovery"] |= _given(lease_ttl_s=found.lease_ttl_s)
+        tables["observe"]["port"] = port
+        settings: dict[str, Value | Mapping[str, Value]] = {"namespace": NAMESPACE, **tables}
         if service == "frontend":
             api_port = free_port()
             self.api_urls.append(f"http://127.0.0.1:{api_port}")
@@ -322,27 +313,26 @@ def _given(**settings: float | None) -> dict[str, Value]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-async def _greets(port: int) -> bool:
-    """Whether a NATS server speaks there, as it does first."""
-    try:
-        async with asyncio.timeout(ASK_LIMIT_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                return await reader.read(4) == b"INFO"
-            finally:
-                writer.transport.abort()
-    except (OSError, TimeoutError):
-        return False
-
-
 @asynccontextmanager
 async def running(
-    directory: Path, instances: int, detection: Detection, device: Device, *, roles: bool = False
+    directory: Path,
+    instances: int,
+    detection: Detection,
+    device: Device,
+    *,
+    roles: bool = False,
+    clusters: bool = False,
 ) -> AsyncIterator[Stack]:
-    """A whole stack; every process has ended on leaving."""
-    stack = Stack(directory, instances, detection, device, roles=roles)
-    try:
-        await stack.start()
-        yield stack
-    finally:
-        await stack.close()
+    """A whole stack; every process has ended on leaving. With `clusters` its workers are on machines of their own."""
+    with ExitStack() as undo:
+        servers: Servers = SingleServers(directory)
+        if clusters:
+            apart = [f"worker {number}" for number in range(instances)]
+            joined = undo.enter_context(machines(*NATS_SERVERS, *ETCD_MEMBERS, *apart))
+            servers = Clusters(directory, joined, apart)
+        stack = Stack(directory, instances, detection, device, servers, roles=roles)
+        try:
+            await stack.start()
+            yield stack
+        finally:
+            await stack.close()

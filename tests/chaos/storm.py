@@ -23,8 +23,10 @@ from shared.config import DiscoveryConfig
 from tests.chaos.clients import HttpClients, NatsClient
 from tests.chaos.plan import (
     ALONE,
+    CLUSTERS_DECK,
     DECK,
     NATS_AWAY_S,
+    PARTITIONS_S,
     ROLES_DECK,
     Ask,
     Fault,
@@ -73,6 +75,9 @@ class Settings(Struct, frozen=True):
     """Where the workers compute."""
     roles: bool = False
     """Whether prompts are computed by workers of their own."""
+    clusters: bool = False
+    """Whether NATS and etcd are clusters, and each worker is on a machine of its own."""
+    partitions_s: tuple[float, ...] = PARTITIONS_S
     heal_limit_s: float = 45.0
     """From the end of a fault until all must be whole."""
 
@@ -91,8 +96,9 @@ class Outcome(Struct):
 
 async def run(settings: Settings, directory: Path, tell: Callable[[str], None]) -> Outcome:
     """Tells a line per fault, and one for all that was wrong."""
+    kinds = {"roles": settings.roles, "clusters": settings.clusters}
     async with (
-        running(directory, settings.instances, settings.detection, settings.device, roles=settings.roles) as stack,
+        running(directory, settings.instances, settings.detection, settings.device, **kinds) as stack,
         asyncio.TaskGroup() as tasks,
     ):
         storm = Storm(settings, stack, tasks, tell)
@@ -114,8 +120,10 @@ class Storm:
         self._began = self._loop.time()
         self._questions = questions(QUESTIONS)
         self._http = HttpClients(stack.api_urls, KEY, self._now, read_limit_s=READ_LIMIT_S)
-        self._silence_s = max(*settings.durations_s, *NATS_AWAY_S) + SILENCE_S
-        self._nats = NatsClient(stack.nats_url, NAMESPACE, KEY, self._now, silence_limit_s=self._silence_s)
+        partitions_s = settings.partitions_s if settings.clusters else ()
+        self._silence_s = max(*settings.durations_s, *NATS_AWAY_S, *partitions_s) + SILENCE_S
+        where = stack.servers.nats_url, stack.servers.tls
+        self._nats = NatsClient(*where, NAMESPACE, KEY, self._now, silence_limit_s=self._silence_s)
         self._answers: list[Answer] = []
         self._asking: set[asyncio.Task[None]] = set()
         self._around: list[asyncio.Task[None]] = []
@@ -225,9 +233,10 @@ class Storm:
 
     async def _storm(self) -> None:
         settings = self._settings
-        deck = ROLES_DECK if settings.roles else DECK
+        deck = CLUSTERS_DECK if settings.clusters else ROLES_DECK if settings.roles else DECK
         lease_s = settings.detection.lease_ttl_s or DiscoveryConfig().lease_ttl_s
-        endless = faults(settings.seed, settings.instances, settings.durations_s, deck, lease_s=lease_s)
+        often = settings.seed, settings.instances, settings.durations_s
+        endless = faults(*often, deck, lease_s=lease_s, partitions_s=settings.partitions_s)
         for fault in islice(endless, settings.most_faults):
             await asyncio.sleep(fault.pause_s)
             if self._now() > settings.most_s:
@@ -289,7 +298,7 @@ class Storm:
                 program.thaw()
             case "sever nats" | "sever etcd" | "hang nats" | "hang etcd":
                 kind, _, server = fault.kind.partition(" ")
-                link = stack.links[name, server]
+                link = stack.servers.links[name, server]
                 await (link.sever() if kind == "sever" else link.hang())
                 await asyncio.sleep(fault.for_s)
                 await link.mend()
@@ -302,6 +311,10 @@ class Storm:
                     stack.damage_pool()
                 await asyncio.sleep(fault.for_s)
                 await program.start()
+            case "partition":
+                stack.servers.cut(name)
+                await asyncio.sleep(fault.for_s)
+                stack.servers.mend(name)
             case "damage memory":
                 stack.damage_memory(damage)
             case "damage keys":

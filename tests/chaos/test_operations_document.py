@@ -14,7 +14,7 @@ from services.router.config import RouterConfig
 from services.router.metrics import RouterMetrics as RouterMetrics
 from services.worker.config import WorkerConfig
 from services.worker.metrics import WorkerMetrics as WorkerMetrics
-from tests.chaos.plan import DECK, ROLES_DECK
+from tests.chaos.plan import CLUSTERS_DECK, DECK, ROLES_DECK
 from tests.metric_names import every_metric
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -29,10 +29,13 @@ async def test_every_metric_it_names_exists() -> None:
 
 def test_it_says_how_many_faults_a_chaos_run_does() -> None:
     said = re.search(
-        r"`python -m tests.chaos` does (\d+) faults of this page .* `--roles` .*: (\d+) faults", DOCUMENT, re.S
+        r"`python -m tests.chaos` does (\d+) faults of this page .* `--roles` .*: (\d+) faults\."
+        r".* `--clusters`.*? the (\d+) faults",
+        DOCUMENT,
+        re.S,
     )
     assert said
-    assert [int(number) for number in said.groups()] == [len(DECK), len(ROLES_DECK)]
+    assert [int(number) for number in said.groups()] == [len(DECK), len(ROLES_DECK), len(CLUSTERS_DECK)]
 
 
 async def test_every_setting_it_names_exists() -> None:

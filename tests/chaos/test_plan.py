@@ -9,7 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.chaos.plan import ALONE, DECK, NATS_AWAY_S, ROLES, ROLES_DECK, Kind, Target, asks, faults, questions
+from tests.chaos.plan import (
+    ALONE,
+    CLUSTERED,
+    CLUSTERS_DECK,
+    DECK,
+    MEMBERS,
+    NATS_AWAY_S,
+    PARTITIONS_S,
+    ROLES,
+    ROLES_DECK,
+    Kind,
+    Target,
+    asks,
+    faults,
+    questions,
+)
 
 SEEDS = st.integers(0, 1 << 32)
 DURATIONS_S = (0.5, 4.0, 90.0)
@@ -26,7 +41,7 @@ def test_a_seed_always_gives_the_same_faults_and_requests(seed: int) -> None:
 
 
 @settings(max_examples=20)
-@given(SEEDS, st.integers(1, 4), st.sampled_from([DECK, ROLES_DECK]))
+@given(SEEDS, st.integers(1, 4), st.sampled_from([DECK, ROLES_DECK, CLUSTERS_DECK]))
 def test_every_deck_has_each_fault_once_and_befalls_who_is_there(
     seed: int, instances: int, whole: tuple[tuple[Kind, Target], ...]
 ) -> None:
@@ -34,7 +49,7 @@ def test_every_deck_has_each_fault_once_and_befalls_who_is_there(
     for begin in range(0, len(decks), len(whole)):
         deck = decks[begin : begin + len(whole)]
         assert sorted((fault.kind, fault.target) for fault in deck) == sorted(whole)
-        assert all(0 <= fault.number < instances for fault in deck)
+        assert all(0 <= fault.number < (MEMBERS if fault.target in CLUSTERED else instances) for fault in deck)
         assert all(fault.number == 0 for fault in deck if fault.target in ALONE)
 
 
@@ -54,6 +69,18 @@ def test_only_etcd_is_frozen_for_longer_than_a_lease_but_not_always() -> None:
     assert [(fault.name.partition(" for ")[0], fault.pause_s) for fault in some] == [
         (fault.name.partition(" for ")[0], fault.pause_s) for fault in usual
     ]
+
+
+def test_each_server_of_a_cluster_and_a_workers_machine_is_cut_off_for_as_long_as_partitions_last() -> None:
+    some = list(islice(faults(1, 2, DURATIONS_S, CLUSTERS_DECK), 40 * len(CLUSTERS_DECK)))
+    cut = {(fault.target, fault.number, fault.for_s) for fault in some if fault.kind == "partition"}
+    assert cut == {
+        (target, number, for_s)
+        for target, members in (("nats server", MEMBERS), ("etcd member", MEMBERS), ("worker", 2))
+        for number in range(members)
+        for for_s in PARTITIONS_S
+    }
+    assert {fault.for_s for fault in some if fault.kind == "kill"} == set(DURATIONS_S)
 
 
 def test_asks_come_at_the_rate_wanted_by_every_door_whole_and_streamed() -> None:
@@ -96,4 +123,6 @@ def test_a_fault_is_named_as_people_read_it() -> None:
     names = {fault.name for fault in islice(faults(1, 1, (2.0,)), len(DECK))}
     assert {"kill worker 0 for 2 s", "restart nats", "wipe etcd", "sever nats of frontend 0 for 2 s"} <= names
     assert {"freeze kvbm for 2 s", "kill engine 0 and kvbm for 2 s"} <= names
+    names |= {fault.name for fault in islice(faults(1, 1, (2.0,), CLUSTERS_DECK, partitions_s=(30.0,)), 9)}
+    assert "partition worker 0 for 30 s" in names
     assert {"damage disk of kvbm for 2 s", "damage keys of frontend 0 for 2 s", "damage memory of kvbm"} <= names

@@ -29,6 +29,8 @@ REFERENCES = (
     Reference("by the river and back", "stop", 12, 7),
 )
 ENDED_S = 100.0
+ENDS: tuple[tuple[Literal["failed", "broken", "silent"], str], ...] = (("broken", ""), ("silent", ""), ("failed", CUT))
+"""How an answer may end with NATS, and the code of its error."""
 
 
 def answer(question: int = 0, *, at_s: float = 10.0, frontend: int = 0) -> Answer:
@@ -249,3 +251,23 @@ def test_a_process_that_grows_is_found_and_one_that_warms_up_is_not() -> None:
     assert kinds(verdict(samples=opening)) == ["grown"]
     restarted = [*flat[: count // 2], *(replace(one, pid=2, rss_bytes=200 * mb) for one in flat[count // 2 :])]
     assert verdict(samples=restarted).good, "another process under the same name is another life"
+
+
+@pytest.mark.parametrize("kind", ["kill", "freeze", "partition"])
+def test_with_a_server_of_a_cluster_only_answers_over_nats_may_end(kind: Kind) -> None:
+    fault = happened(kind, "nats server", at_s=11.0, number=2)
+    for end, code in ENDS:
+        over_nats, over_http = (bad(end, frontend=frontend, code=code) for frontend in (-1, 0))
+        assert verdict([over_nats], [fault]).good, (end, code)
+        assert not verdict([over_http], [fault]).good, (end, code)
+        late = bad(end, at_s=40.0, frontend=-1, code=code)
+        assert not verdict([late], [fault]).good, (end, code)
+    assert not verdict([bad("failed", frontend=-1, code=DEADLINE)], [fault]).good
+
+
+@pytest.mark.parametrize("target", ["etcd member", "worker"])
+def test_with_a_member_of_etcd_or_a_workers_machine_no_answer_may_end(target: Target) -> None:
+    fault = happened("partition", target, at_s=11.0)
+    for frontend in (-1, 0):
+        for end, code in ENDS:
+            assert not verdict([bad(end, frontend=frontend, code=code)], [fault]).good

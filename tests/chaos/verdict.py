@@ -5,7 +5,7 @@ failed       an error that the client received. None may be, but where its deadl
              NATS was cut from the frontend in the middle of an answer over NATS
 broken       its connection broke. Only with the process at the other end of it, frontend or NATS server
 silent       a NATS client gave up after a long silence. Only where a frontend was killed under it, or where NATS was
-             cut from one in the moment of asking
+             cut from one in the moment of asking, or where its request went to a server of a cluster that was away
 (none)       lost: it never ended
 
 Faults come one at a time, so one healthy instance of each service is always there and an error needs no excuse. Clients
@@ -44,6 +44,10 @@ UNREADY_AFTER_S = 12.0
 UNNOTICED_S = 41.0
 """Longer than that NATS hands no requests to a frontend that is not there: four times the interval of its PINGs, of
 which it skips one where something was heard."""
+LEFT_S = 15.0
+"""By then each process has left a server of a cluster that was killed, frozen or cut off."""
+FORGOTTEN_S = 20.0
+"""A server that is back hands requests to connections that ended meanwhile, until two of its PINGs had no answer."""
 ON_ITS_WAY_S = 0.5
 """A request takes no longer from its client to a frontend."""
 
@@ -210,6 +214,8 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
                 return "frontend"
         if target == "frontend" and _cut_for_long(answer, happened):
             return "cut"
+        if target == "nats server" and (excuse := _with_its_server(answer, happened)):
+            return excuse
         if target == "frontend" and kind == "sever nats" and answer.frontend < 0:
             if answer.end == "failed" and answer.code == CUT and under_it:
                 return "cut"
@@ -222,6 +228,19 @@ def _excuse(answer: Answer, faults: Sequence[Happened]) -> Literal["frontend", "
             if answer.end == "failed" and answer.code == DEADLINE and within:
                 return "deadline"
     return ""
+
+
+def _with_its_server(answer: Answer, happened: Happened) -> Literal["nats", "cut", ""]:
+    """Why an answer over NATS may have ended with a server of a cluster: the client or its frontend was connected to
+    it. Core NATS sends nothing again, so that a request may be lost as well."""
+    if answer.frontend >= 0:
+        return ""
+    if answer.end == "silent":
+        asked = answer.asked_s <= happened.undone_s + FORGOTTEN_S
+        return "nats" if asked and happened.began_s <= answer.heard_s + SILENT_AFTER_KILL_S else ""
+    if answer.asked_s > happened.undone_s or not happened.began_s <= answer.heard_s <= happened.undone_s + LEFT_S:
+        return ""
+    return "nats" if answer.end == "broken" else "cut" if answer.code == CUT else ""
 
 
 def _cut_for_long(answer: Answer, happened: Happened) -> bool:

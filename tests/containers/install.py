@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 from deploy.local.stack import servers
+from deploy.package.release import UV
 from tests.containers.engine import HERE, HOME, Engine, write_settings
 
 PACKAGES = (
@@ -40,6 +41,7 @@ LOOKALIKES = {
     "etcd": "quay.io/coreos/etcd:v3.5.21",
     "haproxy": "docker.io/library/haproxy:3.0-alpine",
     "prometheus": "docker.io/prom/prometheus:v3.5.0",
+    "vllm": "docker.io/vllm/vllm-openai:v0.32.0",
 }
 """Targets of `lookalikes.Containerfile`, and the names that deploy/compose has for them."""
 STAMP = HOME / "lookalikes.json"
@@ -119,19 +121,21 @@ def _make_lookalikes() -> None:
         return
     with tempfile.TemporaryDirectory(dir=HOME) as scratch, Engine(network=False) as engine:
         folder = Path(scratch)
-        settings = folder / "pip.conf"
         index = os.environ.get("PIP_INDEX_URL")
-        certificates = "[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n"
-        settings.write_text(certificates + (f"index-url = {index}\n" if index else ""), encoding="utf-8")
+        of_pip = "[global]\ncert = /etc/ssl/certs/ca-certificates.crt\n" + (f"index-url = {index}\n" if index else "")
+        (folder / "pip.conf").write_text(of_pip, encoding="utf-8")
+        of_uv = "native-tls = true\n" + (f'index-url = "{index}"\n' if index else "")
+        (folder / "uv.toml").write_text(of_uv, encoding="utf-8")
         print(f"{BASE}: a look-alike by mmdebstrap", flush=True)
         own_mounts = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         make = [*own_mounts, "mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", f"--include={IN_BASE}"]
-        make += [f"--customize-hook=upload {settings} /etc/pip.conf"]
+        make += [f"--customize-hook=upload {folder / 'pip.conf'} /etc/pip.conf"]
+        make += ["--customize-hook=mkdir $1/etc/uv", f"--customize-hook=upload {folder / 'uv.toml'} /etc/uv/uv.toml"]
         make += ["--customize-hook=copy-in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs"]  # as this machine has it
         subprocess.run([*make, _codename(), str(folder / "base.tar")], check=True)
         engine.podman("import", "--quiet", "--change", "CMD python3", str(folder / "base.tar"), BASE)
         (folder / "base.tar").unlink()
-        for program in (servers.nats_server(), servers.etcd(), servers.etcd().with_name("etcdctl")):
+        for program in (servers.nats_server(), servers.etcd(), servers.etcd().with_name("etcdctl"), Path(UV)):
             shutil.copy(program, folder)
         for target, name in LOOKALIKES.items():
             print(f"{name}: a look-alike of Debian's or a wheel's {target}", flush=True)

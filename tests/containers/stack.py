@@ -38,10 +38,11 @@ class Answer(NamedTuple):
 class Stack:
     """A Compose project. `files` are overlays of compose.yaml."""
 
-    def __init__(self, engine: Engine, *files: str) -> None:
+    def __init__(self, engine: Engine, *files: str, variables: Mapping[str, str] = {}) -> None:
         self.engine = engine
         self.directory = HOME / "deploy" / "compose"
         self._files = files
+        self._variables = {**PASSWORDS, **variables}
 
     def copy(self) -> None:
         """Copy deploy/, and remove the copy of an earlier test."""
@@ -51,7 +52,7 @@ class Stack:
     def run(self, *command: str) -> str:
         """Run a command as a user of deploy/compose does, who has set COMPOSE_FILE."""
         files = ":".join(("compose.yaml", *self._files, str(HERE / "podman.yaml")))
-        return self.engine.run(*command, directory=self.directory, extra={"COMPOSE_FILE": files, **PASSWORDS})
+        return self.engine.run(*command, directory=self.directory, extra={"COMPOSE_FILE": files, **self._variables})
 
     def compose(self, *words: str) -> str:
         return self.run("docker", "compose", *words)
@@ -78,6 +79,20 @@ class Stack:
             states = [self.inspect(each)["State"] for each in self.containers(service)]
             return [state["Health"]["Status"] for state in states if state["Running"]] == ["healthy"] * number
         return False
+
+    def kill(self, service: str, number: int) -> None:
+        """Kill a container of a service with all its processes, and wait until it runs again and all `number` of the
+        service are healthy."""
+        container = self.containers(service)[0]
+        pid = self.inspect(container)["State"]["Pid"]
+        self.engine.run("kill", "-KILL", str(pid))
+
+        def again() -> bool:
+            state = self.inspect(container)["State"]
+            return bool(state["Running"] and state["Pid"] not in (0, pid))
+
+        eventually(again, limit_s=LIMIT_S, what=f"{service} runs again")
+        eventually(lambda: self.is_healthy(service, number), limit_s=LIMIT_S, what=f"{service} is healthy")
 
     def get(self, url: str, headers: Mapping[str, str] = {}, tls: ssl.SSLContext | None = None) -> Answer:
         return self.request("GET", url, None, headers, tls)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from deploy.local.stack.model import FILE, SHA256
 from deploy.package.release import LOCK, pins
 from tests.containers.engine import ROOT, Engine
 from tests.containers.install import BASE
-from tests.containers.stack import IMAGE
+from tests.containers.stack import IMAGE, LIMIT_S
+from tests.integration.stack import eventually
 
 OWN_BYTES = 800 << 20
 """What the image may have on top of its base: packages, the default model, our code."""
@@ -22,6 +24,7 @@ found = [where for where, _, _ in os.walk("/") if os.access(where, os.W_OK)]
 print(os.getuid(), [each for each in found if not each.startswith(("/proc", "/sys", "/dev"))])
 """
 PACKAGES = "from importlib.metadata import distributions as d; print(*(f'{each.name}=={each.version}' for each in d()))"
+POOL = ("--pool-directory", "/tmp/pool", "--pool-size-bytes", str(64 << 20))
 BARE = ("--rm", "--network", "none", "--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges")
 
 
@@ -57,13 +60,51 @@ def test_it_has_the_packages_of_the_releases_sbom_in_their_versions_and_no_other
     assert names & LEFT_OUT == set()
 
 
+def test_it_prints_its_own_sbom_of_debians_and_pythons_packages_and_the_model(engine: Engine) -> None:
+    bill = json.loads(engine.podman("run", *BARE, IMAGE, "deploy.package.image_sbom"))
+    found = {
+        (each["purl"].partition("/")[0], each["name"], each["version"]) for each in bill["components"] if "purl" in each
+    }
+    listed = ("--showformat", "${db:Status-Abbrev}${Package}==${Version}\n")
+    said = engine.podman("run", *BARE, "--entrypoint", "dpkg-query", IMAGE, "--show", *listed)
+    debian = {line[3:] for line in said.splitlines() if line.startswith("ii ")}
+    assert {f"{name}=={version}" for kind, name, version in found if kind == "pkg:deb"} == debian
+    packages = {re.sub(r"[-_.]+(?=.*==)", "-", each.lower()) for each in python(engine, PACKAGES).split()}
+    assert {f"{name}=={version}" for kind, name, version in found if kind.startswith("pkg:pypi")} == packages
+    [model] = [each for each in bill["components"] if each["type"] == "machine-learning-model"]
+    assert (model["name"], model["hashes"]) == (FILE, [{"alg": "SHA-256", "content": SHA256}])
+    assert engine.podman("run", *BARE, IMAGE, "deploy.package.image_sbom") == json.dumps(bill, indent=1) + "\n"
+
+
 def test_it_has_the_default_model_and_no_secrets_of_the_checkout(engine: Engine) -> None:
     listed = python(
         engine, "from pathlib import Path; print(*Path('/models').iterdir(), *Path('/app/deploy/compose').iterdir())"
     )
     names = {path.rpartition("/")[2] for path in listed.split()}
-    assert "SmolLM2-135M-Instruct.Q4_1.gguf" in names
+    assert FILE in names
     assert names & {".env", "keys", "keys.toml", "tls"} == set()
+
+
+@pytest.mark.parametrize("limit", [("--cpus", "1"), ("--cpuset-cpus", "0")])
+def test_it_sees_the_processors_that_its_container_may_use(engine: Engine, limit: tuple[str, str]) -> None:
+    program = "from shared.processors import usable_processors as u; print(u())"
+    assert engine.podman("run", *BARE, *limit, "--entrypoint", "python", IMAGE, "-c", program) == "1\n"
+
+
+@pytest.mark.parametrize("service", ["frontend", "router", "worker", "kvbm"])
+def test_a_service_that_waits_for_its_servers_ends_when_it_is_stopped_also_as_process_1(
+    engine: Engine, service: str
+) -> None:
+    flags = ("--nats-url", "nats://127.0.0.1:4222", "--discovery-backend", "file", "--discovery-path", "/tmp/where")
+    more = {"worker": ("--model", "/models/" + FILE, "--cache", "/tmp/models"), "kvbm": POOL}
+    words = (f"services.{service}", *flags, *more.get(service, ()))
+    bare = BARE[1:]  # it is asked how it ended
+    container = engine.podman("run", "--detach", "--tmpfs", "/tmp", *bare, IMAGE, *words).strip()
+    eventually(lambda: engine.run("sh", "-c", f"podman logs {container} 2>&1"), limit_s=LIMIT_S, what="it has said why")
+    engine.podman("stop", "--time", "30", container)
+    ended = json.loads(engine.podman("inspect", container))[0]["State"]
+    engine.podman("rm", container)
+    assert ended["ExitCode"] == 0, ended
 
 
 def test_what_it_adds_to_its_base_has_a_bound(engine: Engine) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from tests.containers.engine import Engine
+from tests.containers.engine import HOME, Engine
 from tests.containers.stack import LIMIT_S, Stack, all_targets, load
 from tests.integration.stack import eventually
 
@@ -20,12 +22,23 @@ open("/app/x", "w")
 """
 
 
+PROXY = "http://192.0.2.1:9"
+"""An address that nothing has."""
+PROXIES = {"proxies": {"default": {"httpProxy": PROXY, "httpsProxy": PROXY}}}
+"""What Docker's client gives all containers. No service may ask these proxies."""
+SETTINGS = HOME / "docker" / "config" / "config.json"
+
+
 @pytest.fixture(scope="module")
 def stack(engine: Engine) -> Iterator[Stack]:
     one = Stack(engine)
     one.copy()
-    one.up()
-    yield one
+    SETTINGS.write_text(json.dumps(PROXIES), encoding="utf-8")
+    try:
+        one.up()
+        yield one
+    finally:
+        SETTINGS.write_text("{}", encoding="utf-8")
     one.down("--volumes")
     assert engine.ask("/v4.0.0/libpod/containers/json?all=true") == []
     assert engine.ask("/v4.0.0/libpod/volumes/json") == []
@@ -37,6 +50,11 @@ def test_it_answers_a_chat_with_and_without_a_stream(stack: Stack) -> None:
     assert [answer.status for answer in answers] == [200, 200], answers
     assert "Paris" in answers[0].text
     assert answers[0].text == answers[1].text
+
+
+@pytest.mark.parametrize("service", [*OURS, *SERVERS])
+def test_it_works_with_proxies_of_dockers_client_that_do_not_answer(stack: Stack, service: str) -> None:
+    assert f"http_proxy={PROXY}" in stack.inspect(stack.containers(service)[0])["Config"]["Env"]
 
 
 @pytest.mark.parametrize("service", OURS)
@@ -76,14 +94,43 @@ def test_restarting_every_container_in_turn_under_load_loses_no_request(stack: S
 
 @pytest.mark.parametrize("service", [*OURS, *SERVERS])
 def test_a_killed_container_is_started_again_and_the_stack_answers(stack: Stack, service: str) -> None:
-    container = stack.containers(service)[0]
-    pid = stack.inspect(container)["State"]["Pid"]
-    stack.engine.run("kill", "-KILL", str(pid))
-
-    def again() -> bool:
-        state = stack.inspect(container)["State"]
-        return bool(state["Running"] and state["Pid"] not in (0, pid))
-
-    eventually(again, limit_s=LIMIT_S, what=f"{service} runs again")
-    eventually(lambda: stack.is_healthy(service, OURS.get(service, 1)), limit_s=LIMIT_S, what=f"{service} is healthy")
+    stack.kill(service, OURS.get(service, 1))
     eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_a_container_that_is_stopped_drains_and_ends_by_itself(stack: Stack, service: str) -> None:
+    containers = stack.containers(service)
+    stack.compose("stop", service)
+    assert [stack.inspect(each)["State"]["ExitCode"] for each in containers] == [0] * OURS[service]
+    stack.up("--no-recreate")
+    eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+
+
+@pytest.mark.parametrize("service", ["nats", "etcd"])
+def test_a_server_in_a_new_container_with_another_address_is_found(stack: Stack, service: str) -> None:
+    def addresses() -> list[str]:
+        networks = [stack.inspect(each)["NetworkSettings"]["Networks"] for each in stack.containers(service)]
+        return [str(each["IPAddress"]) for one in networks for each in one.values()]
+
+    before = addresses()
+    stack.up("--force-recreate", "--no-deps", service)
+    assert addresses() != before
+    eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+    for each, number in OURS.items():
+        eventually(partial(stack.is_healthy, each, number), limit_s=LIMIT_S, what=f"{each} is healthy")
+
+
+def test_after_all_containers_were_killed_at_once_new_ones_start_with_the_same_volumes(stack: Stack) -> None:
+    stack.compose("kill")
+    stack.compose("rm", "--force")
+    stack.up()
+    eventually(stack.answers, limit_s=LIMIT_S, what="an answer")
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_no_container_keeps_processes_that_have_ended(stack: Stack, service: str) -> None:
+    for container in stack.containers(service):
+        states = stack.engine.podman("top", container, "state", "comm").splitlines()[1:]
+        assert len(states) > 1
+        assert [line for line in states if line.startswith("Z")] == []

@@ -34,9 +34,6 @@ _Loader: Any = type("_Loader", (yaml.SafeLoader,), {})
 _Loader.add_constructor(  # Compose's tag that takes away what the base file says
     "!reset", lambda _loader, _node: None
 )
-_Loader.add_constructor(  # Compose's tag for a value that is not merged with the base file's
-    "!override", lambda loader, node: loader.construct_sequence(node, deep=True)
-)
 SERVERS = ("nats", "etcd", "balancer", "prometheus", "grafana", "nats-metrics")
 
 
@@ -98,6 +95,25 @@ def test_our_services_start_when_the_servers_are_healthy_and_may_do_little(name:
 def test_our_image_does_not_run_as_root() -> None:
     user = re.findall(r"^USER (\S+)$", (HERE / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     assert user == ["10001:10001"]
+
+
+@pytest.mark.parametrize(
+    ("file", "build"),
+    [
+        ("Dockerfile", BASE["frontend"]["build"]),
+        ("Dockerfile", GPU["worker"]["build"]),
+        ("Dockerfile.vllm", VLLM["worker"]["build"]),
+    ],
+)
+def test_an_images_base_is_an_argument_which_compose_takes_from_the_env_file(file: str, build: dict[str, Any]) -> None:
+    text = (HERE / file).read_text(encoding="utf-8")
+    [default] = re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE))
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) - stages == {"${BASE}"}
+    assert build["dockerfile"] == f"deploy/compose/{file}"
+    [(variable, of_compose)] = re.findall(r"^\$\{(\w+):-(.*)\}$", build["args"]["BASE"])
+    assert of_compose == default
+    assert f"#{variable}=" in (HERE / ".env.example").read_text(encoding="utf-8")
 
 
 def test_our_image_is_without_what_only_people_at_a_terminal_need() -> None:
@@ -346,9 +362,9 @@ def test_the_overlay_lets_only_fixed_servers_have_fixed_ports() -> None:
     assert set(ports.values()) == {"0"}
 
 
-def on_a_gpu(name: str) -> dict[str, Any]:
+def merged(name: str, overlays: dict[str, Any]) -> dict[str, Any]:
     """A service as Compose merges it: tables by key, volumes by the path in the container."""
-    base, overlay = BASE[name], GPU[name]
+    base, overlay = BASE[name], overlays[name]
     files = {path: source for each in (base, overlay) for path, source in mounted(each).items()}
     return {
         **base,
@@ -359,7 +375,7 @@ def on_a_gpu(name: str) -> dict[str, Any]:
 
 
 def gpu_worker() -> WorkerConfig:
-    worker = on_a_gpu("worker")
+    worker = merged("worker", GPU)
     settings = HERE / mounted(worker)[worker["command"][2]]
     assert settings.name == "worker.gpu.toml"
     return load(WorkerConfig, file=settings, environ=texts(worker["environment"]))
@@ -384,7 +400,7 @@ def test_a_gpus_worker_differs_from_a_cpus_in_where_it_computes_and_nothing_else
 
 
 def test_what_a_gpus_worker_compiles_and_converts_lies_on_a_volume() -> None:
-    worker = on_a_gpu("worker")
+    worker = merged("worker", GPU)
     assert mounted(worker)[gpu_worker().cache] == "models"
     assert worker["read_only"] is True
 
@@ -398,25 +414,26 @@ def test_a_gpus_image_has_the_packages_that_the_lock_for_gpus_names() -> None:
     assert GPU["worker"]["image"] != BASE["worker"]["image"]
 
 
-def test_the_pool_with_gpus_has_room_and_lies_in_memory() -> None:
-    overlay = read("compose.gpu.yaml")["volumes"]["pool"]["driver_opts"]
-    options = pool_options(overlay)
+@pytest.mark.parametrize("name", ["compose.gpu.yaml", "compose.vllm.yaml"])
+def test_the_pool_with_gpus_has_room_and_lies_in_memory(name: str) -> None:
+    overlay = read(name)
+    options = pool_options(overlay["volumes"]["pool"]["driver_opts"])
     assert options | {"size": ""} == pool_options() | {"size": ""}
-    kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(on_a_gpu("kvbm")["environment"]))
+    environment = merged("kvbm", overlay["services"])["environment"]
+    kvbm = load(KvbmConfig, file=HERE / "kvbm.toml", environ=texts(environment))
     assert 16 << 20 <= (int(options["size"][:-1]) << 20) - kvbm.pool.size_bytes <= 256 << 20
 
 
 def test_a_vllm_workers_settings_are_ones_the_service_knows_and_differ_in_the_engine_alone() -> None:
-    overlay, base = VLLM["worker"], BASE["worker"]
-    path = mounted(overlay)[base["command"][2]]
-    config = load(WorkerConfig, file=HERE / path, environ=texts(base["environment"] | overlay["environment"]))
+    worker = merged("worker", VLLM)
+    path = mounted(worker)[worker["command"][2]]
+    config = load(WorkerConfig, file=HERE / path, environ=texts(worker["environment"]))
     assert config.engine == "vllm"
-    assert not config.kvbm.pool
-    assert VLLM["kvbm"] is None
+    assert mounted(worker)[config.kvbm.pool] == "pool"
 
     def rest(name: str) -> dict[str, Any]:
         settings = tomllib.loads((HERE / name).read_text(encoding="utf-8"))
-        own = ("engine", "vllm", "vllm_python", "threads", "kvbm")
+        own = ("engine", "vllm", "vllm_python", "threads")
         return {key: value for key, value in settings.items() if key not in own}
 
     assert rest(path) == rest("worker.toml")
@@ -424,8 +441,7 @@ def test_a_vllm_workers_settings_are_ones_the_service_knows_and_differ_in_the_en
 
 def test_a_vllm_workers_image_is_vllms_own_of_a_version_that_the_engine_takes() -> None:
     text = (HERE / VLLM["worker"]["build"]["dockerfile"].rpartition("/")[2]).read_text(encoding="utf-8")
-    assert text.count("\nFROM ") == 1
-    [tag] = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
+    [tag] = re.findall(r"^ARG BASE=vllm/vllm-openai:v(\S+)$", text, re.MULTILINE)
     check(tag)
     [python] = re.findall(r"^ARG VLLM_PYTHON=(\S+)$", text, re.MULTILINE)
     assert tomllib.loads((HERE / "worker.vllm.toml").read_text(encoding="utf-8"))["vllm_python"] == python
@@ -436,14 +452,25 @@ def test_a_vllm_workers_image_is_vllms_own_of_a_version_that_the_engine_takes() 
     assert f"--from={BASE['worker']['image']} " in text, "the default model"
 
 
+@pytest.mark.parametrize("overlay", [{"worker": {}, "frontend": {}}, GPU, VLLM], ids=["cpu", "gpu", "vllm"])
+def test_frontends_are_not_called_unhealthy_while_a_worker_may_still_be_starting(overlay: dict[str, Any]) -> None:
+    times = {
+        name: (BASE[name]["healthcheck"] | overlay[name].get("healthcheck", {}))["start_period"]
+        for name in ("worker", "frontend")
+    }
+    assert times["frontend"] == times["worker"]
+    assert int(times["worker"].removesuffix("s")) >= 300
+
+
 def test_a_vllm_worker_has_a_gpu_alone_and_writes_what_it_compiles_to_a_volume() -> None:
-    worker = VLLM["worker"]
+    worker = merged("worker", VLLM)
     assert worker["deploy"]["replicas"] == 1
     [device] = worker["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"], len(device["device_ids"])) == ("nvidia", ["gpu"], 1)
     home = Path(worker["environment"]["HOME"])
     assert mounted(worker)[str(home.parent)] == "models"
-    assert "pool" not in mounted(worker).values()
+    text = (HERE / "Dockerfile.vllm").read_text(encoding="utf-8")
+    assert re.findall(r'^ARG CUPY="cupy-cuda\d+x>=[\d.]+"$', text, re.MULTILINE), "the connector copies with it"
 
 
 @pytest.mark.parametrize(("name", "schema"), OURS.items())

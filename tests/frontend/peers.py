@@ -113,9 +113,11 @@ def card_entry(
     template_text: str = "",
     lora: tuple[str, ...] = (),
     address: str = "",
+    alias: str = "",
 ) -> dict[str, bytes]:
     card = ModelCard(
         address=address,
+        alias=alias,
         lora=lora,
         template_text=template_text,
         sampling=sampling or SamplingDefaults(),

@@ -171,7 +171,7 @@ def test_memory_that_others_take_meanwhile_is_a_model_error_and_nothing_hangs(tm
         runner.close()
 
 
-def test_a_step_for_which_sampling_finds_no_memory_fails_by_name_and_a_later_one_goes_on(tmp_path: Path) -> None:
+def test_tokens_are_drawn_and_rated_when_no_memory_is_left(tmp_path: Path) -> None:
     memory = DeviceMemory(0)
     with everything_from(memory):
         directory = write_tiny_model(tmp_path, vocab=32_000)
@@ -179,11 +179,9 @@ def test_a_step_for_which_sampling_finds_no_memory_fails_by_name_and_a_later_one
         penalised = work([1, 2], [0], sampling=msgspec.structs.replace(GREEDY, repetition_penalty=1.5))
         expected = runner.step([penalised])
         taken = all_of(memory)
-        with pytest.raises(ModelError, match="the GPU failed"):
-            runner.step([penalised] * 60)  # its logits are copied first: 8 MB
+        assert runner.step([penalised] * 60) == expected * 60
         for address in taken:
             memory.free(address)
-        assert runner.step([penalised]) == expected
         runner.close()
 
 

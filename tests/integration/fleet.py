@@ -22,6 +22,7 @@ import nats
 from shared import subjects
 from shared.messages.cards import ServiceName
 from tests.integration.stack import ROOT, eventually
+from tests.last_release import modules_of
 
 READY_LIMIT_S = 300.0
 STOP_LIMIT_S = 300.0
@@ -32,7 +33,9 @@ _LISTENS = re.compile(r"listening on (http://[^\s\"]+)")
 class Service:
     """One process."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, more: Mapping[str, str] | None = None, folder: Path = ROOT
+    ) -> None:
         self.name = name
         self.log = log
         self.url = ""
@@ -41,7 +44,7 @@ class Service:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
         environment |= more or {}
         with log.open("ab") as out:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
 
     def ready(self) -> bool:
         """Whether requests would be served."""
@@ -97,16 +100,20 @@ class Fleet:
         module: str = "",
         more: Mapping[str, str] | None = None,
         through: Sequence[str] = (),
+        tree: Path | None = None,
     ) -> Service:
         """Returns at once; `ready` says when it serves. `module`: of a service's program that is a test's own. `more`
-        is added to its environment. `through` is a command that runs another one."""
+        is added to its environment. `through` is a command that runs another one. `tree` has the modules, if they are
+        not this tree's."""
         self._started += 1
         log = self._folder / f"{name}.{self._started}.log"
         # On a slow machine a worker may be predicted to be late; only a test of that limit wants a refusal.
         patient = ("--http-port", "0", "--limits-wait-s", "0")
         where = patient if service == "frontend" else ("--observe-url-file", str(log.with_suffix(".url")))
         command = [*through, sys.executable, "-m", module or f"services.{service}", *self._common, *where, *flags]
-        self.services[name] = Service(name, command, log, more)
+        if tree is not None:
+            more = {**(more or {}), **modules_of(tree)}
+        self.services[name] = Service(name, command, log, more, tree or ROOT)
         return self.services[name]
 
     def wait_idle(self, *names: str) -> None:

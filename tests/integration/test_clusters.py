@@ -18,24 +18,26 @@ import pytest
 from deploy.local.stack import servers
 from shared.messages.cards import ServiceName
 from tests.authority import Authority, needs_openssl
-from tests.clusters import ServerTls, etcd_cluster, leader_of, nats_cluster, nats_tls, url_of
+from tests.clusters import (
+    CLUSTER_CONF,
+    CONF_PASSWORD,
+    ServerTls,
+    etcd_cluster,
+    leader_of,
+    nats_cluster,
+    nats_tls,
+    nats_users,
+    url_of,
+)
 from tests.integration.fleet import Fleet, fleet
 from tests.paced_streams import PacedStreams
 from tests.servers import EtcdServer, NatsServer
 from tests.tiny_model import write_tiny_model
 
-CONF = Path(__file__).resolve().parents[2] / "deploy" / "nats" / "cluster.conf"
 NAMESPACE = "clusters"
 LIMIT_S = 300.0
 STREAMS, TOKENS = 16, 120
-_PASSWORD = re.compile(r"\$([A-Z]+)_PASSWORD")
 pytestmark = needs_openssl
-
-
-def rules() -> str:
-    """The users of cluster.conf; the password of each is its name."""
-    text = CONF.read_text(encoding="utf-8")
-    return _PASSWORD.sub(lambda name: f'"{name[1].lower()}"', text[text.index("authorization {") :])
 
 
 class Clusters:
@@ -68,7 +70,7 @@ class Clusters:
 def clusters(tmp_path: Path) -> Iterator[Clusters]:
     authority = Authority(tmp_path)
     tls = ServerTls(authority.pem, *authority.sign("127.0.0.1"), clients=True)
-    with nats_cluster(tmp_path, nats_tls(tls) + rules()) as nats, etcd_cluster(tmp_path, tls) as etcd:
+    with nats_cluster(tmp_path, nats_tls(tls) + nats_users()) as nats, etcd_cluster(tmp_path, tls) as etcd:
         yield Clusters(tmp_path, nats, etcd, authority)
 
 
@@ -121,7 +123,7 @@ async def test_no_stream_is_lost_with_a_server_of_nats_and_a_worker_comes_while_
 def test_the_file_of_a_server_is_one_that_nats_server_accepts(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("127.0.0.1")
-    text = _PASSWORD.sub("secret", CONF.read_text(encoding="utf-8"))
+    text = CONF_PASSWORD.sub("secret", CLUSTER_CONF.read_text(encoding="utf-8"))
     for file, real in (("server.pem", cert), ("server.key", key), ("fleet.pem", authority.pem)):
         text = text.replace(f"/etc/nats/{file}", str(real))
     (tmp_path / "nats.conf").write_text(text)

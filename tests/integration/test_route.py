@@ -54,16 +54,22 @@ async def said(up: Up, *lines: str) -> None:
     await asyncio.to_thread(eventually, all_said, limit_s=LIMIT_S, what=str(lines))
 
 
-async def answered(up: Up) -> dict[str, Any]:
+async def answered(up: Up, model: str = "tiny") -> dict[str, Any]:
     try:
-        return await asyncio.to_thread(post, up.url, {"model": "tiny", "prompt": "hello", "max_tokens": 2})
+        return await asyncio.to_thread(post, up.url, {"model": model, "prompt": "hello", "max_tokens": 2})
     except urllib.error.HTTPError as wrong:
         raise AssertionError(wrong.read().decode() + "".join(up.output) + up.logs()) from None
+
+
+def listed(up: Up) -> list[str]:
+    with urllib.request.urlopen(f"{up.url}/models", timeout=LIMIT_S) as answer:
+        return [str(model["id"]) for model in json.loads(answer.read())["data"]]
 
 
 async def test_servers_that_are_away_or_others_are_named_and_come_in_by_themselves(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny", context_length=512)
     one, other, strange = (Peer(model, free_port()) for _ in range(3))
+    one.models = strange.models = [{"id": "org/tiny", "root": str(model), "max_model_len": 100}]
     other.models = [{"id": "large"}]
     strange.tokens = [1, 2]
     file = tmp_path / "servers"
@@ -77,15 +83,18 @@ async def test_servers_that_are_away_or_others_are_named_and_come_in_by_themselv
             )
             await servers.enter_async_context(answering(one))
             await said(
-                up, f"{one.url}: vLLM 0.32.0, model tiny, 64 blocks of 32 tokens, routed by what was sent; it pub"
+                up, f"{one.url}: vLLM 0.32.0, model org/tiny, 64 blocks of 32 tokens, routed by what was sent; it pub"
             )
             await said(up, f"{one.url}: serves\n", "\nready ")
-            assert (await answered(up))["usage"]["completion_tokens"] == 2
+            for name in ("tiny", "org/tiny"):
+                assert (await answered(up, name))["model"] == "tiny"
+            assert await asyncio.to_thread(listed, up) == ["tiny"]
+            assert {str(body["model"]) for body in one.bodies} == {"org/tiny"}
             for peer in (other, strange):
                 await servers.enter_async_context(answering(peer))
             await said(
                 up,
-                f"{other.url}: left out: has no model {model} or tiny; it has large\n",
+                f"{other.url}: left out: has no model {model} or org/tiny or tiny; it has large\n",
                 f"{strange.url}: left out: serves another model: its tokenizer is not that of {model}\n",
             )
             other.models = one.models
@@ -147,6 +156,7 @@ async def test_pods_of_an_inference_pool_come_and_go_and_a_gateway_is_sent_to_th
     async with AsyncExitStack() as servers:
         await servers.enter_async_context(kube_serving(server))
         for address, peer in peers.items():
+            peer.models = [{"id": "org/tiny", "root": str(model), "max_model_len": 512}]
             await servers.enter_async_context(answering(peer, address))
         api = ("--kube-api", server.url, "--kube-token-file", str(token_file(tmp_path)))
         flags = ("--inference-pool", "default/vllm", *api, "--picker", str(picker))
@@ -156,6 +166,8 @@ async def test_pods_of_an_inference_pool_come_and_go_and_a_gateway_is_sent_to_th
             await server.put(PODS, pod("one", "127.0.0.2", labels))
             await said(up, f"http://127.0.0.2:{port}: serves\n", "\nready ")
             assert await _sent_to(picker, f"127.0.0.2:{port}") == {f"127.0.0.2:{port}"}
+            for name in ("tiny", "org/tiny"):
+                await _routed_by_blocks(up, picker, name)
             await server.put(PODS, pod("two", "127.0.0.3", labels))
             await said(up, f"http://127.0.0.3:{port}: serves\n")
             await server.put(PODS, pod("one", "127.0.0.2", labels, ready=False))
@@ -187,6 +199,23 @@ async def _sent_to(picker: int, endpoint: str) -> set[str]:
             found.add(destination(await stream.read())[0])
             await stream.end()
     return found
+
+
+async def _routed_by_blocks(up: Up, picker: int, model: str) -> None:
+    """Ask the picker about one prompt until routers know that its beginning was sent somewhere."""
+    body, asked = json.dumps({"model": model, "prompt": f"{model} has read " * 20}).encode(), 0
+    async with asyncio.timeout(LIMIT_S), connected(f"127.0.0.1:{picker}") as gateway:
+        while True:
+            stream, asked = gateway.ask(), asked + 1
+            name = f"{model.replace('/', '-')}-{asked}"
+            await stream.headers({":method": "POST", ":path": "/v1/completions", "x-request-id": name})
+            await stream.body(body)
+            assert destination(await stream.read())[0]
+            await stream.answer({":status": "200", "content-type": "application/json"})
+            await stream.end()
+            explained = await asyncio.to_thread(up.explained, "tiny", name)
+            if any(decision["predicted_cached_tokens"] for decision in explained["decisions"]):
+                return
 
 
 async def test_a_model_whose_files_are_not_here_ends_it_with_one_line(tmp_path: Path) -> None:

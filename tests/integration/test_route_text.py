@@ -80,6 +80,12 @@ def chat(up: Up, body: dict[str, Any], **headers: str) -> dict[str, Any]:
         raise AssertionError(wrong.read().decode() + "".join(up.output) + up.logs()) from None
 
 
+def page(up: Up) -> dict[str, Any]:
+    """Return what the page at /ui is sent first."""
+    with urllib.request.urlopen(f"{up.url.removesuffix('/v1')}/ui/events", timeout=LIMIT_S) as events:
+        return dict(json.loads(next(line for line in events if line.startswith(b"data:"))[5:]))
+
+
 async def has_said(up: Up, line: str, times: int) -> None:
     """Wait until it has said a line this often."""
 
@@ -105,6 +111,9 @@ async def test_two_servers_are_found_and_prompts_go_where_their_beginnings_were(
             for story in stories:
                 assert sorted(sum(story in str(body) for body in peer.bodies) for peer in (one, two)) == [0, 3]
             assert {headers["Authorization"] for peer in (one, two) for headers in peer.seen} == {"Bearer sesame"}
+            rows = (await asyncio.to_thread(page, up))["requests"]
+            assert [(row["outcome"], row["prompt"], row["output"]) for row in rows] == [("answered", 7, 1)] * 12
+            assert all(row["times"] == sorted(row["times"]) and row["instances"] for row in rows)
 
             async with openai.AsyncOpenAI(base_url=up.url, api_key="none", max_retries=0, timeout=LIMIT_S) as client:
                 assert [model.id for model in (await client.models.list()).data] == [NAME]

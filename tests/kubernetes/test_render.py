@@ -49,7 +49,12 @@ ON: Mapping[str, Any] = {
     "kvbm": {"diskHostPath": "/var/lib/headrace/blocks", "peers": True, "settings": {"disk": {"limit_bytes": 1 << 40}}},
     "workerDefaults": {"autoscaling": {"enabled": True}, "settings": {"drain_s": 60.5}, "runtimeClassName": "nvidia"},
     "models": {"pull": [f"org/name@{40 * 'a'}"], "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}]},
-    "picker": {"enabled": True, "pool": {"enabled": True, "selector": {"app": "vllm"}}},
+    "picker": {
+        "enabled": True,
+        "tlsSecret": "picker",
+        "caSecret": "gateways",
+        "pool": {"enabled": True, "selector": {"app": "vllm"}},
+    },
     "monitoring": {"podMonitor": True, "rules": True, "boards": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {key: [{"namespaceSelector": {}}] for key in ("clients", "monitoring", "gateway", "nats")},
 }
@@ -214,18 +219,45 @@ def test_the_block_store_and_the_workers_of_a_node_share_one_directory_of_its_me
         ({"etcd": {"secret": ""}}, "at '/etcd/secret': minLength: got 0, want 1"),
         (
             {"kvbm": {"enabled": False}, "workers": {"cpu": {"role": "decode"}}},
-            "workers.cpu.role is decode, but kvbm.enabled is false: prompts are handed over through the block store",
+            "at '/workers/cpu/role': value must be 'aggregated'",
         ),
+        ({"workers": {"cpu": {"role": "prefill", "kvbm": False}}}, "at '/workers/cpu/kvbm': value must be true"),
         (
-            {"workers": {"cpu": {"role": "prefill", "kvbm": False}}},
+            {"workerDefaults": {"kvbm": False}, "workers": {"cpu": {"role": "prefill"}}},
             "workers.cpu.role is prefill, but workers.cpu.kvbm is false: prompts are handed over through",
         ),
+        ({"picker": {"enabled": True, "caSecret": "ca"}}, "at '/picker/tlsSecret': minLength: got 0, want 1"),
+        ({"picker": {"tls": "secret"}}, "at '/picker': additional properties 'tls' not allowed"),
     ],
     ids=str,
 )
 def test_bad_values_are_refused_with_a_line_that_names_them(values: Mapping[str, Any], said: str) -> None:
     with pytest.raises(Refused, match=re.escape(said)):
         render(CPU, values=values)
+
+
+def test_the_picker_has_the_files_of_its_secrets_and_no_others(tmp_path: Path) -> None:
+    for secrets, files in (
+        ({}, {}),
+        ({"tlsSecret": "own"}, {"tls_cert": "picker/tls.crt", "tls_key": "picker/tls.key"}),
+        (
+            {"tlsSecret": "own", "caSecret": "gateways"},
+            {"tls_cert": "picker/tls.crt", "tls_key": "picker/tls.key", "tls_ca": "picker-ca/ca.crt"},
+        ),
+    ):
+        manifests = named(render(CPU, values={"picker": {"enabled": True, **secrets}}))
+        frontend = manifests["Deployment/headrace-frontend"]
+        config = settings_of(manifests, frontend, tmp_path)
+        assert isinstance(config, FrontendConfig)
+        assert config.picker.tls_files == {f"picker.{name}": f"/etc/headrace/{file}" for name, file in files.items()}
+        mounted = {each["mountPath"] for each in pod_of(frontend)["containers"][0]["volumeMounts"]}
+        assert {f"/etc/headrace/{file.partition('/')[0]}" for file in files.values()} <= mounted
+        named_secrets = {each["secret"]["secretName"] for each in pod_of(frontend)["volumes"] if "secret" in each} - {
+            "headrace-passwords"
+        }
+        assert named_secrets == set(secrets.values())
+        [port] = manifests["Service/headrace-picker"]["spec"]["ports"]
+        assert port["appProtocol"] == ("https" if secrets else "kubernetes.io/h2c")
 
 
 def changed(before: Any, after: Any, path: str = "") -> set[str]:

@@ -8,6 +8,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import get_args
+
+import pytest
 
 from shared import subjects
 from shared.bus.nats_bus import NatsBus, connect
@@ -18,14 +21,17 @@ from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.file import FileDiscovery
 from shared.errors import Unavailable
 from shared.messages.select import SELECT, SELECT_REPLY, Selected
+from tests.event_planes import Plane, event_planes
 from tests.router.fleet import LIMIT_S, MODEL, NAMESPACE, ScriptedWorker, select, tokens_of
 from tests.servers import EtcdServer, NatsServer
 
 
 @asynccontextmanager
-async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a router process while the context is open; the test may end it earlier. It finds workers in `etcd`, or else
-    in `folder`."""
+async def router_process(
+    nats_url: str, folder: Path, *more: str, etcd: str = ""
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a router process with `more` flags while the context is open; the test may end it earlier. It finds workers
+    in `etcd`, or else in `folder`."""
     flags = [
         *("--namespace", NAMESPACE),
         *("--nats-url", nats_url),
@@ -34,6 +40,7 @@ async def router_process(nats_url: str, folder: Path, *, etcd: str = "") -> Asyn
         *("--discovery-endpoints", etcd or "127.0.0.1:2379"),
         *("--discovery-lease-ttl-s", "5"),
         *("--index-speculation-s", "0"),
+        *more,
     ]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.router", *flags, env=environment(), stderr=asyncio.subprocess.PIPE
@@ -62,10 +69,14 @@ async def overlap_once_it_is(bus: NatsBus, prompt: list[int], blocks: int) -> Se
     raise AssertionError("the router does not answer")
 
 
-async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(nats_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plane", get_args(Plane))
+async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(
+    jetstream_url: str, tmp_path: Path, plane: Plane
+) -> None:
+    nats_url = jetstream_url
     bus = await connect(NatsConfig(url=nats_url), "test")
     discovery = FileDiscovery(tmp_path)
-    with ZmqEventBus("127.0.0.1") as events:
+    async with event_planes(plane, nats_url, namespace=NAMESPACE) as events:
         worker = ScriptedWorker("a1", bus, events, discovery)
         await worker.start()
         prompt = tokens_of("x", 30)
@@ -80,6 +91,26 @@ async def test_a_router_that_starts_late_or_restarts_learns_what_is_cached(nats_
             assert first.returncode == 0, said.decode()
         async with router_process(nats_url, tmp_path):
             assert (await overlap_once_it_is(bus, prompt, 30)).instance == "a1"
+        await worker.stop()
+    await discovery.close()
+    await bus.drain()
+
+
+async def test_a_router_that_starts_while_a_worker_does_not_answer_reads_its_blocks_from_the_stream(
+    jetstream_url: str, tmp_path: Path
+) -> None:
+    bus = await connect(NatsConfig(url=jetstream_url), "test")
+    discovery = FileDiscovery(tmp_path)
+    async with event_planes("jetstream", jetstream_url, namespace=NAMESPACE) as events:
+        worker = ScriptedWorker("a1", bus, events, discovery)
+        worker.answers_snapshots = False
+        await worker.start()
+        prompt = tokens_of("x", 30)
+        await worker.stores(prompt[: 4 * 20])
+        await worker.stores(prompt)
+        async with router_process(jetstream_url, tmp_path, "--source-snapshot-idle-timeout-s", "0.5"):
+            assert (await overlap_once_it_is(bus, prompt, 30)).instance == "a1"
+        assert worker.snapshots >= 1
         await worker.stop()
     await discovery.close()
     await bus.drain()

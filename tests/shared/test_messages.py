@@ -56,12 +56,16 @@ from shared.messages.frontends import (
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Accepted, Cancel, Generate, Refused, Sampling
 from shared.messages.kv_events import (
     EVENT_BATCH,
+    REPLAY_PAGE,
+    REPLAY_REQUEST,
     SNAPSHOT_CHUNK,
     SNAPSHOT_REQUEST,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    ReplayPage,
+    ReplayRequest,
     SnapshotBlock,
     SnapshotChunk,
     SnapshotRequest,
@@ -211,6 +215,8 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
         RecentRequests("0a", 1, 2, 3, [RequestWay("0123456789ab", "m", 1.5, 40, instances=("0b",))]),
     ),
     (SNAPSHOT_REQUEST, SnapshotRequest()),
+    (REPLAY_REQUEST, ReplayRequest(7)),
+    (REPLAY_PAGE, ReplayPage([(7, b"\0\xff"), (9, b"")], last=True)),
     (SNAPSHOT_CHUNK, SnapshotChunk(1, 8, [SnapshotBlock(5, None, b"\1\0\0\0")], True)),
     (
         EVENT_BATCH,

@@ -45,8 +45,7 @@ from services.worker.service import Worker
 from services.worker.simulated.runner import SimulatedModel
 from services.worker.simulated.timing import Timing
 from shared import subjects
-from shared.bus.memory_bus import MemoryBroker, MemoryBus
-from shared.bus.memory_events import MemoryEventBus, MemoryEventPublisher
+from shared.bus.memory_bus import MemoryBroker
 from shared.discovery.contract import Registration
 from shared.discovery.directory import Directory
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
@@ -58,6 +57,7 @@ from shared.runtime.control import answer_control
 from shared.runtime.runtime import Runtime
 from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clock import OWNER, SimulatedLoop
+from tests.simulation.events import KeptEvents, MutableBus, ShortMemory, ShortMemoryOverNats
 from tests.simulation.plan import BLOCK_SIZE, CONTEXT_LENGTH, EMBEDDING_SIZE, EOS, VOCABULARY, Sizes
 from tests.simulation.simulated_engine import SimulatedEngine
 
@@ -88,6 +88,7 @@ class Process:
         *,
         sizes: Sizes,
         sockets: MemorySockets,
+        kept_events: KeptEvents,
         pool: str = "",
         role: Role = "aggregated",
     ) -> None:
@@ -118,10 +119,10 @@ class Process:
         self._pool = pool
         self._sockets = sockets
         self._socket = Path(pool) / SOCKET
-        self.bus = MemoryBus(broker, instance)
+        self.bus = MutableBus(broker, instance)
         self._discovery = MemoryDiscovery(store, instance)
         self.directory = Directory(self._discovery, self.bus, NAMESPACE)
-        self._events = ShortMemory(broker, instance, sizes.ring_batches)
+        self._events = self._open_events(broker, kept_events)
         self._draw = draw
         self._stopping = asyncio.Event()
         self.main = loop.create_task(self._live(), name=instance, context=self.context)
@@ -153,7 +154,8 @@ class Process:
             self.state = "dead"
             self._loop.freeze(self.instance)
             self.bus.disconnect()
-            self._events.close()
+            if isinstance(self._events, ShortMemory):
+                self._events.close()
             self._let_go()
             for registration in self._discovery.registrations:
                 registration.end()
@@ -182,7 +184,9 @@ class Process:
 
     def mute(self, *, muted: bool) -> None:
         """What it publishes of its cache is lost."""
-        if self.worker is not None:
+        if self._sizes.plane != "zmq":
+            self.bus.muted = muted
+        elif self.worker is not None:
             mute = self.bus.broker.events.mute if muted else self.bus.broker.events.unmute
             source = self.worker.event_source
             if source is not None and self.bus.broker.events.publisher(source.publish) is not None:
@@ -204,6 +208,16 @@ class Process:
         if self.state == "frozen":
             self.expire()
 
+    def _open_events(self, broker: MemoryBroker, kept: KeptEvents) -> ShortMemory | ShortMemoryOverNats:
+        sizes = self._sizes
+        if sizes.plane == "zmq":
+            return ShortMemory(broker, self.instance, sizes.ring_batches)
+        stream = "kept" if sizes.plane == "jetstream" else ""
+        read_stream = partial(kept.read, self.bus)
+        return ShortMemoryOverNats(
+            self.bus, NAMESPACE, self.instance, sizes.ring_batches, stream=stream, read_stream=read_stream
+        )
+
     # --- its life
 
     async def _live(self) -> None:
@@ -214,6 +228,8 @@ class Process:
                 pass
             finally:
                 await self._discovery.close()
+                if isinstance(self._events, ShortMemoryOverNats):
+                    await self._events.close()
                 await self.bus.drain()
                 if self.state != "dead":
                     self.state = "ended"
@@ -401,17 +417,6 @@ def make_pool(directory: Path, slots: int) -> None:
     os.posix_fallocate(pool._pool.descriptor, 0, pool.geometry.file_bytes)
     assert pool.reserved
     pool.close()
-
-
-class ShortMemory(MemoryEventBus):
-    """Whose publishers keep fewer batches for replay than services ask for."""
-
-    def __init__(self, broker: MemoryBroker, name: str, ring_batches: int) -> None:
-        super().__init__(broker.events, name)
-        self._ring_batches = ring_batches
-
-    def open_publisher(self, *, topic: str = "", ring_batches: int = 10_000) -> MemoryEventPublisher:
-        return super().open_publisher(topic=topic, ring_batches=min(ring_batches, self._ring_batches))
 
 
 @cache

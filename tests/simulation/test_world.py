@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -35,8 +36,8 @@ from shared.messages.frames import NOT_BEGUN, Part
 from shared.messages.kvbm import Settled
 from shared.messages.select import Selected
 from tests.fakes.memory_sockets import MemorySockets, MemoryStream
-from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, plan, role_of_replacement
-from tests.simulation.seeds import drawn, failures
+from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, Plane, plan, role_of_replacement
+from tests.simulation.seeds import REGRESSIONS, drawn, failures
 from tests.simulation.world import run
 
 SEED = 7
@@ -110,6 +111,11 @@ def test_a_seed_that_breaks_the_simulation_itself_tells_how_to_run_it_again(monk
 def test_under_a_clear_sky_nothing_goes_wrong() -> None:
     skies = clear()
     assert [wrong for _ in range(5) for wrong in run(next(skies))] == []
+
+
+def test_every_plane_of_kv_events_has_seeds_and_those_that_once_found_a_fault_have_zmq() -> None:
+    assert Counter(plan(seed).sizes.plane for seed in range(18)) == dict.fromkeys(get_args(Plane), 6)
+    assert {plan(seed).sizes.plane for seed in REGRESSIONS} == {"zmq"}
 
 
 def test_requests_that_wait_at_workers_in_vain_are_among_what_happens() -> None:

@@ -34,9 +34,10 @@ from shared.messages.cards import Role, ServiceName
 from tests.fakes.memory_sockets import MemorySockets
 from tests.simulation.clients import Answer, ask, judge
 from tests.simulation.clock import Deadlock, Livelock, SimulatedLoop
+from tests.simulation.events import KeptEvents
 from tests.simulation.invariants import troubles, violations
 from tests.simulation.plan import Aim, Fault, Moment, Plan, Request, request, role_of_replacement
-from tests.simulation.process import Process, make_pool
+from tests.simulation.process import NAMESPACE, Process, make_pool
 from tests.simulation.weather import StormyWeather
 
 TTL_S = 1.0
@@ -73,7 +74,10 @@ class World:
         contexts: dict[str, Context] = {}
         self._contexts = contexts
         self.weather = StormyWeather(loop, plan.seed, plan.skies, contexts, tell)
-        self._broker = RememberingBroker(self.weather, Random(f"broker {plan.seed}"), plan.skies.torn)
+        self._kept_events = KeptEvents(NAMESPACE, self.weather, plan.sizes.ring_batches)
+        self._broker = RememberingBroker(
+            self.weather, Random(f"broker {plan.seed}"), plan.skies.torn, self._kept_events
+        )
         self._store = MemoryStore(ttl_s=TTL_S, delivery=self.weather)
         self._quiet = asyncio.Event()
         self._quiet_s = 0.0
@@ -140,6 +144,7 @@ class World:
             Random(f"{instance} {self._plan.seed}"),
             sizes=self._plan.sizes,
             sockets=self._sockets,
+            kept_events=self._kept_events,
             pool=self._pool,
             role=role,
         )
@@ -244,6 +249,7 @@ class World:
                 return partial(self._reconnect, target)
             case "lose all NATS":
                 self._nats_away = True
+                self._kept_events.restart()
                 for process in self._alive():
                     self._broker.disconnect(process.bus)
                 return self._find_nats
@@ -428,8 +434,9 @@ class World:
 class RememberingBroker(MemoryBroker):
     """Which also knows the subscriptions that have ended, and tears step frames during the storm."""
 
-    def __init__(self, weather: StormyWeather, draw: Random, torn: float) -> None:
+    def __init__(self, weather: StormyWeather, draw: Random, torn: float, kept_events: KeptEvents) -> None:
         super().__init__(weather)
+        self._kept_events = kept_events
         self.all: list[MemorySubscription] = []
         self._stormy = weather
         self._draw = draw
@@ -443,6 +450,7 @@ class RememberingBroker(MemoryBroker):
             self._torn[message.subject] += 1
             cut = message.payload[: self._draw.randrange(len(message.payload))]
             message = msgspec.structs.replace(message, payload=cut)
+        self._kept_events.published(message)
         super().publish(message, sender)
 
     def torn(self, subscription: MemorySubscription) -> int:

@@ -122,7 +122,7 @@ def _verdict(
 def _bus(bus: BusMeasured) -> Iterator[Verdict]:
     jetstream = "with JetStream" if bus.jetstream else "no JetStream"
     shown = f"{bus.address}, version {bus.version}, {jetstream}"
-    meaning = "Headrace keeps nothing in NATS and uses no JetStream. These settings cannot be seen from here:"
+    meaning = "Only observe.events_plane = jetstream needs JetStream. These settings cannot be seen from here:"
     advice = 'max_pending: 512MB, ping_interval: "10s", ping_max: 2 in the file of nats-server'
     yield Verdict("NATS server", "ok", shown, meaning, advice)
     yield from _others("NATS servers", bus.down, "nats.url")

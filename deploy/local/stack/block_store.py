@@ -15,6 +15,7 @@ import msgspec
 
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
+from shared.machine_memory import usable_memory_bytes
 from shared.regular_file import ownership_fault
 
 DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
@@ -189,5 +190,4 @@ def _check_disk(directory: Path) -> None:
 
 def _default_bytes(device: str) -> int:
     share, limit_bytes = DEFAULTS[device]
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(limit_bytes, memory_bytes // share)
+    return min(limit_bytes, usable_memory_bytes() // share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from shared.chat_templates import NAMES
 from shared.config import environment
 from shared.errors import ConfigError
 from shared.installation import COMMAND
+from shared.processors import usable_processors
 from shared.vllm_args import read_file
 
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
@@ -46,7 +46,7 @@ WIRING = re.compile(
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
     flags = _check(flags)
-    usual = default_replicas(len(os.sched_getaffinity(0)))
+    usual = default_replicas(usable_processors())
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
     prefill, decode = _roles(flags)

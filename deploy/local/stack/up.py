@@ -42,6 +42,7 @@ from deploy.local.stack.supervise import (
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
+from shared.processors import usable_processors
 
 LOG_LIMIT_BYTES = 64 << 20
 """Size at which a log's content moves to a second file."""
@@ -62,7 +63,7 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal, beside
         state_dir,
         servers.free_ports(ports_needed(options)),
         python=sys.executable,
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_processors(),
         password=secrets.token_hex(32),
     )
     prepare(stack.files, state_dir)

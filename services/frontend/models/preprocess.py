@@ -15,6 +15,7 @@ special tokens on purpose.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -287,8 +288,10 @@ def too_many_tokens(most: int, param: str) -> InvalidRequest:
 
 
 def check_vocabulary(tokens: Sequence[int], limits: ModelLimits, *, param: str) -> None:
-    """Raise InvalidRequest for a token id outside the vocabulary. `param` names the field that the tokens came from."""
-    if tokens and (min(tokens) < 0 or max(tokens) >= limits.vocab_size):
+    """Raise InvalidRequest for a token id outside the vocabulary. `param` names the field that the tokens came from.
+    An array's ids are unsigned."""
+    least = 0 if isinstance(tokens, array) else min(tokens, default=0)
+    if least < 0 or max(tokens, default=0) >= limits.vocab_size:
         at, token = next((at, token) for at, token in enumerate(tokens) if not 0 <= token < limits.vocab_size)
         why = f"token id {token} at index {at} is outside the vocabulary of {limits.vocab_size}"
         raise InvalidRequest(why, param=f"{param}[{at}]")

@@ -12,7 +12,8 @@ counts: that of the worker which started last, so that all frontends choose the 
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
 
 The LoRAs of the cards are models too (lora_names.py): each is its base model with another name and the LoRA's id. A
-base model of the same name comes first.
+base model of the same name comes first. The name that a card's server has for the model means the model too, unless
+another one has it (model_names.py). Both stay known for as long as the model.
 
 A card that names a server is of one that takes and gives text alone. Nothing is loaded for it, and `text_of` finds it.
 
@@ -23,7 +24,6 @@ version, and a path alone another file on another machine.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -45,6 +45,7 @@ from services.frontend.models.model import (
     load_model,
     model_limits,
 )
+from services.frontend.models.model_names import ModelAliases, similar_names
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages.cards import Instance, ModelCard
@@ -54,12 +55,6 @@ RETRY_S = 5.0
 """Seconds between two attempts to load a model."""
 MODELS_LIMIT = 256
 """The number of known models, with or without workers. Cards of further models are ignored with an error."""
-NAMES_LISTED = 8
-"""The number of models that an error lists when the requested one does not exist."""
-NAMES_COMPARED = 1024
-"""The number of names that are compared with one that does not exist: some milliseconds."""
-COMPARED_CHARACTERS = 256
-"""The length up to which a name that does not exist is compared with others."""
 FAULTS_LISTED = 32
 """The number of cards that /health lists because they cannot be loaded."""
 
@@ -172,9 +167,10 @@ class ModelRegistry:
         self._instances = directory.instances
         self._entries: dict[str, _Entry] = {}
         self._loras = LoraNames()
+        self._aliases = ModelAliases()
         self._hidden: set[str] = set()
+        """What was logged of names that do not mean what has them, while it holds."""
         self._limited_log = RateLimitedLog()
-        """The names of LoRAs that were reported because a base model has them; at most as many as there are models."""
         self.texts: set[str] = set()
         """The models whose servers take and give text alone."""
         self._loaded = asyncio.Event()
@@ -193,8 +189,7 @@ class ModelRegistry:
         """Return the model or the LoRA of that name, or the only model for None and an empty name. Raise InvalidRequest
         (404) for a name that no worker has served, and for a LoRA that was unloaded; Unavailable while it cannot be
         served."""
-        if not name:
-            name = self._only()
+        name = self._own_name(name) if name else self._only()
         entry = self._entries.get(name)
         if entry is not None:
             return self._model_of(name, entry), entry.limits
@@ -205,7 +200,8 @@ class ModelRegistry:
             raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
         if not self._entries or name in self._directories:
             raise Unavailable(f"no worker serves the model {name!r} yet")
-        wrong = f"the model {name!r} does not exist; there is {', '.join(self._near(name))}"
+        known = {*self._entries, *self._loras.names}
+        wrong = f"the model {name!r} does not exist; there is {', '.join(similar_names(name, known))}"
         raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
 
     def text_of(self, name: str | None) -> str:
@@ -218,10 +214,16 @@ class ModelRegistry:
         if not name:
             names = self._unnamed()
             return names[0] if len(names) == 1 else ""
+        name = self._own_name(name)
         if name in self._entries:
             return name
         lora = self._loras.find(name)
         return "" if lora is None else lora[0]
+
+    def _own_name(self, name: str) -> str:
+        """Return a model's own name for another one that it has; any other name as it is."""
+        own = name in self._entries or name in self._loras.names or self._loras.is_gone(name)
+        return name if own else self._aliases.find(name) or name
 
     def _model_of(self, name: str, entry: _Entry) -> Model:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
@@ -240,16 +242,6 @@ class ModelRegistry:
         model = self._model_of(base, entry)
         limits = model_limits([card for card in entry.chosen if lora in card.lora])
         return replace(model, name=name, parent=base, lora=lora), limits
-
-    def _near(self, name: str) -> list[str]:
-        """Return some of the known names, those that resemble `name` if any do."""
-        known = sorted({*self._entries, *self._loras.names})
-        near = (
-            difflib.get_close_matches(name, known[:NAMES_COMPARED], n=NAMES_LISTED)
-            if len(name) <= COMPARED_CHARACTERS
-            else []
-        )
-        return near or known[:NAMES_LISTED]
 
     def _unnamed(self) -> list[str]:
         """Return the models that a request without a name may mean."""
@@ -316,21 +308,26 @@ class ModelRegistry:
         entry = self._entries.setdefault(card.model, _Entry(self._instances))
         entry.cards[card.instance] = card
         self._loras.set_card(card.model, card.instance, card.lora if card.routed else ())
-        self._report_hidden()
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers
             entry.reason = _LOADING
         self._reload(card.model, entry)
 
     def _report_hidden(self) -> None:
-        """Log each LoRA once that cannot be asked for since a base model has its name."""
-        for name in self._loras.names.keys() & self._entries.keys() - self._hidden:
-            self._hidden.add(name)
-            _log.warning("the LoRA %s cannot be asked for: a model has its name; load it under another one", name)
+        """Log each name once that does not mean what has it, because a model or LoRA has it, too."""
+        own, loras = self._entries.keys(), self._loras.names.keys()
+        lost = "the LoRA {} cannot be asked for: a model has its name; load it under another one"
+        hidden = {*map(lost.format, loras & own), *self._aliases.refusals(own, loras)}
+        for said in sorted(hidden - self._hidden):
+            _log.warning("%s", said)
+        self._hidden = hidden
 
     def _reload(self, name: str, entry: _Entry) -> None:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
         entry.forget_order()
+        if entry.cards:
+            self._aliases.set_names(name, (card.alias for card in entry.cards.values()))
+        self._report_hidden()
         (self.texts.add if entry.is_text else self.texts.discard)(name)
         entry.changed.set()
         if not entry.loading:

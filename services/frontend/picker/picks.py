@@ -4,8 +4,8 @@
                                    └── another endpoint answers: Select among its instance alone, then Finished for the
                                        attempt before: the reservation has moved
 
-An endpoint is the server that an attached worker stands for; its address is in the worker's card. Reports of workers
-never have a gateway's attempts, so each one ends with Finished: at the end of the stream, or at the request's deadline.
+An endpoint is the server that an attached worker stands for; its address is in the worker's card. What is reserved ends
+(`UnreportedAttempts`) at the end of the stream, or at the request's deadline.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from services.frontend.config import PickerConfig
 from services.frontend.metrics import Metrics
 from services.frontend.picker.prompts import GatewayPrompt
 from services.frontend.requests.calls import refusal_of
 from services.frontend.requests.service import RequestService
+from services.frontend.requests.unreported import UnreportedAttempts
 from services.frontend.serving.request_context import RequestId
 from shared.errors import HeadraceError, Unavailable
 from shared.messages.cards import ModelCard
-from shared.messages.select import Finished, Prefilled, Select, Selected
+from shared.messages.select import Select, Selected
 from shared.runtime.runtime import Runtime
 
 UNKNOWN_INSTANCES = 3
@@ -79,13 +79,10 @@ class EndpointPick:
         self._picks = picks
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
-        self._request = RequestId("", "")
-        self._prompt: GatewayPrompt | None = None
+        self._request, self._model = RequestId("", ""), ""
         self._begun_s = 0.0
-        self._attempt = 0
-        """The number of the latest attempt for which a router may have a reservation."""
-        self._ended = 0
-        """The number of the latest attempt that was reported as ended. Those before it were, too."""
+        self._attempts: UnreportedAttempts | None = None
+        """None before a choice."""
         self._instance = ""
         """The instance at which the load is reserved."""
         self._endpoint = ""
@@ -106,58 +103,51 @@ class EndpointPick:
         if not known:
             among = "" if subset is None else f" among the {len(subset)} that the gateway allows"
             raise Unavailable(f"no endpoint serves the model {prompt.model or 'of this request'!r}{among}")
-        self._request, self._begun_s = request, self._now()
-        self._prompt = replace(prompt, model=model)
-        chosen = await self._select(self._prompt, known, first=True)
+        self._request, self._model, self._begun_s = request, model, self._now()
+        select = Select(
+            request=request.unique,
+            attempt=0,
+            frontend=picks.runtime.instance,
+            model=model,
+            hashes=prompt.hashes,
+            prompt_tokens=prompt.prompt_tokens,
+            max_tokens=prompt.max_tokens,
+            lora=prompt.lora,
+            priority=prompt.priority,
+            session=prompt.session,
+        )
+        self._attempts = UnreportedAttempts(picks.service, select, prompt.deadline)
+        chosen = await self._select(self._attempts, known, first=True)
         order = [chosen.instance, *(row.instance for row in chosen.candidates)]
         endpoints = tuple(dict.fromkeys(known[each] for each in order if each in known))[:most]
         self._endpoint = endpoints[0]
         return endpoints
 
-    async def _select(self, prompt: GatewayPrompt, known: Mapping[str, str], *, first: bool) -> Selected:
+    async def _select(self, attempts: UnreportedAttempts, known: Mapping[str, str], *, first: bool) -> Selected:
         """Have a router reserve the next attempt at one of the known instances."""
-        picks, limits = self._picks, self._picks.service.limits
+        picks = self._picks
         cards = picks.runtime.directory.cards.values()
-        excluded = {card.instance for card in cards if card.model == prompt.model} - known.keys()
+        excluded = {card.instance for card in cards if card.model == self._model} - known.keys()
         for _ in range(UNKNOWN_INSTANCES):
-            self._attempt += 1
-            select = Select(
-                request=self._request.unique,
-                attempt=self._attempt,
-                frontend=picks.runtime.instance,
-                model=prompt.model,
-                hashes=prompt.hashes,
-                prompt_tokens=prompt.prompt_tokens,
-                max_tokens=prompt.max_tokens,
-                excluded=tuple(sorted(excluded)),
-                lora=prompt.lora,
-                priority=prompt.priority,
-                session=prompt.session,
-                explain=first and picks.config.endpoints > 1,
-                time_left_s=max(0.0, prompt.deadline - self._now()),
-                wait_limit_s=limits.wait_s if first else 0.0,
-                whole=True,
-                unreported=True,
-            )
-            answer = await picks.service.calls.ask_routers(select, prompt.deadline)
-            assert answer is not None, "the answer is always wanted"
+            explain = first and picks.config.endpoints > 1
+            answer = await attempts.select(sorted(excluded), waits=first, explain=explain)
             if not isinstance(answer, Selected):
                 raise refusal_of(answer)
             if answer.instance in known:
                 self._instance = answer.instance
                 return answer
-            self._finish(self._attempt)
+            attempts.finish()
             excluded.add(answer.instance)
         raise Unavailable("routers choose instances that this frontend does not know yet")
 
     def begin(self, served: str, *, has_text: bool) -> None:
         """Note that the endpoint `served` answers; empty if it is not known which. With `has_text` the text is there,
         else `first_text` follows, or is assumed after `unseen_s`."""
-        if self._prompt is None or self._released:
+        if self._attempts is None or self._released:
             return
         moves = bool(served) and served != self._endpoint
         if moves:
-            self._move(served, self._prompt)
+            self._move(served, self._attempts)
         if has_text and moves:
             self._has_text = True  # it is said of the attempt that is reserved then
         elif has_text:
@@ -167,40 +157,35 @@ class EndpointPick:
 
     def first_text(self) -> None:
         """Note that the first text has come. Idempotent."""
-        if not (self._has_text or self._released or self._prompt is None):
+        if not (self._has_text or self._released or self._attempts is None):
             self._has_text = True
-            self._publish_prefilled(self._prompt)
+            self._attempts.mark_prefilled(self._instance, self._now() - self._begun_s)
 
-    def _publish_prefilled(self, prompt: GatewayPrompt) -> None:
-        took_s = self._now() - self._begun_s
-        first = Prefilled(self._request.unique, self._attempt, -1, took_s, instance=self._instance)
-        self._picks.service.publish_load(prompt.model, first)
-
-    def _move(self, served: str, prompt: GatewayPrompt) -> None:
+    def _move(self, served: str, attempts: UnreportedAttempts) -> None:
         """Move the reservation to the instance that stands for `served`, or free it if there is none."""
         picks = self._picks
         picks.metrics.picker_moves.inc()
         text = f"the gateway sent it to {served}, not to {self._endpoint}"
-        picks.runtime.notes.requests.add(self._request.unique, text, self._now(), attempt=self._attempt)
-        known = endpoints_of(picks.runtime.directory.cards, prompt.model, (served,))
+        picks.runtime.notes.requests.add(self._request.unique, text, self._now(), attempt=attempts.latest)
+        known = endpoints_of(picks.runtime.directory.cards, self._model, (served,))
         if not known:
-            self._finish(self._attempt)
+            attempts.finish()
             return
         self._endpoint = served
-        picks.runtime.tasks.create_task(self._reserve_at(known, prompt), name=f"move {self._request.unique}")
+        picks.runtime.tasks.create_task(self._reserve_at(known, attempts), name=f"move {self._request.unique}")
 
-    async def _reserve_at(self, known: Mapping[str, str], prompt: GatewayPrompt) -> None:
-        former = self._attempt
+    async def _reserve_at(self, known: Mapping[str, str], attempts: UnreportedAttempts) -> None:
+        former = attempts.latest
         try:
-            await self._select(prompt, known, first=False)
+            await self._select(attempts, known, first=False)
         except HeadraceError as why:
             now = self._now()
             self._picks.runtime.notes.requests.add(self._request.unique, f"not reserved there: {why}", now)
-        self._finish(former)
+        attempts.finish(former)
         if self._released:
-            self._finish(self._attempt)
-        elif self._has_text and self._attempt > former:
-            self._publish_prefilled(prompt)
+            attempts.finish()
+        elif self._has_text and attempts.latest > former:
+            attempts.mark_prefilled(self._instance, self._now() - self._begun_s)
 
     def leave(self) -> None:
         """Free what is reserved, as the stream has ended: at once, or after `unseen_s` if an answer's text was to come.
@@ -216,12 +201,5 @@ class EndpointPick:
         self._released = True
         if self._timer is not None:
             self._timer.cancel()
-        self._finish(self._attempt)
-
-    def _finish(self, attempt: int) -> None:
-        """Report the end of all attempts up to this one."""
-        if self._prompt is None:
-            return
-        for each in range(self._ended + 1, attempt + 1):
-            self._picks.service.publish_load(self._prompt.model, Finished(self._request.unique, each))
-        self._ended = max(self._ended, attempt)
+        if self._attempts is not None:
+            self._attempts.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -19,7 +20,7 @@ TOKENS_LIMIT = 1 << 20
 NUMBERS_LIMIT = 1 << 22
 """Numbers of all vectors together: 16 MiB, 22 MiB as base64 and some 85 MiB in decimal."""
 
-Input = str | list[int]
+Input = str | Sequence[int]
 """One input, as a text or as token ids."""
 
 

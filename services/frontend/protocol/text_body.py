@@ -1,6 +1,8 @@
 """Reads what must be known of bodies that pass through unchanged: of a request's, of an answer's. Pure.
 
-    request  ─▶ model, stream, how much it may generate, and the bytes of its prompt, which are hashed in blocks
+    request  ─▶ its fields, found in one pass ─▶ model
+                                               ─▶ stream, how much it may generate, and the bytes of its prompt, which
+                                                  are hashed in blocks
     answer   ─▶ AnswerMeter: the `usage` in its last bytes, or else the number of its events
 
 What makes a prompt is taken in the order in which templates mostly have it, without whitespace between values. So a
@@ -21,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import msgspec
-from msgspec import Raw, Struct, field
+from msgspec import Raw, Struct
 
 from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.errors import field_error
@@ -41,39 +43,19 @@ _EVENT = b"data:"
 _USAGE = b'"usage"'
 
 
-def _missing() -> Raw:
-    return Raw(b"")
-
-
-class _Named(Struct):
-    model: Raw = field(default_factory=_missing)
-
-
-class _Body(_Named):
-    stream: Raw = field(default_factory=_missing)
-    n: Raw = field(default_factory=_missing)
-    max_tokens: Raw = field(default_factory=_missing)
-    max_completion_tokens: Raw = field(default_factory=_missing)
-    max_output_tokens: Raw = field(default_factory=_missing)
-    prompt_cache_key: Raw = field(default_factory=_missing)
-    cache_salt: Raw = field(default_factory=_missing)
-    tools: Raw = field(default_factory=_missing)
-    system: Raw = field(default_factory=_missing)
-    instructions: Raw = field(default_factory=_missing)
-    messages: Raw = field(default_factory=_missing)
-    prompt: Raw = field(default_factory=_missing)
-    input: Raw = field(default_factory=_missing)
-    options: Raw = field(default_factory=_missing)
+Fields = Mapping[str, Raw]
+"""The fields of an object, each as it is written."""
 
 
 class _Options(Struct):
-    num_predict: Raw = field(default_factory=_missing)
+    num_predict: Raw = Raw(b"")
 
 
 _PROMPT = ("tools", "system", "instructions", "messages", "prompt", "input")
 """The fields that make a prompt, in order."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_READ = frozenset(_Body.__struct_fields__)
+_READ = frozenset(("model", "stream", "n", "prompt_cache_key", "cache_salt", "options", *_PROMPT, *_LIMITS))
+_NOTHING = Raw(b"")
 _STREAM = {b"true": True, b"false": False}
 _OLLAMA = re.compile(rb'"(prompt_eval_count|eval_count)"\s*:\s*(\d{1,10})\b')
 """The counts of Ollama's own paths, which have no `usage`."""
@@ -104,46 +86,49 @@ class TextBody(Struct, frozen=True):
         return pack_hashes(sequence_hashes(self.prompt, block_units, seed))
 
 
-def read_model(body: bytes) -> str | None:
-    """Return the model that a body names; None if it names none, or is no JSON object."""
-    try:
-        return _text(msgspec.json.decode(body, type=_Named).model) or None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+def read_fields(body: bytes) -> Fields:
+    """Return the fields of a body, which they keep in memory. Raise InvalidRequest if it is no JSON object, or too
+    large."""
+    return decode_body(dict[str, Raw], body)
 
 
-def read_text(body: bytes) -> TextBody:
-    """Return what a body says. Raise InvalidRequest if it is no JSON object, or too large."""
-    fields = decode_body(_Body, body)
-    _check_names(body)
-    parts = [bytes(getattr(fields, name)) for name in _PROMPT]
+def read_model(fields: Fields) -> str | None:
+    """Return the model that a body names; None if it names none."""
+    return _text(fields.get("model", _NOTHING)) or None
+
+
+def read_text(fields: Fields) -> TextBody:
+    """Return what a body says. Raise InvalidRequest for a field that is written otherwise."""
+    _check_names(fields)
+    given = {name: fields.get(name, _NOTHING) for name in _READ}
+    parts = [bytes(given[name]) for name in _PROMPT]
     prompt = b"".join(map(_compact, filter(None, parts)))[:HASHED_BYTES]
-    choices = max(1, _count(fields.n))
+    choices = max(1, _count(given["n"]))
     return TextBody(
         prompt=prompt,
         prompt_tokens=max(1, sum(map(len, parts)) // BYTES_A_TOKEN),
-        max_tokens=min(COUNT_LIMIT - 1, choices * max(_count(limit) for limit in _limits(fields))),
+        max_tokens=min(COUNT_LIMIT - 1, choices * max(_count(limit) for limit in _limits(given))),
         choices=choices,
-        stream=_STREAM.get(bytes(fields.stream)),
-        session=_text(fields.prompt_cache_key),
-        salt=_text(fields.cache_salt),
+        stream=_STREAM.get(bytes(given["stream"])),
+        session=_text(given["prompt_cache_key"]),
+        salt=_text(given["cache_salt"]),
     )
 
 
-def _check_names(body: bytes) -> None:
+def _check_names(fields: Fields) -> None:
     """Raise InvalidRequest for a field that is one of those read here but for the case of its letters. Servers in Go
     take them for the same field, and would run another model than the one that was routed."""
-    for name in msgspec.json.decode(body, type=dict[str, Raw]):
+    for name in fields:
         if name not in _READ and name.lower() in _READ:
             raise field_error(name[:64], f"is written {name.lower()}")
 
 
-def _limits(fields: _Body) -> Iterator[Raw]:
+def _limits(given: Fields) -> Iterator[Raw]:
     """Yield what bounds an answer; `options.num_predict` is Ollama's."""
     for name in _LIMITS:
-        yield getattr(fields, name)
+        yield given[name]
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        yield msgspec.json.decode(fields.options, type=_Options).num_predict
+        yield msgspec.json.decode(given["options"], type=_Options).num_predict
 
 
 def _compact(value: bytes) -> bytes:

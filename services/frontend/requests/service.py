@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -29,7 +30,7 @@ from services.frontend.requests.retry import RetryBudget
 from services.frontend.requests.session import Session
 from services.frontend.requests.stream import InferenceRequest, Stream, StreamSelector
 from services.frontend.requests.watchdog import Watchdog
-from services.frontend.requests.way import WayLog
+from services.frontend.requests.way import WayLog, session_counts
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
@@ -161,7 +162,7 @@ class RequestService:
         stream.timer = self._loop.call_at(request.deadline, self._feed, stream, events.TimeExpired())
         self._running[request.id] = stream
         if self.ways is not None and not request.is_follower:
-            begun = (request.id, request.model, request.prompt_tokens, session)
+            begun = (request.id, request.model, request.prompt_tokens, partial(session_counts, session))
             stream.way = self.ways.begin(*begun, request.received_s, stream.started)
         if not request.repeats_prompt:
             metrics.input_tokens.observe(request.prompt_tokens)
@@ -182,7 +183,7 @@ class RequestService:
             self._trace_choice(stream, stream.spans, event)
         self._do(stream, stream.session.on(event))
         if stream.way is not None:
-            stream.way.note(stream.last_sign)
+            stream.way.note(stream.session, stream.last_sign)
 
     def _trace_choice(self, stream: Stream, spans: AttemptSpans, event: events.Event) -> None:
         """Pass the answer to a Select on to the spans of a traced request."""
@@ -343,6 +344,7 @@ class RequestService:
             return
         del self._running[stream.request.id]
         if stream.way is not None:
+            stream.way.note(stream.session, self._now())
             stream.way.end(stream.outcome, self._now())
         if stream.spans is not None and stream.request.trace is not None:
             stream.spans.close(stream.request.trace.now_ns(), "" if stream.ended else "the client has left")

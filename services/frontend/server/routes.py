@@ -54,7 +54,7 @@ from services.frontend.server.sse import ResponseBody
 from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.foreign import foreign_error
 from services.frontend.serving.request_context import RequestContext, ignored_header
-from services.frontend.serving.text_proxy import TextProxy
+from services.frontend.serving.text_proxy import AskedServers, TextProxy
 from shared.errors import HeadraceError, InvalidRequest
 from shared.tracing.tracer import Tracer
 from shared.version import VERSION
@@ -139,9 +139,9 @@ class HttpApi(Struct):
                 sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
                 place.admit()
                 context = self.exchange.context(request_id_of(request), place, request.headers, trace, stream.open)
-                if operation not in STORED_METHODS and (model := self.texts.model_of(sent)):
-                    passing = self._pass_on(model, operation, sent, request, context)
-                    del sent  # it is dropped there once a server has answered
+                if operation not in STORED_METHODS and (asked := self.texts.read(sent)) is not None:
+                    passing = self._pass_on(asked, operation, sent, request, context)
+                    del asked, sent  # they are dropped there once a server has answered
                     return await passing
                 stream.headers = partial(ignored_header, context.ignored)
                 answer = self.exchange.answer(operation, sent, context)
@@ -163,7 +163,7 @@ class HttpApi(Struct):
 
     async def _pass_on(
         self,
-        model: str,
+        asked: AskedServers,
         operation: Operation | ForeignOperation,
         sent: bytes,
         request: web.Request,
@@ -171,8 +171,8 @@ class HttpApi(Struct):
     ) -> tuple[web.StreamResponse, int]:
         """Have a server that takes text alone answer. Return the response and the status to count. Raise the error of
         an answer that has not begun."""
-        async with self.texts.answer(model, _PATH_OF[operation], sent, context) as reply:
-            del sent
+        async with self.texts.answer(asked, _PATH_OF[operation], sent, context) as reply:
+            del asked, sent
             unread_s, status = self.config.unread_s, reply.status
             body = ResponseBody(request, reply.headers, unread_s=unread_s, framing="raw", status=status)
             try:

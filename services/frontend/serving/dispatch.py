@@ -140,7 +140,7 @@ class Dispatcher:
         if name in self._models.texts:
             return msgspec.json.encode(self._entry(name, name, None, self._models.served()[name]))
         model, limits = self._models.find(name)
-        return msgspec.json.encode(self._entry(name, model.lora or name, model.parent or None, limits))
+        return msgspec.json.encode(self._entry(model.name, model.lora or model.name, model.parent or None, limits))
 
     def _entry(self, name: str, root: str, parent: str | None, limits: ModelLimits) -> ModelEntry:
         defaults = sampling_defaults(limits, self._config)

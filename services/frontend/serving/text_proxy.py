@@ -23,23 +23,34 @@ from typing import Protocol
 
 import aiohttp
 import msgspec
+from msgspec import Struct
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import Metrics
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.text_body import AnswerMeter, TextBody, read_model, read_text
+from services.frontend.protocol.text_body import (
+    AnswerMeter,
+    Fields,
+    TextBody,
+    TextUsage,
+    read_fields,
+    read_model,
+    read_text,
+)
 from services.frontend.requests.calls import refusal_of
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
+from services.frontend.requests.unreported import UnreportedAttempts
+from services.frontend.requests.way import WayCounts, WayLog
 from services.frontend.serving.request_context import SALT_HEADER, RequestContext
 from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
 from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
-from shared.errors import HeadraceError, RequestTimeout, Unavailable
+from shared.errors import HeadraceError, InvalidRequest, RequestTimeout, Unavailable
 from shared.hashing import seed_of
 from shared.messages.cards import ModelCard
-from shared.messages.select import Finished, Prefilled, Select, Selected, SelectRefused
+from shared.messages.select import Select, Selected, SelectRefused
 from shared.runtime.runtime import Runtime
 
 OK = 200
@@ -59,6 +70,13 @@ class TextSink(Protocol):
         ...
 
 
+class AskedServers(Struct, frozen=True):
+    """What a body asks servers for that take text alone."""
+
+    model: str
+    fields: Fields
+
+
 class TextProxy:
     """All requests of this process that pass through."""
 
@@ -74,18 +92,31 @@ class TextProxy:
         """Close all connections."""
         await self.servers.aclose()
 
-    def model_of(self, body: bytes) -> str:
-        """Return the model that a body asks for, if its servers take text alone. Empty if they do not."""
-        return self._models.text_of(read_model(body)) if self._models.texts else ""
+    def read(self, body: bytes) -> AskedServers | None:
+        """Return which model a body asks for, if its servers take text alone. None if they do not. Raise InvalidRequest
+        if it is no JSON object, or too large."""
+        if not self._models.texts:
+            return None
+        try:
+            fields = read_fields(body)
+        except InvalidRequest:
+            if self._models.text_of(None):
+                raise
+            return None  # what another model's operation says of it
+        model = self._models.text_of(read_model(fields))
+        return AskedServers(model, fields) if model else None
 
     @asynccontextmanager
-    async def answer(self, model: str, path: str, body: bytes, context: RequestContext) -> AsyncIterator[TextReply]:
+    async def answer(
+        self, servers: AskedServers, path: str, body: bytes, context: RequestContext
+    ) -> AsyncIterator[TextReply]:
         """Yield the answer of a server that has begun it. Leaving the context ends the request, and notes what
         it cost its key. Raise InvalidRequest, Overloaded, RateLimited, Unavailable and RequestTimeout."""
-        permit, limits = context.permit, self.service.limits
+        permit, limits, model = context.permit, self.service.limits, servers.model
         permit.model = model
         deadline = deadline_of(None, context.deadline_header, context.received_s, limits)
-        asked = read_text(body)
+        asked = read_text(servers.fields)
+        del servers  # its fields hold the body
         self._check_salt(context)
         cards = [card for card in self.runtime.directory.cards.values() if card.model == model]
         # As far as it is known, an answer is no longer than the context.
@@ -142,15 +173,24 @@ class TextReply:
         """Whether the answer is server-sent events."""
         self._proxy, self._model, self._path, self._context = proxy, model, path, context
         seed = seed_of(salt=context.salt(asked.salt))
-        self._hashes = asked.hashes(block_units, seed) if block_units else b""
+        select = Select(
+            request=context.id.unique,
+            attempt=0,
+            frontend=proxy.runtime.instance,
+            model=model,
+            hashes=asked.hashes(block_units, seed) if block_units else b"",
+            prompt_tokens=asked.prompt_tokens,
+            max_tokens=max(1, asked.max_tokens),
+            priority=served_priority(None, context.lowest_priority),
+            session=context.session or asked.session,
+        )
+        self._attempts = UnreportedAttempts(proxy.service, select, deadline.at)
         self._asked = msgspec.structs.replace(asked, prompt=b"")
         self._deadline = deadline
         self._now = asyncio.get_running_loop().time
         self._meter = AnswerMeter(streamed=False)
         self._answer: TextAnswer | None = None
         self._instance = ""
-        self._attempt = self._ended = 0
-        """The numbers of the latest attempt, and of the latest one that was reported as ended."""
         self._sent_s = 0.0
         """When the request was sent to the latest server."""
         self._moved = False
@@ -161,6 +201,13 @@ class TextReply:
         """Whether the answer was ended since its server was silent."""
         self._timer: asyncio.TimerHandle | None = None
         """The timer that calls `_look`."""
+        self._outcome = "cancelled"
+        """What ended it, as `RequestWay.outcome` says."""
+        self._usage: TextUsage | None = None
+        """The tokens of the answer. None before its end."""
+        begun = (context.id.unique, model, asked.prompt_tokens, self._counts, context.received_s, self._now())
+        self._ways = proxy.service.ways or WayLog(0)  # which keeps none, as there is no page
+        self._way = self._ways.begin_passing(*begun)
 
     async def begin(self, path: str, body: bytes) -> None:
         """Find a server that answers. Raise as `TextProxy.answer`."""
@@ -181,7 +228,8 @@ class TextReply:
                         fault = fault_of(answer.response.status, answer.response.content_type)
                         self._keep(answer, instance, passes=fault is None or fault.passes)
                     if fault is None:
-                        self._hashes = b""
+                        self._attempts.forget_hashes()
+                        self._way.accept(self._now())
                         return
                     self._lose(instance, fault)
                     if not tries.failed(instance, fault):
@@ -196,34 +244,16 @@ class TextReply:
     async def _choose(self, tries: TextTries) -> ModelCard | None:
         """Have a router reserve the next attempt. Return the card of the server; None if no other is there. Raise the
         router's refusal if none was tried."""
-        proxy, asked, context = self._proxy, self._asked, self._context
-        limits, first = proxy.service.limits, not self._attempt
+        attempts, first = self._attempts, not self._attempts.latest
         while True:
-            self._attempt += 1
-            select = Select(
-                request=context.id.unique,
-                attempt=self._attempt,
-                frontend=proxy.runtime.instance,
-                model=self._model,
-                hashes=self._hashes,
-                prompt_tokens=asked.prompt_tokens,
-                max_tokens=max(1, asked.max_tokens),
-                excluded=tuple(tries.excluded),
-                priority=served_priority(None, context.lowest_priority),
-                session=context.session or asked.session,
-                time_left_s=max(0.0, self._deadline.at - self._now()),
-                wait_limit_s=limits.wait_s if first else 0.0,
-                whole=True,
-                unreported=True,
-            )
-            answer = await proxy.service.calls.ask_routers(select, self._deadline.at)
-            assert answer is not None, "the answer is always wanted"
+            answer = await attempts.select(tries.excluded, waits=first)
             if isinstance(answer, Selected):
-                card = proxy.runtime.directory.cards.get((self._model, answer.instance))
+                card = self._proxy.runtime.directory.cards.get((self._model, answer.instance))
                 if card is not None and card.server:
+                    self._way.choose(attempts.latest, card.instance, self._now())
                     return card
                 tries.excluded[answer.instance] = None  # this process does not know it yet
-                self._finish()
+                attempts.finish()
             elif isinstance(answer, SelectRefused) and answer.code == "all_excluded" and tries.none_left():
                 pass
             elif not self._sent_s:
@@ -247,10 +277,11 @@ class TextReply:
     def _lose(self, instance: str, fault: TextFault) -> None:
         self._proxy.metrics.lost.labels(fault.loss).inc()
         self._note(f"{instance} {fault.why}")
-        self._finish()
+        self._attempts.finish()
 
     def _note(self, text: str) -> None:
-        self._proxy.runtime.notes.requests.add(self._context.id.unique, text, self._now(), attempt=self._attempt)
+        notes, attempt = self._proxy.runtime.notes.requests, self._attempts.latest
+        notes.add(self._context.id.unique, text, self._now(), attempt=attempt)
 
     @property
     def ends_event(self) -> bool:
@@ -276,9 +307,10 @@ class TextReply:
                         meter.add(part)
                         if not send(part):
                             await self._write(sink, part)
+            self._outcome = "answered" if self.status == OK else str(self.status)
         except TimeoutError:
             self._proxy.metrics.lost.labels("stalled").inc()
-            raise RequestTimeout("the request's deadline passed before its answer ended") from None
+            raise self._broken(RequestTimeout("the request's deadline passed before its answer ended")) from None
         finally:
             self._timer.cancel()  # the latest one: `_look` replaces it
 
@@ -291,7 +323,13 @@ class TextReply:
             why = f"sent nothing for {self._proxy.config.idle_s:g} s" if self._silent else broken(wrong)
             self._proxy.metrics.lost.labels("stalled" if self._silent else "gone").inc()
             self._note(f"{self._instance} {why}")
-            raise Unavailable(f"the server {why}, and an answer that has begun cannot go on elsewhere") from None
+            said = f"the server {why}, and an answer that has begun cannot go on elsewhere"
+            raise self._broken(Unavailable(said)) from None
+
+    def _broken(self, error: HeadraceError) -> HeadraceError:
+        """Return the error by which an answer ends that has begun."""
+        self._outcome = type(error).__name__
+        return error
 
     async def _write(self, sink: TextSink, part: bytes) -> None:
         self._held = True
@@ -317,34 +355,40 @@ class TextReply:
         metrics.of_model(self._model).first_token.observe(took_s)
         metrics.hops["first_token"].observe(now - self._sent_s)
         self._context.permit.served.begun(took_s)
-        first = Prefilled(self._context.id.unique, self._attempt, -1, took_s, instance=self._instance)
-        self._proxy.service.publish_load(self._model, first)
-
-    def _finish(self) -> None:
-        """Report the end of all attempts so far. Idempotent."""
-        for attempt in range(self._ended + 1, self._attempt + 1):
-            self._proxy.service.publish_load(self._model, Finished(self._context.id.unique, attempt))
-        self._ended = self._attempt
+        self._attempts.mark_prefilled(self._instance, took_s)
+        self._way.begin_output(now)
 
     def close(self, charged: int, error: HeadraceError | None) -> TokenUse:
-        """End the request, and return what its key pays for: nothing without an answer, unless its client has left or
-        asked for less time. Then it pays for the prompt."""
-        self._finish()
+        """End the request, and return what its key pays for."""
+        self._attempts.finish()
         if self._answer is not None:
             self._answer.response.close()  # a connection whose answer has ended is free already
+        spent = self._spent(charged, error)
+        self._ways.end_passing(self._way, self._outcome if error is None else type(error).__name__, self._now())
+        return spent
+
+    def _counts(self) -> WayCounts:
+        """Return what the page shows: at the end what the answer says of its tokens, before it its events."""
+        usage = self._usage
+        return (self._meter.events, (0, 0, 0)) if usage is None else (usage.output_tokens, (usage.cached_tokens, 0, 0))
+
+    def _spent(self, charged: int, error: HeadraceError | None) -> TokenUse:
+        """Count the tokens of an answer that has ended, and return what its key pays for: nothing without an answer,
+        unless its client has left or asked for less time. Then it pays for the prompt."""
         if self.status != OK or not self._meter.size_bytes:
             late = self._deadline.shortened and isinstance(error, RequestTimeout)
             left = error is None and self.status in (0, OK)
             return TokenUse(charged, self._asked.prompt_tokens if late or left else 0)
         generates = not self._path.endswith(WITHOUT_TEXT)
-        usage = self._meter.usage(self._asked.prompt_tokens, generates=generates)
+        usage = self._usage = self._meter.usage(self._asked.prompt_tokens, generates=generates)
+        self._way.prompt_tokens = usage.prompt_tokens
         permit = self._context.permit
         permit.served.add(
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.output_tokens,
             cached_tokens=usage.cached_tokens,
             instance=self._instance,
-            attempts=self._attempt,
+            attempts=self._attempts.latest,
         )
         metrics = self._proxy.metrics.of_model(self._model)
         metrics.input_tokens.observe(usage.prompt_tokens)

@@ -30,6 +30,7 @@ from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.structured import ConstraintPart
 from services.frontend.structured.compile_limits import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 from shared.errors import Unavailable
+from shared.processors import usable_processors
 
 VERDICTS_LIMIT = 4096
 """Verdicts that are remembered; the least recently used one is dropped."""
@@ -52,7 +53,7 @@ class GrammarCompiler:
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar → what is wrong with it; empty if nothing is."""
-        processes = min(PROCESSES_LIMIT, len(os.sched_getaffinity(0)))
+        processes = min(PROCESSES_LIMIT, usable_processors())
         self._places = Turnstile(processes, max(1, processes - 1))
         self._idle: list[Process] = []
         """The processes that compile nothing now; one that has ended may be among them."""

@@ -308,7 +308,7 @@ def _connect(address: PeerAddress, limit_s: float) -> PeerStream:
 
 def _begin(stream: PeerStream, tls: PeerTls | None) -> PeerAnswer:
     if tls is not None:
-        stream.encrypt(tls.reader, server=False)
+        stream.encrypt(tls.reader(), server=False)
     return receive_answer(stream)
 
 

@@ -240,7 +240,7 @@ class PeerServer:
         fault = PeerFault("closed", "closed")
         try:
             if self._tls is not None:
-                stream.encrypt(self._tls.lender, server=True)
+                stream.encrypt(self._tls.lender(), server=True)
             stream.send_frame(PEER_ANSWER.encode(self._in_loop(lambda: self._hello(connection))))
             while True:
                 body = stream.receive_frame(QUESTION_BYTES_MOST)

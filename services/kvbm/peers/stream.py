@@ -11,7 +11,7 @@ Without TLS a slot's bytes go from the pool's file to the network by `sendfile`:
 and no byte is copied in this process. Received bytes are written by the kernel into the slot, in pieces, and each piece
 is added to the checksum while it is in the core's cache. With TLS both are copied once more, to be encrypted.
 
-The files are read at the start. A certificate that is renewed needs a new start of kvbm.
+A certificate that is renewed counts from the next connection on; those that are there stay.
 """
 
 from __future__ import annotations
@@ -178,33 +178,65 @@ class PeerStream:
             raise PeerFault("closed", f"closed: {wrong}") from None
 
 
-class PeerTls(Struct, frozen=True):
-    """The TLS contexts for both directions."""
+class PeerTls:
+    """The TLS of both directions. The files are read for each handshake, in its thread."""
 
+    def __init__(self, config: PeersConfig) -> None:
+        """Raise ConfigError if a file cannot be used."""
+        self._config = config
+        self._loaded = self._load(None)
+
+    def lender(self) -> ssl.SSLContext:
+        """Return what accepts connections. Raise PeerFault if a file cannot be used."""
+        return self._now().lender
+
+    def reader(self) -> ssl.SSLContext:
+        """Return what makes connections. Raise PeerFault if a file cannot be used."""
+        return self._now().reader
+
+    def _now(self) -> _Loaded:
+        try:
+            self._loaded = self._load(self._loaded)
+        except ConfigError as wrong:
+            raise PeerFault("unreachable", str(wrong)) from None
+        return self._loaded
+
+    def _load(self, former: _Loaded | None) -> _Loaded:
+        """Return the contexts; the former ones if no file has changed."""
+        config = self._config
+        files = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
+        contents = [_read(name, Path(path)) for name, path in files.items()]
+        if former is not None and former.contents == contents:
+            return former
+        loaded = _Loaded(contents, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        for context in (loaded.lender, loaded.reader):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False  # the authority is the fleet's own; PeerHello says which kvbm it is
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+                context.load_verify_locations(config.tls_ca)
+            except (OSError, ValueError) as wrong:  # an ssl.SSLError is an OSError
+                where = f"peers.tls_cert {config.tls_cert}, tls_key {config.tls_key}, tls_ca {config.tls_ca}"
+                raise ConfigError(f"{where}: {getattr(wrong, 'strerror', None) or wrong}") from None
+        return loaded
+
+
+class _Loaded(Struct, frozen=True):
+    """What the files had when they were read."""
+
+    contents: list[bytes]
     lender: ssl.SSLContext
     reader: ssl.SSLContext
 
 
 def peer_tls(config: PeersConfig) -> PeerTls | None:
-    """Return the contexts; None if the settings name no certificate. Raise ConfigError."""
-    if not config.tls_cert:
-        return None
-    cert, key, authority = Path(config.tls_cert), Path(config.tls_key), Path(config.tls_ca)
-    for name, path in (("tls_cert", cert), ("tls_key", key), ("tls_ca", authority)):
-        try:
-            read_model_file(path, FILE_LIMIT_BYTES)
-        except ModelError as wrong:
-            raise ConfigError(f"peers.{name}: {wrong}") from None
-    made = PeerTls(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-    for context in (made.lender, made.reader):
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the authority is the fleet's own; PeerHello says which kvbm it is
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_cert_chain(cert, key, password=lambda: "")
-            context.load_verify_locations(authority)
-        except (ssl.SSLError, ValueError) as wrong:
-            raise ConfigError(f"peers.tls_cert {cert}, tls_key {key}, tls_ca {authority}: {wrong}") from None
-        except OSError as wrong:
-            raise ConfigError(f"peers.tls_cert {cert}, tls_key {key}, tls_ca {authority}: {wrong.strerror}") from None
-    return made
+    """Return the TLS; None if the settings name no certificate. Raise ConfigError."""
+    return PeerTls(config) if config.tls_cert else None
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return read_model_file(path, FILE_LIMIT_BYTES)
+    except ModelError as wrong:
+        raise ConfigError(f"peers.{name}: {wrong}") from None

@@ -57,7 +57,7 @@ class CandidateLoad(Struct, frozen=True, gc=False):
 
 IDLE = CandidateLoad()
 SPEED_S = 60.0
-"""For how long a worker's low prefill speed is believed after it last changed."""
+"""For how long a worker's low prefill speed is believed after it was last seen to be as low."""
 _PRIORITIES_LIMIT = 16
 """Most priorities for which one candidate's load is remembered."""
 
@@ -69,7 +69,7 @@ class WorkerSpeed(Struct, frozen=True, gc=False):
     step_s: float = 0.0
     """Seconds of a step that only decodes, with the attempts that run there now."""
     old: bool = False
-    """Whether the prefill speed has not changed for `SPEED_S`: no prompt since has shown another one."""
+    """Whether no prompt has shown for `SPEED_S` that the worker is as slow as this."""
 
 
 UNKNOWN_SPEED = WorkerSpeed()
@@ -204,7 +204,8 @@ class _WorkerReport:
     progress_s: float
     """When it last made a step or had no work."""
     speed_s: float
-    """When its prefill speed last changed."""
+    """When its prefill speed was first known, or last fell. Steps with few tokens of prompts can only raise it, each a
+    little, so a rise shows no slow worker."""
 
 
 class LoadTracker:
@@ -323,7 +324,7 @@ class LoadTracker:
         worker = self._workers.get(report.instance)
         if worker is None:
             worker = self._workers[report.instance] = _WorkerReport(report.progress, busy, now_s, now_s, now_s)
-        elif tokens_per_s != self.speeds[report.instance].prefill_tokens_per_s:
+        elif tokens_per_s < (former := self.speeds[report.instance].prefill_tokens_per_s) or not former:
             worker.speed_s = now_s
         self.speeds[report.instance] = WorkerSpeed(tokens_per_s, step_s, now_s - worker.speed_s >= SPEED_S)
         if report.progress != worker.progress or not (busy and worker.busy):

@@ -107,6 +107,7 @@ class EventFeed:
             replays=bool(stream.replay),
             epochs=stream.epoch,
             held_limit_batches=config.held_limit_batches,
+            stored=stream.stored,
         )
         self.refused = ""
         """Why the events of this source are not used; empty if they are used."""

@@ -16,7 +16,8 @@ that an outage costs nothing. A source is cleared at once only if its engine res
 long.
 
 A source with snapshots starts from a snapshot of each rank. A source without them (plain vLLM) is rebuilt from the
-batches that its replay still has, and is *partial* unless they reach back to its first batch.
+batches that its replay still has, and is *partial* unless they reach back to its first batch. If a snapshot fails and
+replays need no source, because a stream keeps the batches, they take its place where they reach back so far.
 """
 
 from __future__ import annotations
@@ -76,9 +77,14 @@ class SourceSync:
         replays: bool,
         epochs: bool,
         held_limit_batches: int,
+        stored: bool = False,
     ) -> None:
+        """`stored`: a stream answers for replays, and not the source."""
         self._snapshots = snapshots
         self._replays = replays
+        self._stored = stored
+        self._rereading = False
+        """Whether all batches were requested from the stream, since the source does not answer."""
         self._epochs = epochs
         self._held_limit_batches = held_limit_batches
         self.state: State = "syncing"
@@ -170,6 +176,8 @@ class SourceSync:
             return []
         if self.state == "replaying":
             return self._fill_gap(batches)
+        if self._snapshots and (not batches or batches[0][0] > 0):
+            return self._resync(clear=self._failures >= STALE_FAILURES)
         first = min([sequence for sequence, _ in batches] + list(self._held), default=0)
         self.partial = first > 0
         return [ClearBlocks(), *self._go_live(first - 1, batches)]
@@ -178,6 +186,10 @@ class SourceSync:
         """The request got no answer, or an invalid one."""
         if ticket != self._ticket:
             return []
+        if self._stored and self._snapshots and self.state == "syncing" and not self._rereading:
+            self._rereading = True
+            self._ticket += 1
+            return [RequestReplay(self._ticket, 0, 0.0)]
         return self._resync(clear=self._failures >= STALE_FAILURES)
 
     def digest_differed(self) -> list[Action]:
@@ -202,6 +214,7 @@ class SourceSync:
         self._failures = min(self._failures + 1, 32)
         self.resyncs += 1
         self.state = "syncing"
+        self._rereading = False
         self.applied = -1
         self._restored = {}
         self._applied_time_s = None
@@ -239,6 +252,7 @@ class SourceSync:
     def _go_live(self, applied: int, batches: list[tuple[int, DecodedBatch | None]] | None) -> list[Action]:
         """syncing → live: the chains are as of `applied`; later batches are applied."""
         self.state = "live"
+        self._rereading = False
         self.applied = applied
         for sequence, batch in batches or ():
             self._hold(sequence, batch, bounded=False)
@@ -317,6 +331,7 @@ class SourceSync:
         assert self.state != "live" or not self._held, "batches are held while live"
         assert self.state == "syncing" or all(sequence > self.applied for sequence in self._held)
         assert self.state != "replaying" or self._replays
+        assert not self._rereading or self.state == "syncing"
 
 
 class Silence:

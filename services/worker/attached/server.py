@@ -25,6 +25,8 @@ from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, 
 
 ANSWER_LIMIT_BYTES = 8 << 20
 """Most bytes of an answer, or of a line of a stream, whose first one repeats the prompt."""
+ALIAS_CHARACTERS = 512
+"""Most characters of the server's own name for its model. If it is longer, clients do not have it."""
 ABSENT = (404, 405)
 """Statuses of a path that a server does not have."""
 TLS_NAMES = TlsNames("attached.ca_file", "attached.client_cert", "attached.client_key")
@@ -137,6 +139,7 @@ class Server:
             allowed_tokens=config.attached.kind == "vllm",
             embedding_size=0,
             address=await self.find_address(),
+            alias=self._model if self._model != name and len(self._model) <= ALIAS_CHARACTERS else "",
         )
 
     async def find_address(self) -> str:

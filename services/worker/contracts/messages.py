@@ -184,6 +184,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """IP:PORT of the server that the engine is attached to. Empty if it is not attached to one."""
     server: str = ""
     """URL of that server, if it takes text alone, as `ModelCard.server` says."""
+    alias: str = ""
+    """The model's name at that server, if it is another one, as `ModelCard.alias` says."""
 
 
 class EngineLoad(Struct, frozen=True):

@@ -25,6 +25,7 @@ from services.worker.engine.process_group import kill_group
 from shared.config import environment
 from shared.errors import ModelError, ProtocolError
 from shared.installation import COMMAND, TREE
+from shared.processors import usable_processors
 from shared.runtime import logs
 
 PROGRAMS = {
@@ -148,7 +149,7 @@ def _threads(config: WorkerConfig) -> int:
     vLLM on a GPU loads weights with a share of the cores for each rank and serves with one thread a rank, but only if
     OMP_NUM_THREADS is not set: further threads spin next to the scheduler.
     """
-    threads = config.threads or os.cpu_count() or 1
+    threads = config.threads or usable_processors()
     if config.engine != "vllm":
         return threads
     if config.vllm_gpus or _GPU_DRIVER.exists():

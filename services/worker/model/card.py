@@ -76,6 +76,7 @@ def card_of(
         template_digest=templates.digest,
         template_text=_carried(templates.chat) if chat_template else "",
         address=facts.address,
+        alias=facts.alias,
     )
 
 

@@ -86,6 +86,45 @@ async def test_the_only_model_need_not_be_named_and_one_of_several_must(director
                 assert (await response.json())["error"]["param"] == "model"
 
 
+async def test_a_model_is_known_by_its_servers_name_too_and_listed_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world(directory, announced=False) as w, clients(w) as (client, http):
+        await w.announce_router()
+        await w.announce("w1", instance_entry("worker", "w1") | card_entry("w1", directory, "one", alias="org/one"))
+        await w.ready("one")
+        w.say("fine")
+        for name in ("one", "org/one"):
+            assert (await client.completions.create(model=name, prompt="x")).model == "one"
+            assert (await client.models.retrieve(name)).id == "one"
+            async with http.post("/api/show", json={"model": name}) as response:
+                assert response.status == 200
+        assert {select.model for select in w.router.asked.all} == {"one"}
+        assert [model.id for model in (await client.models.list()).data] == ["one"]
+        await w.leave("w1")
+        await w.until("/health", lambda health: not health["models"])
+        with pytest.raises(openai.InternalServerError, match="no worker serves the model 'one' now"):
+            await client.completions.create(model="org/one", prompt="x")
+        for number in range(3):
+            name = f"w{number + 2}"
+            await w.announce(name, card_entry(name, directory, "two", alias="org/one"))
+        await w.ready("two")
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="org/one", prompt="x")
+        await w.announce("w9", card_entry("w9", directory, "org/one", lora=("sql",)))
+        await w.announce("w8", card_entry("w8", directory, "three", alias="sql"))
+        await w.ready("org/one")
+        await w.ready("three")
+        assert (await client.models.retrieve("org/one")).id == "org/one"
+        assert (await client.models.retrieve("sql")).id == "sql"
+    said = [text for record in caplog.records if "the name '" in (text := record.getMessage())]
+    assert said == [
+        "the name 'org/one' means no model, because servers of one, two have it",
+        "the name 'org/one' means the model of that name, although servers of one, two have it",
+        "the name 'sql' means the model of that name, although servers of three have it",
+    ]
+
+
 async def test_a_new_tokenizer_is_loaded_before_its_workers_are_used(directory: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(directory, tmp_path / "changed"))
     with (changed / "tokenizer.json").open("a") as file:

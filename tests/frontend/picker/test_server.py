@@ -35,6 +35,8 @@ from tests.servers import free_port
 
 ONE, TWO = "127.0.0.1:8001", "127.0.0.1:8002"
 ENDPOINTS = {"w1": ONE, "w2": TWO}
+SERVED = f"org/{MODEL}"
+"""The name that the servers have for the model."""
 CHAT = {":path": "/v1/chat/completions", ":method": "POST", "x-request-id": "mine"}
 STREAM = {":status": "200", "content-type": "text/event-stream"}
 BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "once upon a time " * 20}]}).encode()
@@ -48,7 +50,8 @@ async def frontend(directory: Path, limits: LimitsConfig | None = None, **settin
     async with asyncio.timeout(DEADLINE_S), world(directory, settings=config, limits=limits, announced=False) as w:
         await w.announce_router()
         for name, address in ENDPOINTS.items():
-            await w.announce(name, instance_entry("worker", name) | card_entry(name, directory, address=address))
+            card = card_entry(name, directory, address=address, alias=SERVED)
+            await w.announce(name, instance_entry("worker", name) | card)
         await w.ready()
         w.picker = f"127.0.0.1:{config.picker.port}"
         yield w
@@ -103,6 +106,17 @@ async def test_a_request_is_asked_about_with_its_blocks_and_its_answer_is_an_add
         assert not w.router.told.all, "the text of a stream is not there with its headers"
         await stream.end()
         assert await finished(w) == [Finished(select.request, 1)]
+
+
+async def test_the_name_that_servers_have_for_a_model_is_routed_by_its_blocks_too(directory: Path) -> None:
+    async with picking(directory) as (w, gateway):
+        for body in (BODY, BODY.replace(MODEL.encode(), SERVED.encode())):
+            stream = gateway.ask()
+            assert destination(await chosen(stream, body)) == (ONE, ONE)
+            await stream.end()
+        one, two = w.router.asked.all
+        assert one.hashes == two.hashes != b""
+        assert (one.model, two.model) == (MODEL, MODEL)
 
 
 async def _next(stream: GatewayStream) -> Any:

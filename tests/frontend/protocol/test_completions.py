@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -31,7 +32,8 @@ def test_best_of_one_is_accepted() -> None:
 
 def test_a_prompt_is_a_text_or_token_ids_or_there_are_several_with_their_places() -> None:
     assert prompts_of(completion(prompt="x")) == prompts_of(completion(prompt=["x"])) == [("prompt", "x")]
-    assert prompts_of(completion(prompt=[[1, 2]])) == prompts_of(completion(prompt=[1, 2])) == [("prompt", [1, 2])]
+    assert prompts_of(completion(prompt=[[1, 2]])) == [("prompt", [1, 2])]
+    assert prompts_of(completion(prompt=[1, 2])) == [("prompt", array("I", [1, 2]))]
     assert prompts_of(completion(prompt=["x", [1], "y"])) == [
         ("prompt[0]", "x"),
         ("prompt[1]", [1]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from services.frontend.requests.events import InstanceGone, PartReceived
 from services.frontend.requests.session import Session
-from services.frontend.requests.way import INSTANCES_KEPT, Way, WayLog
+from services.frontend.requests.way import INSTANCES_KEPT, Way, WayLog, session_counts
 from shared.hashing import pack_tokens
 from shared.messages.frames import Part
 from shared.messages.generate import Accepted
@@ -16,7 +18,7 @@ LIMIT = 3
 
 def begun(log: WayLog, request: str = OWN) -> tuple[Session, Way]:
     session = Session(request, 100)
-    way = log.begin(request, "m", 40, session, 10.0, 10.5)
+    way = log.begin(request, "m", 40, partial(session_counts, session), 10.0, 10.5)
     session.start()
     return session, way
 
@@ -34,13 +36,13 @@ def test_each_step_is_noted_when_it_comes_in_seconds_after_the_body() -> None:
     log = WayLog(LIMIT)
     session, way = begun(log)
     choose(session, "w1")
-    way.note(11.0)
+    way.note(session, 11.0)
     session.on(Accepted(OWN, 1))
-    way.note(11.25)
+    way.note(session, 11.25)
     session.on(part(session, 7))
-    way.note(12.0)
+    way.note(session, 12.0)
     session.on(part(session, 8))
-    way.note(13.0)
+    way.note(session, 13.0)
     log.validate()
     seen = way.message(14.0)
     assert (seen.tokenised_s, seen.selected_s, seen.accepted_s, seen.first_token_s) == (0.5, 1.0, 1.25, 2.0)
@@ -52,22 +54,22 @@ def test_each_step_is_noted_when_it_comes_in_seconds_after_the_body() -> None:
 def test_a_worker_whose_first_part_is_faster_than_its_answer_has_accepted() -> None:
     session, way = begun(WayLog(LIMIT))
     choose(session, "w1")
-    way.note(11.0)
+    way.note(session, 11.0)
     session.on(part(session, 7))
-    way.note(12.0)
+    way.note(session, 12.0)
     assert (way.accepted_s, way.first_token_s) == (12.0, 12.0)
 
 
 def test_an_attempt_that_is_lost_shows_where_it_went_on_and_keeps_its_first_times() -> None:
     session, way = begun(WayLog(LIMIT))
     choose(session, "w1")
-    way.note(11.0)
+    way.note(session, 11.0)
     session.on(part(session, 7))
-    way.note(12.0)
+    way.note(session, 12.0)
     session.on(InstanceGone("w1"))
-    way.note(13.0)
+    way.note(session, 13.0)
     choose(session, "w2")
-    way.note(14.0)
+    way.note(session, 14.0)
     assert (way.attempt, way.instances) == (2, ("w1", "w2"))
     assert (way.selected_s, way.first_token_s) == (11.0, 12.0)
 
@@ -76,11 +78,12 @@ def test_the_end_keeps_the_counts_and_lets_go_of_the_session() -> None:
     session, way = begun(WayLog(LIMIT))
     choose(session, "w1")
     session.on(part(session, 7, 8, 9))
+    way.note(session, 14.0)
     way.end("stop", 15.0)
     way.end("cancelled", 16.0)
-    assert way.session is None
+    assert way.counts is None
     assert (way.outcome, way.ended_s, way.output_tokens) == ("stop", 15.0, 3)
-    way.note(17.0)
+    way.note(session, 17.0)
     assert way.message(20.0).ended_s == 5.0
 
 
@@ -97,7 +100,7 @@ def test_the_log_keeps_the_latest_and_counts_all() -> None:
 def test_a_body_whose_time_is_unknown_or_later_begins_with_its_prompt() -> None:
     log = WayLog(LIMIT)
     for received_s in (0.0, 99.0):
-        way = log.begin(OWN, "m", 1, Session(OWN, 1), received_s, 10.0)
+        way = log.begin(OWN, "m", 1, partial(session_counts, Session(OWN, 1)), received_s, 10.0)
         assert way.message(10.0).tokenised_s == 0.0
     log.validate()
 
@@ -106,5 +109,27 @@ def test_only_the_latest_workers_are_kept() -> None:
     session, way = begun(WayLog(LIMIT))
     for number in range(2 * INSTANCES_KEPT):
         session.attempt, session.instance = number + 1, f"w{number}"
-        way.note(11.0 + number)
+        way.note(session, 11.0 + number)
     assert way.instances == tuple(f"w{number}" for number in range(INSTANCES_KEPT, 2 * INSTANCES_KEPT))
+
+
+def test_a_request_without_a_session_marks_its_steps_itself_and_counts_as_running() -> None:
+    log, counts = WayLog(LIMIT), [(2, (0, 0, 0))]
+    way = log.begin_passing(OWN, "m", 40, lambda: counts[-1], 10.0, 10.5)
+    for now_s in (11.0, 12.0):
+        way.choose(1, "w1", now_s)
+        way.accept(now_s)
+        way.begin_output(now_s)
+    way.choose(2, "w2", 13.0)
+    log.validate()
+    seen = way.message(14.0)
+    assert (seen.selected_s, seen.accepted_s, seen.first_token_s, seen.ended_s) == (1.0, 1.0, 1.0, None)
+    assert (seen.attempt, seen.instances, seen.output_tokens) == (2, ("w1", "w2"), 2)
+    assert log.report("f1", 0, 5, 14.0).running == 6
+    counts.append((9, (16, 0, 0)))
+    log.end_passing(way, "answered", 15.0)
+    log.validate()
+    report = log.report("f1", 0, 5, 16.0)
+    assert report.running == 5
+    [seen] = report.requests
+    assert (seen.ended_s, seen.outcome, seen.output_tokens, seen.cached_tokens) == (5.0, "answered", 9, 16)

@@ -22,6 +22,7 @@ from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.errors import ConfigError
 from shared.hashing import SEED, pack_hashes, sequence_hashes
+from shared.messages.frontends import RECENT_REQUESTS, RecentRequests
 from shared.messages.select import Finished, Prefilled, Select, SelectRefused
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, World, clients, instance_entry, world
 from tests.frontend.text_peer import (
@@ -563,6 +564,61 @@ async def test_what_became_of_tries_is_noted_for_explanations(directory: Path) -
         [select, _] = w.router.asked.all
         notes = w.notes.find_request(select.request, 0.0)
         assert [(note.attempt, note.text) for note in notes] == [(1, "w1 answers 503")]
+
+
+async def recent(w: World) -> RecentRequests:
+    """Return what the page is given of this frontend."""
+    answer = await MemoryBus(w.broker).request(subjects.recent_requests(NAMESPACE, "f1"), b"", timeout_s=DEADLINE_S)
+    return RECENT_REQUESTS.decode(answer.payload, answer.headers)
+
+
+CUT = STREAM + b"".join(map(chunk, EVENTS[:2]))
+
+
+@pytest.mark.parametrize(
+    ("first", "instances", "tokens", "outcome"),
+    [
+        (says(whole(JSON)), ("w1",), (11, 3), "answered"),
+        (says(whole(b"{}", 503)), ("w1", "w2"), (11, 3), "answered"),
+        (says(whole(b"{}", 404)), ("w1",), (433, 0), "404"),
+        (says(CUT, closes=True), ("w1",), (433, 2), "Unavailable"),
+    ],
+    ids=["answered", "by the second server", "with another status", "cut"],
+)
+async def test_a_request_is_in_the_pages_list_with_its_steps_and_its_end(
+    directory: Path, first: Any, instances: tuple[str, ...], tokens: tuple[int, int], outcome: str
+) -> None:
+    async with routed(directory, TextPeer(first), TextPeer(says(whole(JSON)))) as w:
+        await posted(w)
+        await w.until("/health", partial(_is_idle, w))
+        found = await recent(w)
+        [row] = found.requests
+        assert (found.arriving, found.running, found.begun) == (0, 0, 1)
+        assert (row.model, row.instances, row.attempt) == (MODEL, instances, len(instances))
+        assert (row.prompt_tokens, row.output_tokens, row.outcome) == (*tokens, outcome)
+        times = [row.tokenised_s, row.selected_s, row.accepted_s, row.first_token_s, row.ended_s]
+        known = [each for each in times if each is not None]
+        assert known == sorted(known)
+        assert times.index(None) == 3 if outcome == "404" else len(known) == 5
+
+
+async def test_a_request_that_runs_is_in_the_pages_list_and_one_whose_client_left_was_cancelled(
+    directory: Path,
+) -> None:
+    async def waits(_: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(CUT)
+        await asyncio.Event().wait()
+
+    async with routed(directory, TextPeer(waits)) as w, aiohttp.ClientSession(w.url) as http:
+        async with http.post(CHAT, json=BODY) as answer:
+            assert await answer.content.readany()
+            while (found := await recent(w)).requests[0].output_tokens < 2:
+                assert await answer.content.readany()
+            assert (found.running, found.requests[0].outcome, found.requests[0].ended_s) == (1, "", None)
+            answer.close()
+        await w.until("/health", partial(_is_idle, w))
+        found = await recent(w)
+        assert (found.running, found.requests[0].outcome) == (0, "cancelled")
 
 
 async def test_a_redirect_leads_nowhere(directory: Path) -> None:

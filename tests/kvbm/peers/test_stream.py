@@ -67,6 +67,23 @@ async def test_a_kvbm_of_another_authority_is_not_believed_and_gets_nothing(tmp_
             assert one.metric("headrace_kvbm_peer_sent_blocks_total") == 0
 
 
+async def test_a_certificate_that_is_renewed_counts_from_the_next_connection_on(tmp_path: Path) -> None:
+    fleet, other = authority(tmp_path, "fleet"), authority(tmp_path, "other")
+    lender, reader = secured(tmp_path, "l", fleet, fleet), secured(tmp_path, "r", other, fleet)
+    (tmp_path / "run").mkdir()
+    async with machines(tmp_path / "run", lender=lender, reader=reader) as (one, a, two, b):
+        await a.store(CONTENTS)
+        assert (await read(two, address(one), CONTENTS)).fault is not None
+        (tmp_path / "r.pem").write_text("no certificate")
+        fault = (await read(two, address(one), CONTENTS)).fault
+        assert fault is not None
+        assert fault.code == "unreachable"
+        assert f"peers.tls_cert {reader.tls_cert}" in str(fault)
+        assert secured(tmp_path, "r", fleet, fleet) == reader
+        assert (await read(two, address(one), CONTENTS)).fault is None
+        assert await b.load(CONTENTS) == (20, 0)
+
+
 async def test_one_side_without_tls_gets_nothing(tmp_path: Path) -> None:
     fleet = authority(tmp_path, "fleet")
     with_tls = secured(tmp_path, "l", fleet, fleet)

@@ -351,21 +351,23 @@ def test_a_workers_speed_is_the_one_it_reported_last() -> None:
     load.validate()
 
 
-def test_a_prefill_speed_is_old_once_it_has_not_changed_for_a_while() -> None:
+def test_a_prefill_speed_is_old_once_it_has_not_fallen_for_a_while() -> None:
     load = LoadTracker(LoadConfig())
 
     def is_old(tokens_per_s: float, step_s: float, now_s: float) -> bool:
         load.apply_report(report(speed=WorkerSpeed(tokens_per_s, step_s)), now_s)
         return load.speeds["a"].old
 
+    assert not is_old(0.0, 0.02, 4.0), "it is unknown"
     assert not is_old(1000.0, 0.02, 5.0)
-    assert not is_old(1000.0, 0.02, 5.0 + SPEED_S - 0.1)
-    assert is_old(1000.0, 0.03, 5.0 + SPEED_S), "only prompts show the prefill speed"
-    assert not is_old(1001.0, 0.03, 6.0 + SPEED_S)
-    assert not is_old(1001.0, 0.03, 5.0 + 2 * SPEED_S)
-    assert is_old(1001.0, 0.03, 6.0 + 2 * SPEED_S)
+    assert not is_old(1001.0, 0.02, 5.0 + SPEED_S - 0.1)
+    assert is_old(1002.0, 0.03, 5.0 + SPEED_S), "only a fall shows that it is low"
+    assert is_old(1003.0, 0.03, 6.0 + SPEED_S), "short prompts raise it a little"
+    assert not is_old(1002.0, 0.03, 7.0 + SPEED_S)
+    assert not is_old(1002.0, 0.03, 6.0 + 2 * SPEED_S)
+    assert is_old(1002.0, 0.03, 7.0 + 2 * SPEED_S)
     load.remove_instance("a")
-    assert not is_old(1001.0, 0.03, 7.0 + 2 * SPEED_S), "another worker under the name"
+    assert not is_old(1002.0, 0.03, 8.0 + 2 * SPEED_S), "another worker under the name"
 
 
 def frozen(load: LoadTracker, now_s: float, *reports: LoadReport) -> set[str]:

@@ -24,8 +24,10 @@ def batch(sequence: int, *, start: int = 0, rank: int = 0) -> DecodedBatch:
     return DecodedBatch(1000.0 * start + sequence, rank, [], 0)
 
 
-def source(*, snapshots: bool = True, replays: bool = True, epochs: bool = True, held: int = 100) -> SourceSync:
-    return SourceSync(snapshots=snapshots, replays=replays, epochs=epochs, held_limit_batches=held)
+def source(
+    *, snapshots: bool = True, replays: bool = True, epochs: bool = True, held: int = 100, stored: bool = False
+) -> SourceSync:
+    return SourceSync(snapshots=snapshots, replays=replays, epochs=epochs, held_limit_batches=held, stored=stored)
 
 
 def live(applied: int = 4) -> SourceSync:
@@ -161,6 +163,28 @@ def test_failed_requests_are_repeated_after_growing_delays() -> None:
     assert found.request_failed(3) == [], "an answer to an older request"
 
 
+def test_if_a_snapshot_fails_a_stream_that_reaches_back_to_the_first_batch_takes_its_place() -> None:
+    found = source(stored=True)
+    found.start()
+    found.batch_received(3, batch(3))
+    assert found.request_failed(1) == [RequestReplay(2, 0, 0.0)]
+    found.batch_received(4, batch(4))
+    replay: list[tuple[int, DecodedBatch | None]] = [(number, batch(number)) for number in range(4)]
+    assert found.replay_received(2, replay) == [ClearBlocks(), *(ApplyBatch(batch(number)) for number in range(5))]
+    assert (found.state, found.applied, found.partial) == ("live", 4, False)
+
+
+def test_a_stream_that_does_not_reach_back_so_far_leaves_known_blocks_until_a_snapshot_comes() -> None:
+    for answer in ([], [(7, batch(7)), (8, batch(8))]):
+        found = source(stored=True)
+        found.start()
+        asked = found.request_failed(1)
+        assert asked == [RequestReplay(2, 0, 0.0)]
+        assert found.replay_received(2, answer) == [RequestSnapshot(3, 0.2)]
+        assert found.request_failed(3) == [RequestReplay(4, 0, 0.0)]
+        assert found.request_failed(4) == [RequestSnapshot(5, 0.4)]
+
+
 def test_a_batch_that_cannot_be_read_is_skipped() -> None:
     found = live()
     assert found.batch_received(5, None) == []
@@ -241,10 +265,13 @@ def test_a_batch_that_cannot_be_read_makes_a_source_without_snapshots_partial() 
 
 class StreamWorld:
     """An engine that keeps five batches, a lossy connection, and a router that carries out the actions of
-    `SourceSync`."""
+    `SourceSync`. With `stored` a stream has all batches that were published, also of earlier starts."""
 
-    def __init__(self, *, snapshots: bool, epochs: bool) -> None:
-        self.source = source(snapshots=snapshots, epochs=epochs, held=4)
+    def __init__(self, *, snapshots: bool, epochs: bool, stored: bool = False) -> None:
+        self.source = source(snapshots=snapshots, epochs=epochs, held=4, stored=stored)
+        self.stored = stored
+        self.stream: list[tuple[int, DecodedBatch | None]] = []
+        """What a replay from the stream has: the batches since the sequence last went backwards."""
         self.starts = 1
         self.ring: list[DecodedBatch] = []
         self.sequence = -1
@@ -269,6 +296,9 @@ class StreamWorld:
 
     def publish(self, *, lost: bool) -> None:
         self.sequence += 1
+        if self.stream and self.stream[-1][0] >= self.sequence:
+            self.stream.clear()
+        self.stream.append((self.sequence, batch(self.sequence, start=self.starts)))
         if not lost:
             self.do(self.source.batch_received(self.sequence, batch(self.sequence, start=self.starts)))
 
@@ -286,6 +316,9 @@ class StreamWorld:
             self.do(self.source.snapshot_started(request.ticket))
             self.applied = self.all()
             self.do(self.source.snapshot_restored(request.ticket, self.starts, {0: self.sequence}))
+        elif self.stored:
+            kept = [each for each in self.stream if each[0] >= request.first]
+            self.do(self.source.replay_received(request.ticket, kept))
         else:
             oldest = max(request.first, self.sequence - 4, 0)
             answers: list[tuple[int, DecodedBatch | None]] = [
@@ -300,10 +333,10 @@ class StreamWorld:
 STEPS = st.lists(st.sampled_from(["publish", "lose", "answer", "fail", "report", "distrust", "restart"]), max_size=60)
 
 
-@settings(max_examples=300)
-@given(STEPS)
-def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(steps: list[str]) -> None:
-    world = StreamWorld(snapshots=True, epochs=True)
+@settings(max_examples=400)
+@given(STEPS, st.booleans())
+def test_after_any_faults_a_quiet_source_is_applied_exactly_once_and_in_order(steps: list[str], stored: bool) -> None:
+    world = StreamWorld(snapshots=True, epochs=True, stored=stored)
     for step in steps:
         match step:
             case "publish" | "lose":

@@ -464,3 +464,13 @@ async def test_over_tls_a_server_is_believed_whose_certificate_is_trusted(
             assert len((await came.get()).payload) == 3 << 20
     finally:
         server.stop()
+
+
+async def test_a_bus_ends_at_whatever_step_of_its_connecting_it_is(nats_url: str) -> None:
+    for turns in range(60):
+        bus = NatsBus(NatsConfig(url=nats_url), "test")
+        for _ in range(turns // 4):
+            await asyncio.sleep(0.0005 * (turns % 4))
+        async with asyncio.timeout(DEADLINE_S):
+            await bus.drain()
+            await bus.wait_closed()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.replay_buffer import ReplayBuffer
+from shared.bus import replay_buffer
+from shared.bus.replay_buffer import ReplayBuffer, ReplayedBatches
+from shared.errors import ProtocolError
 
 
 @given(
@@ -50,3 +53,22 @@ def test_a_sequence_that_does_not_grow_empties_the_ring() -> None:
         ring.append(sequence, b"")
         ring.validate()
     assert ring.since(0) == [(0, b"")]
+
+
+def test_a_replay_has_what_is_wanted_of_the_source_s_last_start() -> None:
+    replayed = ReplayedBatches(first=2)
+    for sequence, payload in ((7, b"old"), (8, b"old"), (0, b"new"), (2, b"new"), (4, b"new")):
+        replayed.append(sequence, payload)
+    assert replayed.batches == [(2, b"new"), (4, b"new")]
+
+
+def test_a_replay_over_its_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_buffer, "REPLAY_LIMIT_BATCHES", 2)
+    monkeypatch.setattr(replay_buffer, "REPLAY_LIMIT_BYTES", 10)
+    replayed = ReplayedBatches(first=0)
+    replayed.append(0, b"12345")
+    replayed.append(1, b"12345")
+    with pytest.raises(ProtocolError, match="more than 3 batches"):
+        replayed.append(2, b"")
+    with pytest.raises(ProtocolError, match="more than 1 batches"):
+        ReplayedBatches(first=0).append(0, bytes(11))

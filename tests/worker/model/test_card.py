@@ -21,12 +21,12 @@ def card_with(directory: Path, template: str) -> ModelCard:
     return card_of(facts, model=str(directory), model_name="tiny", instance="w1", chat_template=template)
 
 
-def test_the_card_of_an_attached_engine_has_its_servers_address(tmp_path: Path) -> None:
+def test_the_card_of_an_attached_engine_has_its_servers_address_and_name(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     facts = facts_of(tmp_path, block_size=16, capacity_blocks=8)
-    attached = replace(facts, address="10.0.0.5:8001")
+    attached = replace(facts, address="10.0.0.5:8001", alias="org/tiny")
     cards = [card_of(each, model=str(tmp_path), model_name="tiny", instance="w1") for each in (facts, attached)]
-    assert [card.address for card in cards] == ["", "10.0.0.5:8001"]
+    assert [(card.address, card.alias) for card in cards] == [("", ""), ("10.0.0.5:8001", "org/tiny")]
 
 
 def test_a_template_that_replaces_the_models_own_is_in_the_card(tmp_path: Path) -> None:

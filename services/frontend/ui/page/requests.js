@@ -5,7 +5,7 @@ import { brief, count, duration, plural } from "./format.js";
 
 /** The stops, and where their times are. The last one is reached when the request ends. */
 const STOPS = ["tokenised", "worker chosen", "accepted", "first token", "ended"];
-const GOOD = new Set(["stop", "length", "tool_calls"]);
+const GOOD = new Set(["stop", "length", "tool_calls", "answered"]);
 let chosen = "";
 
 export function showRequests(view, choose) {

@@ -37,7 +37,7 @@ that was measured with that machine.
 *Slowness* is the fleet's average prefill speed divided by the candidate's own. The measured speeds of equal engines
 differ with their latest requests. So a ratio between 2/3 and 3/2 counts as equal; otherwise prompts would leave their
 blocks without need. Only a prompt shows whether a worker that was slow still is. So a speed below the average that has
-not changed for a minute (`WorkerSpeed.old`) counts as the average, unless a prompt waits there already.
+not fallen for a minute (`WorkerSpeed.old`) counts as the average, unless a prompt waits there already.
 
 The constants were chosen on a trace and on synthetic loads; `docs/decisions/0016-kv-policy.md` lists what was tried.
 """

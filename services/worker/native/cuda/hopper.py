@@ -43,7 +43,7 @@ def compile_prefill(block_size: int, *, windowed: bool) -> Any:
     source = _SOURCE.read_text(encoding="utf-8")
     words = ("-arch=sm_90a", "--std=c++17", f"-DBLOCK_SIZE={block_size}", f"-DWINDOWED={int(windowed)}")
     named = blake2b("\0".join((source, *words, str(nvrtc.getVersion()))).encode(), digest_size=16).hexdigest()
-    kept = Path(cp.cuda.compiler.get_cache_dir()) / f"headrace-{named}.cubin"
+    kept = Path(os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")).expanduser() / f"headrace-{named}.cubin"
     try:
         binary = kept.read_bytes()
     except OSError:

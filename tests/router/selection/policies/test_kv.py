@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.config import LoadConfig
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,
     HOST_BYTES_PER_S,
@@ -20,8 +21,10 @@ from services.router.selection.candidates import (
     ScoredCandidate,
     WorkerSpeed,
 )
-from services.router.selection.load import IDLE, CandidateLoad
+from services.router.selection.load import IDLE, CandidateLoad, LoadTracker
 from services.router.selection.policies.kv import DECODE_WEIGHT, PROMPT_WEIGHT, STORING_S, KvPolicy, split_costs
+from services.worker.scheduler.throughput import Throughput
+from shared.messages.load import LoadReport
 from shared.messages.select import Overlap
 
 BLOCK = 16
@@ -164,6 +167,27 @@ def test_a_worker_that_was_slow_long_ago_counts_as_the_others_unless_a_prompt_wa
     assert score(long_ago(1000.0, waits), others) > 2 * score(facts("same", None, waits, speed=4000.0), others)
     assert choose([long_ago(1000.0), facts("other", Overlap(1), speed=4000.0)]) == "other"
     assert choose([long_ago(1000.0), facts("other", None, CandidateLoad(requests=1), speed=4000.0)]) == "long ago"
+
+
+def test_a_worker_that_was_slow_in_its_first_seconds_gets_its_share_of_short_prompts_again() -> None:
+    """Steps with one short prompt each raise its speed a little, and none lowers it."""
+    load, sent = LoadTracker(LoadConfig()), list[str]()
+    engines = {"s": Throughput(), "t": Throughput()}
+    engines["s"].record_prefill(400, 8.0, 0.0, full=True)
+    engines["t"].record_prefill(400, 0.4, 0.0, full=True)
+    for second in range(240):
+        for name, engine in engines.items():
+            report = LoadReport(name, 1, second, 0, 1, 0, 1000, 0, 0, prefill_tokens_per_s=engine.tokens_per_s)
+            load.apply_report(report, float(second))
+        running = {name: sent[-6:].count(name) for name in engines}  # each answer streams for six seconds
+        candidates = [
+            CandidateState((name, 0), Overlap(), CandidateLoad(running[name]), 1000, load.speeds[name])
+            for name in engines
+        ]
+        sent.append(choose(candidates, tokens=20))
+        engines[sent[-1]].record_prefill(20, 0.02, float(second), full=False)
+    assert 0 < sent[:60].count("s") < 20
+    assert 20 <= sent[-60:].count("s") <= 40
 
 
 def test_small_differences_in_speed_and_unknown_speeds_change_no_choice() -> None:

@@ -1,0 +1,161 @@
+"""The stream of JetStream that keeps the KV events of a namespace, for replays that need no source.
+
+    sources ──publish──▶ headrace.NS.events.SOURCE ──▶ routers that listen
+                                   └──▶ the stream, in the server's memory ──read by sequence──▶ routers with a gap
+
+A stream that is there already is taken as it is, with the limits that it has. Ours has at most
+`observe.events_stream_bytes` for all sources, KEPT_BATCHES of each, and nothing older than KEPT_S. It is in memory: a
+restart of the server loses it, and then a source makes it again. Routers that miss something from before take
+snapshots.
+
+The server numbers the messages of all sources in one row, and a replay needs those of one source from a sequence on. So
+the reader steps back from that source's newest message, further each time, until it is early enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from nats.js import JetStreamContext
+from nats.js.api import RawStreamMsg, StorageType, StreamConfig
+from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
+
+from shared import subjects
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import FAILURES
+from shared.bus.nats_events import split_message
+from shared.bus.replay_buffer import ReplayedBatches
+from shared.errors import ConfigError, ProtocolError, Unavailable
+from shared.rate_limited_log import RateLimitedLog
+
+KEPT_BATCHES = 10_000
+"""The maximum number of batches of one source, as many as a source keeps that has a replay of its own."""
+KEPT_S = 3600.0
+STEP = 4
+"""Each step back is 4 times as long as the one before."""
+LOOK_S = 1.0
+"""The time between two looks at the connection, in seconds; and that after which a stream is made again in vain."""
+ANSWER_LIMIT_S = 5.0
+_NO_JETSTREAM = (None, 10039, 10076)
+"""The errors of a server, or of an account, without JetStream; None stands for no answer at all."""
+_NAME_TAKEN = 10058
+
+
+class EventStore:
+    """The stream of one namespace, and every stream that a source names, over the connection of `bus`."""
+
+    def __init__(self, bus: NatsBus, namespace: str, limit_bytes: int) -> None:
+        self.name, self._subjects = subjects.event_stream(namespace)
+        self._bus = bus
+        self._limit_bytes = limit_bytes
+        self._log = RateLimitedLog()
+
+    async def keep(self) -> None:
+        """Make the stream where it is missing, once on each connection, until cancelled. Raise ConfigError if the first
+        server cannot have it."""
+        made = 0
+        while True:
+            connections = self._bus.connections
+            if self._bus.connected and connections != made:
+                try:
+                    await self.make()
+                    made = connections
+                except ConfigError as wrong:
+                    if not made:
+                        raise
+                    self._log.error("stream", wrong)
+                except Unavailable as wrong:
+                    self._log.warn(f"stream {self.name}", wrong)
+            await asyncio.sleep(LOOK_S)
+
+    async def read(self, stream: str, subject: str, first: int) -> list[tuple[int, bytes]]:
+        """Return the batches on `subject` from sequence `first` on, or none if the stream does not reach so far back.
+        Raise Unavailable or ProtocolError."""
+        replayed = ReplayedBatches(first)
+        try:
+            context = self._context()
+            number = await _start(context, stream, subject, first)
+            while number:
+                message = await context.get_msg(stream, seq=number, subject=subject, direct=True, next=True)
+                replayed.append(*_batch(message))
+                number = (message.seq or 0) + 1
+        except NotFoundError:  # the end
+            pass
+        except FAILURES as wrong:
+            raise Unavailable(f"stream {stream}: {wrong!r}") from wrong
+        return replayed.batches
+
+    async def make(self) -> None:
+        """Make the stream if it is not there. Raise ConfigError, or Unavailable if it may work later."""
+        context = self._context()
+        try:
+            try:
+                found = await context.stream_info(self.name)
+            except NotFoundError:
+                found = await context.add_stream(self._settings())
+        except ServiceUnavailableError as wrong:
+            if wrong.err_code not in _NO_JETSTREAM:
+                raise Unavailable(str(wrong)) from wrong
+            raise ConfigError(
+                "observe.events_plane: jetstream needs JetStream, which NATS does not offer to this user: start"
+                " nats-server with `jetstream {}` in its settings, or choose nats"
+            ) from None
+        except BadRequestError as wrong:
+            if wrong.err_code == _NAME_TAKEN:  # another process made it meanwhile
+                raise Unavailable(str(wrong)) from wrong
+            raise self._refused(wrong) from None
+        except APIError as wrong:
+            raise self._refused(wrong) from None
+        except FAILURES as wrong:
+            raise Unavailable(
+                f"no answer of JetStream ({wrong!r}); may the user of NATS publish to $JS.API.STREAM.*.{self.name}?"
+            ) from wrong
+        if not found.config.allow_direct or self._subjects not in (found.config.subjects or ()):
+            raise ConfigError(
+                f"observe.events_plane: the stream {self.name} that NATS has needs allow_direct and the subject"
+                f" {self._subjects}; change or delete it"
+            )
+
+    def _refused(self, wrong: APIError) -> ConfigError:
+        return ConfigError(
+            f"observe.events_stream_bytes: NATS refuses a stream of {self._limit_bytes} bytes in memory:"
+            f" {wrong.description} (error {wrong.err_code})"
+        )
+
+    def _settings(self) -> StreamConfig:
+        return StreamConfig(
+            name=self.name,
+            subjects=[self._subjects],
+            storage=StorageType.MEMORY,
+            max_bytes=self._limit_bytes,
+            max_msgs_per_subject=KEPT_BATCHES,
+            max_age=KEPT_S,
+            allow_direct=True,
+        )
+
+    def _context(self) -> JetStreamContext:
+        return self._bus.jetstream(ANSWER_LIMIT_S)
+
+
+async def _start(context: JetStreamContext, stream: str, subject: str, first: int) -> int:
+    """Return the number in the stream of a message on `subject` that is not after the batch `first` of the source's
+    present start. 0 if there is none, or no such batch. Raise NotFoundError if the stream has nothing of that
+    source."""
+    newest = await context.get_last_msg(stream, subject, direct=True)
+    latest, end = _batch(newest)[0], newest.seq or 0
+    back = latest - first + 1
+    while back > 0:
+        number = max(1, end - back)
+        found = await context.get_msg(stream, seq=number, subject=subject, direct=True, next=True)
+        if not first < _batch(found)[0] <= latest:  # later than `latest`: of an earlier start
+            return found.seq or 0
+        if number == 1:
+            break
+        back *= STEP
+    return 0
+
+
+def _batch(message: RawStreamMsg) -> tuple[int, bytes]:
+    if message.data is None or len(message.data) < 8:
+        raise ProtocolError("a message in the stream without a sequence")
+    return split_message(message.data)

@@ -1,0 +1,61 @@
+"""Which model another name means, and which names resemble one that does not exist."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.frontend.models.model_names import COMPARED_CHARACTERS, NAMES_LISTED, ModelAliases, similar_names
+
+
+def test_a_servers_name_means_its_model_while_no_other_model_has_it() -> None:
+    aliases = ModelAliases()
+    assert aliases.find("org/one") == ""
+    aliases.set_names("one", ["org/one", "/models/one", "", "one"])
+    assert [aliases.find(name) for name in ("org/one", "/models/one", "one", "")] == ["one", "one", "", ""]
+    assert list(aliases.refusals({"one"}, {"sql"})) == []
+    aliases.set_names("two", ["org/one"])
+    assert aliases.find("org/one") == ""
+    assert list(aliases.refusals()) == ["the name 'org/one' means no model, because servers of one, two have it"]
+    aliases.set_names("one", ["/models/one"])
+    assert (aliases.find("org/one"), list(aliases.refusals())) == ("two", [])
+
+
+def test_a_name_that_a_model_or_a_lora_has_itself_is_said() -> None:
+    aliases = ModelAliases()
+    aliases.set_names("one", ["two", "sql"])
+    assert list(aliases.refusals({"one", "two"}, set())) == [
+        "the name 'two' means the model of that name, although servers of one have it"
+    ]
+    assert [line for line in aliases.refusals(set(), {"sql"}) if "'sql' means the model of that name" in line]
+
+
+def test_names_that_resemble_come_first_and_a_long_one_is_not_compared() -> None:
+    known = [f"model-{number:03}" for number in range(100)]
+    assert similar_names("modle-042", known)[0] == "model-042"
+    assert similar_names("x" * (COMPARED_CHARACTERS + 1), known) == known[:NAMES_LISTED]
+    assert similar_names("zzz", known) == known[:NAMES_LISTED]
+
+
+class Aliases(RuleBasedStateMachine):
+    """The names of models change in any order; a name means a model only if no other one has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aliases = ModelAliases()
+        self.names: dict[str, set[str]] = {}
+
+    @rule(model=st.sampled_from("mno"), names=st.sets(st.sampled_from(("x", "y", "z", "m", ""))))
+    def set_names(self, model: str, names: set[str]) -> None:
+        self.aliases.set_names(model, names)
+        self.names[model] = names - {"", model}
+
+    @invariant()
+    def agrees(self) -> None:
+        self.aliases.validate()
+        for name in "xyzm":
+            models = [model for model, names in self.names.items() if name in names]
+            assert self.aliases.find(name) == (models[0] if len(models) == 1 else "")
+
+
+TestAliases = Aliases.TestCase

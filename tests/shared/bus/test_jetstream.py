@@ -1,0 +1,197 @@
+"""The stream of KV events at a real nats-server: what it keeps, who makes it, and servers that cannot have it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import nats
+import pytest
+from nats.js.api import StreamConfig
+
+from shared import subjects
+from shared.bus import jetstream
+from shared.bus.jetstream import EventStore
+from shared.bus.nats_bus import NatsBus, connect
+from shared.config import NatsConfig
+from shared.errors import ConfigError, Unavailable
+from tests.event_planes import event_planes, stream_there, with_jetstream
+from tests.servers import NatsServer, nats_server
+from tests.shared.bus.test_events import DEADLINE_S, Batches, joined, replayed
+
+LIMIT_BYTES = 16 << 20
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"t{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+async def bus(jetstream_url: str) -> AsyncIterator[NatsBus]:
+    async with bus_at(jetstream_url) as one:
+        yield one
+
+
+@asynccontextmanager
+async def bus_at(url: str) -> AsyncIterator[NatsBus]:
+    one = await connect(NatsConfig(url=url), "test")
+    yield one
+    await one.drain()
+
+
+def publish(bus: NatsBus, subject: str, *sequences: int) -> None:
+    for sequence in sequences:
+        bus.publish_now(subject, sequence.to_bytes(8, "big") + str(sequence).encode())
+
+
+async def stored(store: EventStore, subject: str, last: int) -> None:
+    """Return when the stream has this batch as the newest of the subject."""
+    async with asyncio.timeout(DEADLINE_S):
+        while await store.read(store.name, subject, last) != [(last, str(last).encode())]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("others", [0, 3, 200])
+async def test_a_replay_finds_its_beginning_among_the_batches_of_other_sources(
+    bus: NatsBus, namespace: str, others: int
+) -> None:
+    store = EventStore(bus, namespace, LIMIT_BYTES)
+    await store.make()
+    mine = subjects.events(namespace, "mine")
+    for sequence in range(50):
+        publish(bus, mine, sequence)
+        for other in range(others):
+            publish(bus, subjects.events(namespace, f"other-{other}"), sequence)
+    await stored(store, mine, 49)
+    for first in (0, 1, 30, 48, 49):
+        batches = await store.read(store.name, mine, first)
+        assert batches == [(sequence, str(sequence).encode()) for sequence in range(first, 50)]
+    assert await store.read(store.name, mine, 50) == []
+    assert await store.read(store.name, subjects.events(namespace, "unknown"), 0) == []
+
+
+async def test_a_replay_with_gaps_has_what_was_stored(bus: NatsBus, namespace: str) -> None:
+    store = EventStore(bus, namespace, LIMIT_BYTES)
+    await store.make()
+    mine = subjects.events(namespace, "mine")
+    publish(bus, mine, 0, 1, 2, 900, 901, 5000)
+    await stored(store, mine, 5000)
+    for first, wanted in ((0, 0), (2, 2), (3, 900), (901, 901), (902, 5000)):  # the reader sees that some are missing
+        assert (await store.read(store.name, mine, first))[0][0] == wanted
+
+
+async def test_the_stream_keeps_a_bounded_number_of_batches_of_each_source(
+    bus: NatsBus, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream, "KEPT_BATCHES", 10)
+    store = EventStore(bus, namespace, LIMIT_BYTES)
+    await store.make()
+    busy, quiet = subjects.events(namespace, "busy"), subjects.events(namespace, "quiet")
+    publish(bus, quiet, 0)
+    publish(bus, busy, *range(100))
+    await stored(store, busy, 99)
+    assert [sequence for sequence, _ in await store.read(store.name, busy, 90)] == [*range(90, 100)]
+    assert await store.read(store.name, busy, 89) == [], "it does not reach so far back"
+    assert await store.read(store.name, quiet, 0) == [(0, b"0")]
+
+
+async def test_the_stream_is_bounded_in_bytes(bus: NatsBus, namespace: str) -> None:
+    store = EventStore(bus, namespace, 1 << 20)
+    await store.make()
+    mine = subjects.events(namespace, "mine")
+    for sequence in range(40):
+        bus.publish_now(mine, sequence.to_bytes(8, "big") + bytes(100_000))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE_S):
+        while not await store.read(store.name, mine, 39):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert len(await store.read(store.name, mine, 35)) == 5
+    assert await store.read(store.name, mine, 28) == []
+
+
+async def test_a_stream_that_is_not_there_is_no_replay(bus: NatsBus, namespace: str) -> None:
+    with pytest.raises(Unavailable, match="stream nowhere"):
+        await EventStore(bus, namespace, LIMIT_BYTES).read("nowhere", subjects.events(namespace, "mine"), 0)
+
+
+async def test_a_replay_outlives_its_source_and_not_the_server(tmp_path: Path, namespace: str) -> None:
+    with nats_server(tmp_path, with_jetstream(tmp_path)) as server:
+        async with event_planes("jetstream", server.url, namespace=namespace) as sources:
+            publisher, batches = sources.open_publisher(), Batches()
+            subscription = sources.subscribe(publisher.source, batches.receive)
+            await joined(publisher, batches)
+            publisher.publish(1_000_000, b"kept")
+            await replayed(subscription, 1_000_000, 1_000_000)
+        async with event_planes("zmq", server.url) as router:
+            follower = router.subscribe(publisher.source, Batches().receive)
+            assert (await replayed(follower, 1_000_000, 1_000_000)) == [(1_000_000, b"kept")]
+            await asyncio.to_thread(server.restart)
+            async with asyncio.timeout(DEADLINE_S):
+                await router._over_nats().bus.wait_connected()
+            with pytest.raises(Unavailable, match=f"stream {subjects.event_stream(namespace)[0]}"):
+                await follower.replay(0, timeout_s=DEADLINE_S)
+
+
+async def test_a_source_makes_the_stream_again_when_the_server_has_lost_it(tmp_path: Path, namespace: str) -> None:
+    with nats_server(tmp_path, with_jetstream(tmp_path)) as server:
+        async with event_planes("jetstream", server.url, namespace=namespace) as events:
+            client = await nats.connect(server.url)
+            await client.jetstream().delete_stream(subjects.event_stream(namespace)[0])
+            await client.close()
+            await asyncio.to_thread(server.restart)
+            await stream_there(NatsConfig(url=server.url), namespace)
+            publisher, batches = events.open_publisher(), Batches()
+            subscription = events.subscribe(publisher.source, batches.receive)
+            await joined(publisher, batches)
+            publisher.publish(1_000_000, b"kept")
+            assert await replayed(subscription, 1_000_000, 1_000_000) == [(1_000_000, b"kept")]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server whose JetStream has little memory."""
+    with nats_server(tmp_path, with_jetstream(tmp_path, "max_memory_store: 8MB")) as server:
+        yield server
+
+
+async def test_a_server_without_jetstream_is_named_with_the_setting(nats_url: str, namespace: str) -> None:
+    async with bus_at(nats_url) as bus:
+        with pytest.raises(ConfigError, match=r"^observe\.events_plane: jetstream needs JetStream.*choose nats$"):
+            await EventStore(bus, namespace, LIMIT_BYTES).keep()
+
+
+async def test_a_stream_that_the_server_has_no_room_for_is_named_with_the_setting(
+    small: NatsServer, namespace: str
+) -> None:
+    async with bus_at(small.url) as bus:
+        with pytest.raises(ConfigError, match=rf"^observe\.events_stream_bytes: NATS refuses .* {LIMIT_BYTES} bytes"):
+            await EventStore(bus, namespace, LIMIT_BYTES).keep()
+
+
+async def test_a_stream_that_an_operator_has_made_keeps_its_limits(
+    bus: NatsBus, jetstream_url: str, namespace: str
+) -> None:
+    name, mine = subjects.event_stream(namespace)
+    client = await nats.connect(jetstream_url)
+    made = StreamConfig(name=name, subjects=[mine], max_msgs=3, allow_direct=True)
+    await client.jetstream().add_stream(made)
+    store = EventStore(bus, namespace, LIMIT_BYTES)
+    await store.make()
+    publish(bus, subjects.events(namespace, "mine"), *range(9))
+    await stored(store, subjects.events(namespace, "mine"), 8)
+    assert len(await store.read(name, subjects.events(namespace, "mine"), 6)) == 3
+    assert await store.read(name, subjects.events(namespace, "mine"), 5) == []
+    await client.close()
+
+
+async def test_a_stream_of_other_subjects_is_named(bus: NatsBus, jetstream_url: str, namespace: str) -> None:
+    name, _ = subjects.event_stream(namespace)
+    client = await nats.connect(jetstream_url)
+    await client.jetstream().add_stream(StreamConfig(name=name, subjects=[f"other.{namespace}"]))
+    with pytest.raises(ConfigError, match=rf"observe\.events_plane: the stream {name} that NATS has needs"):
+        await EventStore(bus, namespace, LIMIT_BYTES).keep()
+    await client.close()
