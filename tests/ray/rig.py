@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ HEAD = "127.0.0.2"
 """Not 127.0.0.1: Ray puts the machine's own address in its place."""
 OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes is 75 MiB."""
+STARTS = 3
+"""Ray gives each node 30 s to start, which can be too little on a busy machine."""
 
 
 def python() -> Path:
@@ -44,9 +46,15 @@ def node(host: str, *, cpus: int = 2, gpus: int = 0) -> dict[str, Any]:
 class Cluster:
     """A running cluster. Its nodes are numbered as they were added; 0 is the head node."""
 
-    def __init__(self, program: subprocess.Popen[str]) -> None:
-        self._program = program
-        self.address = self._line()
+    def __init__(self, words: Sequence[str], own: Mapping[str, str]) -> None:
+        for _ in range(STARTS):
+            self._program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+            assert self._program.stdout is not None
+            self.address = self._program.stdout.readline().strip()
+            if self.address:
+                return
+            self.close()
+        raise AssertionError(f"the cluster did not start {STARTS} times")
 
     def kill(self, index: int) -> None:
         """SIGKILL all processes of a node: Ray's, and with them those of its actors."""
@@ -54,6 +62,13 @@ class Cluster:
 
     def add(self, arguments: Mapping[str, Any]) -> None:
         self._say(f"add {json.dumps(arguments)}")
+
+    def close(self) -> None:
+        """End it."""
+        for pipe in (self._program.stdin, self._program.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._program.wait(120)
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
@@ -74,15 +89,13 @@ def cluster(*nodes: Mapping[str, Any], version: str = "") -> Iterator[Cluster]:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
     own = {**variables(), "RAY_TMPDIR": folder}
     words = [str(python()), str(PROGRAM), version, *map(json.dumps, nodes)]
-    program = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
     try:
-        yield Cluster(program)
+        started = Cluster(words, own)
+        try:
+            yield started
+        finally:
+            started.close()
     finally:
-        assert program.stdin is not None
-        program.stdin.close()
-        program.wait(120)
-        assert program.stdout is not None
-        program.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
