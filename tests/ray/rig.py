@@ -87,7 +87,7 @@ class Cluster:
 def cluster(*nodes: Mapping[str, Any], version: str = "") -> Iterator[Cluster]:
     """A cluster of these nodes, ended afterwards. With `version` it claims to be of another version of Ray."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
-    own = {**variables(), "RAY_TMPDIR": folder}
+    own = {**variables(), "RAY_TMPDIR": folder, "HEADRACE_CACHE": "/of/nobody"}
     words = [str(python()), str(PROGRAM), version, *map(json.dumps, nodes)]
     try:
         started = Cluster(words, own)

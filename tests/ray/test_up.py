@@ -45,7 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def up(ray: Cluster, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     flags = ("--on", "ray", "--ray-address", ray.address, "--model", model, "--kvbm-bytes", "64M", *TWO_EACH)
-    with running(tmp_path_factory.mktemp("up"), *flags, variables=variables(), python=str(python())) as stack:
+    own = {**variables(), "HEADRACE_OBSERVE_LOG_FORMAT": "json"}
+    with running(tmp_path_factory.mktemp("up"), *flags, variables=own, python=str(python())) as stack:
         yield stack
 
 
@@ -114,6 +115,8 @@ def test_each_node_gets_a_worker_and_a_kvbm_and_questions_are_answered(up: Up, c
     eventually(lambda: all_ready(up, {HEAD, OTHER}), limit_s=LIMIT_S, what="a worker and a kvbm on each node")
     assert {each["host"] for name, each in programs(up).items() if name in ("nats", "etcd", "frontend-0")} == {HEAD}
     assert ask(client)[0]
+    for each in workers(up).values():
+        assert b"\0HEADRACE_OBSERVE_LOG_FORMAT=json\0" in Path(f"/proc/{each['pid']}/environ").read_bytes()
     shown = status(up)
     assert len(shown["models"][0]["instances"]) == 2
     assert len([each for each in shown["instances"] if each["service"] == "kvbm"]) == 2

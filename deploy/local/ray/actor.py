@@ -69,8 +69,11 @@ def check_node(
 class ProgramActor:
     """One program with the files that it needs. Its calls are `status` and `drain`."""
 
-    def __init__(self, name: str, fleet: str, version: str, order: Mapping[str, Any]) -> None:
-        """Start the program. `order` has the fields of order.Order."""
+    def __init__(
+        self, name: str, fleet: str, version: str, order: Mapping[str, Any], settings: Mapping[str, str]
+    ) -> None:
+        """Start the program. `order` has the fields of order.Order, `settings` those of services in the environment of
+        `up`, which replace any in that of Ray."""
         find_headrace(version)
         from deploy.local.stack import servers
         from deploy.local.stack.block_store import pool_directory, private_directory, private_pool
@@ -94,7 +97,9 @@ class ProgramActor:
         programs = {"": (sys.executable, "-P"), "nats": (str(servers.nats_server()),), "etcd": (str(servers.etcd()),)}
         command = (*programs[order["server"]], *order["arguments"])
         variables = {name: places[place] for name, place in order["variables"].items()}
-        self._environment = servers.program_environment() | variables
+        inherited = servers.program_environment().items()
+        kept = {name: value for name, value in inherited if not name.startswith("HEADRACE_")}
+        self._environment = {**kept, **settings, **variables}
         self._said: deque[str] = deque(maxlen=LINES_KEPT)
         self._stopping = threading.Event()
         self._ended = threading.Event()

@@ -23,7 +23,7 @@ from deploy.local.ray.order import Order
 from deploy.local.ray.plan import HEAD_PORTS, Head
 from deploy.local.ray.watch import ActorReport
 from deploy.local.stack import servers
-from shared.config import environment
+from shared.config import PREFIX, environment
 from shared.errors import ConfigError
 from shared.installation import install_command
 from shared.version import VERSION
@@ -115,13 +115,16 @@ class Cluster:
             scheduling_strategy=self._at(order.node) if order.node else place,
             name=f"headrace-{fleet}-{order.name}",
         )
-        self._actors[order.name] = actor.remote(order.name, fleet, VERSION, msgspec.structs.asdict(order))
+        settings = {name: value for name, value in environment().items() if name.startswith(PREFIX)}
+        self._actors[order.name] = actor.remote(order.name, fleet, VERSION, msgspec.structs.asdict(order), settings)
 
     async def ask(self, name: str) -> ActorReport:
         """Return what an actor reports. Raise ActorSilent or ActorLost."""
-        errors = self._ray.exceptions
+        errors, actor = self._ray.exceptions, self._actors.get(name)
+        if actor is None:
+            raise ActorSilent("it has just been removed")
         try:
-            said = await asyncio.wrap_future(self._actors[name].status.remote().future())
+            said = await asyncio.wrap_future(actor.status.remote().future())
         except (errors.ActorDiedError, errors.ActorUnschedulableError) as wrong:
             raise ActorLost(_last_line(wrong)) from None
         except errors.RayError as wrong:
