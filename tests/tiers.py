@@ -45,6 +45,7 @@ FILES: Mapping[str, Tier] = {
     "tests/deploy/check/test_run.py": "all",
     "tests/deploy/ray/test_actor.py": "all",
     "tests/deploy/ray/test_cluster.py": "all",
+    "tests/deploy/size/": "all",
     "tests/deploy/stack/test_check.py": "all",
     "tests/deploy/stack/test_hub": "all",
     "tests/deploy/stack/test_model.py": "all",

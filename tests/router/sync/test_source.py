@@ -175,7 +175,8 @@ def test_if_a_snapshot_fails_a_stream_that_reaches_back_to_the_first_batch_takes
 
 
 def test_a_stream_that_does_not_reach_back_so_far_leaves_known_blocks_until_a_snapshot_comes() -> None:
-    for answer in ([], [(7, batch(7)), (8, batch(8))]):
+    answers: tuple[list[tuple[int, DecodedBatch | None]], ...] = ([], [(7, batch(7)), (8, batch(8))])
+    for answer in answers:
         found = source(stored=True)
         found.start()
         asked = found.request_failed(1)
