@@ -37,14 +37,14 @@ COMMAND = _command()
 """What people type for the command `headrace`."""
 
 
-def install_command(extra: Literal["gpu", "nixl", "otel"]) -> str:
+def install_command(extra: Literal["gpu", "nixl", "otel", "ray"]) -> str:
     """Return the command that installs an extra."""
     if PACKAGED and extra == "nixl":
         return "pip install --no-deps nixl-cu13"  # without the torch that it names (pyproject.toml)
     if PACKAGED:
         return f"pip install 'headrace[{extra}]'"
-    if extra == "otel":
-        return "pip install --require-hashes -r requirements-otel.lock"
+    if extra in ("otel", "ray"):
+        return f"{BIN}pip install --require-hashes -r requirements-{extra}.lock"
     return f"./headrace install-{extra}"
 
 

@@ -36,11 +36,15 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/": "check",
     # Needs podman, which CI has not.
     "tests/containers/": "long",
+    # Needs Ray, 80 MB to fetch.
+    "tests/ray/": "long",
     # One whole stack.
     "tests/integration/test_smoke.py": "check",
     # Programs and servers that take long, and random cases that take much.
     "tests/deploy/bench/test_sweep.py": "all",
     "tests/deploy/check/test_run.py": "all",
+    "tests/deploy/ray/test_actor.py": "all",
+    "tests/deploy/ray/test_cluster.py": "all",
     "tests/deploy/size/": "all",
     "tests/deploy/stack/test_check.py": "all",
     "tests/deploy/stack/test_hub": "all",

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from msgspec.structs import asdict, replace
 
 from deploy.local import usage
 from deploy.local.install import InstallError
-from deploy.local.stack.stack import UpOptions
+from deploy.local.stack.stack import BlockStoreOptions, UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal, highlight, paint
 from shared.config import environment
@@ -174,9 +174,25 @@ def _up(flags: usage.UpFlags) -> int:
         check(options_here, state_dir, python=sys.executable, model=here, notice=terminal.notice)
 
     check_model(options.model, here=source.here)  # first, because fetching the model may take minutes
+    if flags.on == "ray":
+        return _up_on_ray(flags, options, wanted, lambda: fetch_source(source, check_model, terminal, weights=weights))
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         path = fetch_source(source, check_model, terminal, weights=weights)
         return up(replace(options, model=str(path), store=store), state_dir, terminal)
+
+
+def _up_on_ray(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOptions, fetch: Callable[[], Path]) -> int:
+    from deploy.local.ray.cluster import connect
+    from deploy.local.ray.up import up_on_ray
+    from deploy.local.stack.up import exclusive
+
+    cluster = connect(flags.ray_address)
+    try:
+        with exclusive(flags.state_dir, flags.port, port_here=False):
+            options = replace(options, model=str(fetch()), store=wanted if wanted.pool_bytes else None)
+            return up_on_ray(options, cluster, flags.state_dir, Terminal())
+    finally:
+        cluster.close()
 
 
 def _route(flags: usage.RouteFlags) -> int:

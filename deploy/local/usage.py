@@ -120,6 +120,10 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     worker.max_running=8, …; `.venv/bin/python -m services.frontend --help` lists those of a service."""
     etcd: Address = ""
     """The address of an etcd server that runs already."""
+    on: Literal["machine", "ray"] = "machine"
+    """Where the processes run; ray: on the nodes of a Ray cluster, which restarts them (docs/ray.md)."""
+    ray_address: Address = ""
+    """The address of that cluster (that of RAY_ADDRESS, or the one that runs here)."""
 
 
 class RouteFlags(StackFlags, frozen=True, kw_only=True):

@@ -99,9 +99,9 @@ class Up:
 
 
 @contextlib.contextmanager
-def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iterator[Up]:
+def running(state: Path, *flags: str, variables: Mapping[str, str] = {}, python: str = sys.executable) -> Iterator[Up]:
     """`headrace up` on free ports, until it says ready; ended afterwards. Models are kept in the state directory."""
-    with started(state, "up", *flags, variables=variables) as up:
+    with started(state, "up", *flags, variables=variables, python=python) as up:
         assert up.ready.wait(START_LIMIT_S), "".join(up.output)
         assert up.process.poll() is None, "".join(up.output) + up.logs()
         yield up
@@ -109,7 +109,12 @@ def running(state: Path, *flags: str, variables: Mapping[str, str] = {}) -> Iter
 
 @contextlib.contextmanager
 def started(
-    state: Path, command: str, *flags: str, variables: Mapping[str, str] = {}, within: Sequence[str] = ()
+    state: Path,
+    command: str,
+    *flags: str,
+    variables: Mapping[str, str] = {},
+    within: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> Iterator[Up]:
     """`headrace up`, `route` or `picker` on free ports; ended afterwards. `within` are the words of a program that
     becomes it."""
@@ -119,7 +124,7 @@ def started(
     process = subprocess.Popen(
         [
             *within,
-            sys.executable,
+            python,
             "-m",
             "deploy.local.cli",
             command,

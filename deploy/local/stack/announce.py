@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from deploy.local import probe
-from deploy.local.stack.stack import SINGLE, Launch, Stack
+from deploy.local.stack.stack import SINGLE, AccessFiles, Launch, Stack
 from deploy.local.stack.supervise import Supervisor
 from deploy.local.state import DEFAULT_HOME, StateDirectory
 from deploy.local.terminal import Terminal, paint
@@ -139,7 +139,7 @@ class Announcer:
         """Print that this machine has done its part, and what the fleet lacks."""
         self._terminal.clear()
         print(f"{paint('joined', 'yellow', sys.stdout)} {self._stack.nats}", flush=True)
-        state = _state_flag(self._state_dir)
+        state = state_flag(self._state_dir)
         reasons = sorted({self._reasons[name] for name in self._waiting if name in self._reasons})
         why = "; ".join(reasons) or "the frontends do not answer"
         print(
@@ -167,27 +167,31 @@ stop:    Ctrl-C
 
     def _say_ready(self) -> None:
         self._terminal.clear()
-        url = self._stack.url
-        message = {"role": "user", "content": "What is the capital of France?"}
-        question = json.dumps({"model": self._stack.model, "messages": [message], "temperature": 0})
-        state = _state_flag(self._state_dir)
-        access = self._stack.access
-        by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
-        certificate = shlex.quote(access.tls_cert)
-        trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
-        look = "" if self._stack.single else f"\nstatus:  {COMMAND} status{state}"
-        look += f"\npage:    {self._stack.page}" if self._stack.page else ""
-        print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
-        print(
-            f"""
+        stack, state = self._stack, state_flag(self._state_dir)
+        look = "" if stack.single else f"\nstatus:  {COMMAND} status{state}"
+        look += f"\npage:    {stack.page}" if stack.page else ""
+        say_ready(stack.url, stack.model, stack.access, state, look, str(self._state_dir.logs))
+
+
+def say_ready(url: str, model: str, access: AccessFiles, state: str, look: str, logs: str) -> None:
+    """Print that requests are served at a URL, without its /v1, and how to ask. `state` is a flag for commands, `look`
+    further lines, `logs` where the logs are."""
+    message = {"role": "user", "content": "What is the capital of France?"}
+    question = json.dumps({"model": model, "messages": [message], "temperature": 0})
+    by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
+    certificate = shlex.quote(access.tls_cert)
+    trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
+    print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
+    print(
+        f"""
 ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'{look}
-logs:    {self._state_dir.logs}
+logs:    {logs}
 stop:    Ctrl-C
 """,
-            file=sys.stderr,
-            flush=True,
-        )
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 async def health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
@@ -219,6 +223,6 @@ async def _health(url: str, *, attached: bool) -> tuple[bool, str]:
     return ready, "; ".join(str(reason) for reason in reasons)
 
 
-def _state_flag(state_dir: StateDirectory) -> str:
+def state_flag(state_dir: StateDirectory) -> str:
     """Return the flag that names the state directory; empty for the usual one."""
     return "" if state_dir.home == DEFAULT_HOME else f" --state {shlex.quote(str(state_dir.home))}"

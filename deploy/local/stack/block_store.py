@@ -33,18 +33,32 @@ MEMORY = Path("/dev/shm")  # noqa: S108 every Linux has its tmpfs there; our dir
 
 
 @contextmanager
-def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
-    """Yield a new directory for one block store; remove it afterwards. Raise ConfigError if `memory` cannot be used.
+def private_pool(memory: Path = MEMORY, name: str = "") -> Iterator[Path]:
+    """Yield a private directory for one block store. Raise ConfigError if `memory` cannot be used."""
+    try:
+        with private_directory(memory, name) as directory:
+            yield directory
+    except NoDirectory as wrong:
+        raise ConfigError(f"no memory for a block store: {wrong}") from None
+
+
+class NoDirectory(Exception):
+    """A private directory could not be made; the message says where, and why."""
+
+
+@contextmanager
+def private_directory(parent: Path, name: str = "") -> Iterator[Path]:
+    """Yield a new directory, or that with the `name`; remove it afterwards. Raise NoDirectory.
 
     /dev/shm/headrace-UID-…     mode 0700, locked (flock on the directory) by the `up` that made it, for as long as it
                                 lives: an unlocked one is left of an `up` that was killed, and the next `up` removes it
     """
     prefix = f"headrace-{os.geteuid()}-"
     try:
-        _sweep(memory, prefix)
-        directory, lock = _make(memory, prefix)
+        _sweep(parent, prefix, keep=name)
+        directory, lock = _make(parent, prefix, name)
     except OSError as wrong:
-        raise ConfigError(f"no memory for a block store: {wrong.filename or memory}: {wrong.strerror}") from None
+        raise NoDirectory(f"{wrong.filename or parent}: {wrong.strerror}") from None
     try:
         yield directory
     finally:
@@ -52,20 +66,35 @@ def private_pool(memory: Path = MEMORY) -> Iterator[Path]:
         os.close(lock)
 
 
-def _make(memory: Path, prefix: str) -> tuple[Path, int]:
+def pool_directory(name: str, memory: Path = MEMORY) -> Path:
+    """Return the directory that `private_pool` yields for a name."""
+    return memory / f"headrace-{os.geteuid()}-{name}"
+
+
+def _make(parent: Path, prefix: str, name: str) -> tuple[Path, int]:
     while True:
-        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # mode 0700
+        if name:
+            directory = parent / f"{prefix}{name}"
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if fault := ownership_fault(directory.lstat(), "directory", "open"):
+                raise NoDirectory(f"{directory} {fault}")
+        else:
+            directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # mode 0700
         try:
             lock = _locked(directory)
         except FileNotFoundError:
             lock = None
         if lock is not None:
             return directory, lock
+        if name and directory.exists():
+            raise NoDirectory(f"{directory}: another process uses it")
         # Another `up` removed it between the two calls.
 
 
-def _sweep(memory: Path, prefix: str) -> None:
-    for directory in memory.glob(f"{prefix}*"):
+def _sweep(parent: Path, prefix: str, keep: str) -> None:
+    for directory in parent.glob(f"{prefix}*"):
+        if directory.name == f"{prefix}{keep}":
+            continue  # of this process's predecessor, which has ended
         try:
             lock = _locked(directory) if directory.lstat().st_uid == os.geteuid() else None
         except OSError:  # removed meanwhile, or not a directory

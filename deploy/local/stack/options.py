@@ -127,7 +127,27 @@ def _check(flags: UpFlags) -> UpFlags:
         raise ConfigError("--vllm-args needs --engine vllm")
     if flags.vllm_args is not None and not flags.vllm_args.is_file():
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
+    if flags.ray_address and flags.on != "ray":
+        raise ConfigError("--ray-address needs --on ray")
+    if flags.on == "ray":
+        _check_ray(flags)
     return _single(flags) if flags.single else flags
+
+
+def _check_ray(flags: UpFlags) -> None:
+    """Raise ConfigError for flags that do not go with --on ray."""
+    refused = {
+        "--single": flags.single,
+        "--prefill": flags.prefill is not None,
+        "--decode": flags.decode is not None,
+        f"--engine {flags.engine}": flags.engine in ("vllm", "attached"),
+        "--discovery file": flags.discovery == "file",
+    }
+    for flag, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"{flag}: not with --on ray, whose workers are alike and have an engine of ours (docs/ray.md)"
+            )
 
 
 def _single(flags: UpFlags) -> UpFlags:
@@ -234,7 +254,10 @@ def _gpus(flags: UpFlags) -> Gpus | None:
     for key, instead in UPS_OWN.items():
         if key in settings:
             raise ConfigError(f"--cuda {key}: {instead}")
-    return Gpus(gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings)
+    # On Ray each worker sees one GPU, and this machine may have none.
+    return Gpus(
+        1 if flags.on == "ray" else gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings
+    )
 
 
 def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting]) -> tuple[str, ...]:

@@ -88,8 +88,9 @@ def answers(flag: str, address: str) -> bool:
     return True
 
 
-def free_ports(count: int) -> list[int]:
-    """Return `count` distinct loopback ports that are free now. Raise ConfigError if there are fewer."""
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Return `count` distinct ports of an address of this machine that are free now. Raise ConfigError if there are
+    fewer."""
     span = LAST_PORT - FIRST_PORT + 1
     start = secrets.randbelow(span)
     found: list[int] = []
@@ -97,19 +98,19 @@ def free_ports(count: int) -> list[int]:
         if len(found) == count:
             return found
         port = FIRST_PORT + (start + step) % span
-        if is_free(port):
+        if is_free(port, host):
             found.append(port)
     raise ConfigError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
 
 
-def nats_settings(port: int) -> str:
+def nats_settings(port: int, host: str = "127.0.0.1") -> str:
     """Return the settings file of nats-server.
 
     `max_payload`: the server closes a connection that exceeds it, so it is above our own limit of 4 MiB.
     `max_pending`: by default the server closes a connection with 64 MB waiting; a burst of our messages is larger.
     `ping_interval`: as short as ours. By default a frontend that is cut off gets requests for 4 to 6 minutes.
     """
-    return f'listen: 127.0.0.1:{port}\nmax_payload: 5MB\nmax_pending: 512MB\nping_interval: "10s"\nping_max: 2\n'
+    return f'listen: {host}:{port}\nmax_payload: 5MB\nmax_pending: 512MB\nping_interval: "10s"\nping_max: 2\n'
 
 
 def nats_authorization(password: str) -> str:

@@ -223,9 +223,9 @@ def plan(
         # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
-        service(program, "kvbm", common | _tiers(store))
+        service(program, "kvbm", common | tiers(store))
     for index, (name, role) in enumerate(_workers(options)):
-        settings = common | _worker_settings(options, index, role, state_dir, cores)
+        settings = common | worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
         service(program, "worker", settings, hands_over=bool(role))
     if options.single:
@@ -270,7 +270,7 @@ def plan_attached(
     """Return one more program of a stack that runs, with its files: a worker for a server that runs already. `attached`
     has its settings, `port` is to observe it."""
     one = replace(options, workers=1)
-    settings = {**stack.common, **_worker_settings(one, 0, "", state_dir, 1), "attached": attached}
+    settings = {**stack.common, **worker_settings(one, 0, "", state_dir, 1), "attached": attached}
     program = Program(name, 1, SERVICE_DRAIN_S, needed=False)
     launch, files = _service(one, state_dir, program, "worker", settings, port, python)
     return replace(launch, added=True), files
@@ -306,7 +306,7 @@ def _servers(options: UpOptions, state_dir: StateDirectory) -> list[Launch]:
     return found
 
 
-def _worker_settings(
+def worker_settings(
     options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
 ) -> dict[str, Value | Mapping[str, Value]]:
     """Return what only workers have in their settings. The worker `index` has the role `role`, or does all."""
@@ -339,11 +339,12 @@ def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 
-def _tiers(store: BlockStoreOptions) -> dict[str, Mapping[str, Value]]:
-    tiers: dict[str, Mapping[str, Value]] = {"pool": {"directory": store.pool, "size_bytes": store.pool_bytes}}
+def tiers(store: BlockStoreOptions) -> dict[str, Mapping[str, Value]]:
+    """Return what only a kvbm has in its settings."""
+    found: dict[str, Mapping[str, Value]] = {"pool": {"directory": store.pool, "size_bytes": store.pool_bytes}}
     if store.disk:
-        tiers["disk"] = {"directory": store.disk, "limit_bytes": store.disk_bytes}
-    return tiers
+        found["disk"] = {"directory": store.disk, "limit_bytes": store.disk_bytes}
+    return found
 
 
 def _names(service: str, count: int) -> list[str]:

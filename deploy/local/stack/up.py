@@ -66,7 +66,7 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal, beside
         cores=usable_processors(),
         password=secrets.token_hex(32),
     )
-    _prepare(stack, state_dir)
+    prepare(stack.files, state_dir)
     try:
         return asyncio.run(Shell(stack, state_dir, terminal).run(beside))
     finally:
@@ -84,8 +84,9 @@ def check_port(port: int) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
-    """Lock the state directory and check the port. The lock ends with the process, however that ends.
+def exclusive(state_dir: StateDirectory, port: int, *, port_here: bool = True) -> Iterator[None]:
+    """Lock the state directory, and check the port if it is one of this machine. The lock ends with the process,
+    however that ends.
 
     Raise ConfigError if another `up` runs there, the port is taken or the directory cannot be written.
     """
@@ -102,14 +103,15 @@ def exclusive(state_dir: StateDirectory, port: int) -> Iterator[None]:
             raise ConfigError(
                 f"another `up` runs here: {lock.read().strip()}; a second one needs another --state"
             ) from None
-        check_port(port)
+        if port_here:
+            check_port(port)
         lock.truncate(0)
         lock.write(f"pid {os.getpid()}, http://127.0.0.1:{port}/v1\n")
         lock.flush()
         yield
 
 
-def _prepare(stack: Stack, state_dir: StateDirectory) -> None:
+def prepare(files: Mapping[Path, str], state_dir: StateDirectory) -> None:
     """Empty the run directory and the logs, and write the files. Nothing of the former run is needed: its keys in etcd
     had leases of processes that are dead now."""
     shutil.rmtree(state_dir.run, ignore_errors=True)
@@ -117,7 +119,7 @@ def _prepare(stack: Stack, state_dir: StateDirectory) -> None:
     state_dir.logs.mkdir(mode=0o700, exist_ok=True)
     for log in state_dir.logs.glob("*.log*"):
         log.unlink()
-    _write(stack.files)
+    _write(files)
 
 
 def _write(files: Mapping[Path, str]) -> None:

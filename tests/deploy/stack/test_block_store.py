@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.stack.block_store import MEMORY, block_store, parse_size, private_pool, store_request
+from deploy.local.stack.block_store import MEMORY, block_store, parse_size, pool_directory, private_pool, store_request
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 
@@ -164,6 +164,34 @@ def test_it_is_gone_after_a_failure_too(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), private_pool(tmp_path):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_with_a_name_goes_on_with_what_its_predecessor_left(tmp_path: Path) -> None:
+    left = pool_directory("mine", tmp_path)
+    left.mkdir(mode=0o700)
+    (left / "pool").write_bytes(b"blocks")
+    with private_pool(tmp_path, "mine") as ours:
+        assert ours == left
+        assert (ours / "pool").read_bytes() == b"blocks"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_with_a_name_that_another_process_uses_is_refused(tmp_path: Path) -> None:
+    other, theirs = holder(tmp_path)
+    try:
+        name = theirs.name.removeprefix(f"headrace-{os.geteuid()}-")
+        refused = pytest.raises(ConfigError, match=f"no memory for a block store: {theirs}: another process uses it")
+        with refused, private_pool(tmp_path, name):
+            pass
+        assert (theirs / "pool").exists()
+    finally:
+        end(other)
+
+
+def test_one_with_a_name_that_others_may_open_is_refused(tmp_path: Path) -> None:
+    pool_directory("mine", tmp_path).mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="mine must belong to this user"), private_pool(tmp_path, "mine"):
+        pass
 
 
 def test_two_at_once_have_one_each(tmp_path: Path) -> None:
