@@ -3,7 +3,8 @@
     request  ─▶ its fields, found in one pass ─▶ model
                                                ─▶ stream, how much it may generate, and the bytes of its prompt, which
                                                   are hashed in blocks
-    answer   ─▶ AnswerMeter: the `usage` in its last bytes, or else the number of its events
+    answer   ─▶ WholeLines: its lines, if it is a stream, once they are whole
+             ─▶ AnswerMeter: the `usage` in its last bytes, or else the number of its events
 
 What makes a prompt is taken in the order in which templates mostly have it, without whitespace between values. So a
 conversation's next question begins with the bytes of the one before, whichever program of a kind wrote it. A closing
@@ -39,7 +40,10 @@ TAIL_BYTES = 64 << 10
 """Last bytes of a whole answer in which its usage is looked for: servers write it near the end."""
 STREAM_TAIL_BYTES = 4 << 10
 """Last bytes of a stream in which its usage is looked for. There are many streams at once."""
+LINE_BYTES = 64 << 10
+"""Most bytes of a line that are held back until it is whole. A longer one passes as it comes."""
 _EVENT = b"data:"
+_LINE_ENDS = (b"\n", b"\r")
 _USAGE = b'"usage"'
 
 
@@ -159,6 +163,45 @@ class TextUsage(Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+
+
+class WholeLines:
+    """Holds back the end of a stream until its line is whole. So a stream that breaks off ends between two lines, and
+    what is said of that is not taken for a part of the last one."""
+
+    __slots__ = ("_passed_end", "held")
+
+    def __init__(self) -> None:
+        self.held = b""
+        """The line that is not whole."""
+        self._passed_end = True
+        """Whether what has passed ends with a line."""
+
+    def take(self, part: bytes) -> bytes:
+        """Take a part, and return what passes."""
+        if self.held:
+            part = self.held + part
+        if part.endswith(_LINE_ENDS):  # as servers send events
+            self.held = b""
+            self._passed_end = True
+            return part
+        end = 1 + max(part.rfind(b"\n"), part.rfind(b"\r"))
+        if len(part) - end > LINE_BYTES:
+            end = len(part)
+        self.held = part[end:]
+        if end:
+            self._passed_end = bool(self.held)
+        return part[:end]
+
+    @property
+    def ends_line(self) -> bool:
+        """Whether another line can follow what has passed."""
+        return self._passed_end
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert len(self.held) <= LINE_BYTES
+        assert not self.held.endswith(_LINE_ENDS)
 
 
 class AnswerMeter:

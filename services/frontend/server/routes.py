@@ -52,7 +52,7 @@ from services.frontend.server.middleware import (
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
 from services.frontend.serving.dispatch import Dispatcher
-from services.frontend.serving.foreign import foreign_error
+from services.frontend.serving.foreign import EVENT_STREAM, foreign_error, last_event
 from services.frontend.serving.request_context import RequestContext, ignored_header
 from services.frontend.serving.text_proxy import AskedServers, TextProxy
 from shared.errors import HeadraceError, InvalidRequest
@@ -182,8 +182,8 @@ class HttpApi(Struct):
                     raise
                 self.frontend.note_failure(request_id_of(request).unique, error)
                 wrong = failure_of(error)
-                event = b"data: %b\n\n" % wrong.payload if reply.streamed else None
-                if event is not None and not reply.ends_event:
+                event = last_event(request.path, reply.kind, wrong) if reply.lines.ends_line else None
+                if event is not None and reply.kind == EVENT_STREAM and not reply.meter.ends_event:
                     event = b"\n\n" + event  # what came of the last one is not taken for a part of this
                 return await body.break_off(event), wrong.status
             return await body.end(None), status

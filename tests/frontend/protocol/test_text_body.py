@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from contextlib import suppress
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from services.frontend.protocol.text_body import (
     HASHED_BYTES,
+    LINE_BYTES,
     STREAM_TAIL_BYTES,
     TAIL_BYTES,
     AnswerMeter,
     TextUsage,
+    WholeLines,
     read_fields,
     read_model,
     read_text,
@@ -102,12 +105,18 @@ def test_a_prompt_counts_by_its_bytes_and_is_at_least_a_token() -> None:
         (b'{"prompt": "' + b"x" * (4 << 20) + b'"}', "over the limit"),
         (b'{"model": "served", "Model": "another"}', "is written model"),
         (b'{"Max_Tokens": 100000}', "is written max_tokens"),
+        (b'{"\xff\xfe": 1}', "the body is not UTF-8"),
     ],
 )
 def test_what_is_no_object_is_refused(body: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest) as wrong:
         read_text(read_fields(body))
     assert said in str(wrong.value)
+
+
+def test_a_byte_order_mark_before_a_body_is_passed_over() -> None:
+    body = b'{"model": "m", "prompt": "on", "max_tokens": 4}'
+    assert read_text(read_fields(BOM_UTF8 + body)) == read_text(read_fields(body))
 
 
 def test_the_model_is_what_the_body_names() -> None:
@@ -175,6 +184,20 @@ def test_it_is_known_whether_an_event_was_cut(parts: tuple[bytes, ...], ends: bo
     for part in parts:
         meter.add(part)
     assert meter.ends_event == ends
+
+
+@given(
+    st.lists(st.binary(max_size=9) | st.sampled_from((b"data: x\n\n", b"x\r\n", b"\r", b"x" * LINE_BYTES)), max_size=9)
+)
+def test_only_whole_lines_of_a_stream_pass_but_for_very_long_ones(parts: list[bytes]) -> None:
+    lines, passed, came = WholeLines(), b"", b""
+    for part in parts:
+        came += part
+        passed += lines.take(part)
+        lines.validate()
+        assert passed + lines.held == came
+        assert lines.ends_line == (not passed or passed.endswith((b"\n", b"\r")))
+        assert lines.ends_line or len(came.splitlines()[-1]) > LINE_BYTES
 
 
 @given(st.lists(st.binary(max_size=40) | st.just(USAGE) | st.just(b'"usage":')), st.booleans())
