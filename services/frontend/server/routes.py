@@ -14,6 +14,7 @@ server/middleware.py checks keys and adds the headers that all answers have.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -239,10 +240,12 @@ def _hint(path: str) -> str:
     """Return what the error for a path that is not there says in addition."""
     if path in _WITHOUT_V1:
         return f"; it is at /v1{path}: the base URL ends in /v1"
-    right = path.rstrip("/")
+    right = re.sub("/{2,}", "/", path).rstrip("/")
     if path.startswith("/v1/v1/"):
         right = right.removeprefix("/v1")
         why = "the base URL of this client ends without /v1"
+    elif "//" in path:
+        why = "one slash is enough; the base URL of this client may end with one too many"
     else:
         why = "no slash comes after it"
     return f"; it is at {right}: {why}" if right != path and right in _POSTED else ""
