@@ -147,6 +147,25 @@ def test_a_stream_without_a_usage_counts_its_events_and_with_one_that() -> None:
     assert metered(*[event] * 500, last, b"data: [DONE]\n\n", streamed=True) == TextUsage(7, 5, 3)
 
 
+def test_a_stream_of_anthropics_has_its_prompt_in_the_first_event_and_its_output_in_the_last() -> None:
+    usage = '{"input_tokens": 20, "cache_read_input_tokens": 300, "cache_creation_input_tokens": 4, "output_tokens": 1}'
+    first = f'event: message_start\ndata: {{"type": "message_start", "message": {{"usage": {usage}}}}}\n\n'.encode()
+    delta = b'event: content_block_delta\ndata: {"type": "content_block_delta", "delta": {"text": "on"}}\n\n'
+    last = b'event: message_delta\ndata: {"type": "message_delta", "usage": {"output_tokens": %d}}\n\n'
+    assert metered(first, *[delta] * 500, last % 499, streamed=True) == TextUsage(324, 499, 300)
+    assert metered(first, delta, last % 7, streamed=True) == TextUsage(324, 7, 300)
+    for deltas in (4, 500):  # the stream was cut
+        assert metered(first, *[delta] * deltas, streamed=True) == TextUsage(324, 1 + deltas, 300)
+    all_last = b'data: {"usage": {"input_tokens": 25, "cache_read_input_tokens": 5, "output_tokens": 9}}\n\n'
+    assert metered(first.replace(b"20", b"0").replace(b"300", b"0"), all_last, streamed=True) == TextUsage(34, 9, 5)
+    assert metered(b'{"usage": {"input_tokens": 20, "output_tokens": 5}}', streamed=False) == TextUsage(20, 5)
+
+
+def test_an_event_without_a_usage_after_the_one_that_has_it_hides_nothing() -> None:
+    last = b'data: {"choices": [], ' + USAGE + b"}\n\n"
+    assert metered(last, b'data: {"usage": null}\n\n' * 3, b"data: [DONE]\n\n", streamed=True) == TextUsage(7, 5, 3)
+
+
 def test_an_embedding_has_no_output_and_an_answer_that_says_nothing_counts_by_its_bytes() -> None:
     body = b'{"data": [], "usage": {"prompt_tokens": 4, "total_tokens": 4}}'
     assert metered(body, streamed=False) == TextUsage(4, 0)
@@ -200,7 +219,10 @@ def test_only_whole_lines_of_a_stream_pass_but_for_very_long_ones(parts: list[by
         assert lines.ends_line or len(came.splitlines()[-1]) > LINE_BYTES
 
 
-@given(st.lists(st.binary(max_size=40) | st.just(USAGE) | st.just(b'"usage":')), st.booleans())
+@given(
+    st.lists(st.binary(max_size=40) | st.sampled_from((USAGE, b'"usage":', b'"message_start"', b'{"input_tokens":9}'))),
+    st.booleans(),
+)
 def test_any_answer_can_be_counted(parts: list[bytes], streamed: bool) -> None:
     found = metered(*parts, streamed=streamed)
     assert min(found.prompt_tokens, found.output_tokens, found.cached_tokens) >= 0
