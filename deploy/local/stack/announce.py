@@ -177,6 +177,7 @@ stop:    Ctrl-C
         trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
         look = "" if self._stack.single else f"\nstatus:  {COMMAND} status{state}"
         look += f"\npage:    {self._stack.page}" if self._stack.page else ""
+        look += f"\npicker:  {self._stack.picker}, for gateways (docs/picker.md)" if self._stack.picker else ""
         print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
         print(
             f"""
