@@ -194,6 +194,7 @@ async def test_a_servers_own_error_passes_and_no_other_server_is_asked(directory
 BAD = {
     "busy": whole(b"{}", 503),
     "limited": whole(b"{}", 429),
+    "overloaded": whole(b"{}", 529),
     "another key": whole(b'{"error": "sk-12"}', 401),
     "a redirect": whole(b"", 302, more="Location: http://127.0.0.1:1/secret\r\n"),
     "a page": whole(b"<html>hello</html>", 200, "text/html; charset=utf-8"),
@@ -227,8 +228,8 @@ async def test_if_no_server_has_an_answer_the_client_gets_one_line_or_what_the_b
 ) -> None:
     async with routed(directory, TextPeer(says(BAD[name], closes=True))) as w:
         status, body = await posted(w)
-        if name in ("busy", "limited"):
-            assert (status, body) == ({"busy": 503, "limited": 429}[name], b"{}")
+        if (passed := {"busy": 503, "limited": 429, "overloaded": 529}.get(name)) is not None:
+            assert (status, body) == (passed, b"{}")
         else:
             assert status == 503
             assert error_of(body).startswith("no server answers; w1 ")
