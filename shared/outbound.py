@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
 from shared.errors import ConfigError
@@ -127,7 +128,8 @@ def read_key(path: str, place: str) -> str:
 
 
 def describe_fault(wrong: BaseException, ca_name: str) -> str:
-    """Return why a server cannot be reached, in one line without its address. `ca_name` is what sets its authority."""
+    """Return why a server cannot be reached, in one line without its address and what it sent. `ca_name` is what sets
+    its authority."""
     inner: BaseException = wrong
     if isinstance(wrong, aiohttp.ClientConnectorCertificateError):
         inner = wrong.certificate_error
@@ -138,6 +140,8 @@ def describe_fault(wrong: BaseException, ca_name: str) -> str:
         return f"its certificate is refused: {inner.verify_message.rstrip('.')}{mend}"
     if found := re.search(r"\[SSL: (\w+)\]", str(inner)):
         return f"TLS: {_words(found[1])}"
+    if isinstance(inner, aiohttp.ClientResponseError | HttpProcessingError):  # the rest repeats what the server sent
+        return re.split(r"[:\n]", inner.message, maxsplit=1)[0] or "it sends no HTTP"
     number = getattr(inner, "errno", None)
     if isinstance(number, int) and number in errno.errorcode:
         return os.strerror(number)

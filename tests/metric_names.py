@@ -75,8 +75,6 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
     with ZmqEventBus() as zmq:
         EventPlanes(zmq, ServiceConfig(), "test", registry)
     register_scraped(UNREADABLE, registry, lambda: 0)
-    with ZmqEventBus() as zmq:
-        EventPlanes(zmq, ServiceConfig(), "test", registry)
     Tracer(TraceConfig(), registry, lambda _span: None, draw=Random(1))
     SpanQueue(TraceConfig(), registry, NoCollector(), {})
     if service == "frontend":

@@ -130,7 +130,7 @@ class RouteFlags(StackFlags, frozen=True, kw_only=True):
     """Run a fleet in front of vLLM and other servers that run already, until Ctrl-C (docs/route.md)."""
 
     servers: Words = []
-    """The URLs of the servers, without /v1."""
+    """The URLs of the servers; a /v1 at their end is left out."""
     file: File | None = None
     """The file with these URLs, one a line, in place of arguments. It is read again when it changes."""
     inference_pool: Annotated[str, "NAMESPACE/NAME"] = ""

@@ -164,7 +164,7 @@ async def test_pods_of_an_inference_pool_come_and_go_and_a_gateway_is_sent_to_th
             await said(up, "InferencePool default/vllm: there is no such InferencePool; it is waited for\n")
             await server.put(POOLS, pool("vllm", labels, port))
             await server.put(PODS, pod("one", "127.0.0.2", labels))
-            await said(up, f"http://127.0.0.2:{port}: serves\n", "\nready ")
+            await said(up, f"http://127.0.0.2:{port}: serves\n", "\nready ", f"\npicker:  127.0.0.1:{picker}, for")
             assert await _sent_to(picker, f"127.0.0.2:{port}") == {f"127.0.0.2:{port}"}
             for name in ("tiny", "org/tiny"):
                 await _routed_by_blocks(up, picker, name)

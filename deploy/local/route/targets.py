@@ -67,8 +67,8 @@ def parse_target(text: str, of: str = "") -> Target:
         raise ConfigError(f"{of}{text}: not a URL such as http://127.0.0.1:8001")
     if parts.username is not None or parts.query or parts.fragment:
         raise ConfigError(f"{of}{text}: a user, a query or a fragment; a key belongs in the file of --api-key-file")
-    if parts.path.strip("/"):
-        raise ConfigError(f"{of}{text}: has a path; give {parts.scheme}://{parts.netloc} alone, without /v1")
+    if parts.path.rstrip("/") not in ("", "/v1"):  # clients' base URLs end in /v1
+        raise ConfigError(f"{of}{text}: has a path; give {parts.scheme}://{parts.netloc} alone")
     if port == 0 or any(character.isspace() or not character.isprintable() for character in text):
         raise ConfigError(f"{of}{text!r}: not a URL such as http://127.0.0.1:8001")
     host, port = parts.hostname, _PORTS[parts.scheme] if port is None else port

@@ -170,6 +170,7 @@ stop:    Ctrl-C
         stack, state = self._stack, state_flag(self._state_dir)
         look = "" if stack.single else f"\nstatus:  {COMMAND} status{state}"
         look += f"\npage:    {stack.page}" if stack.page else ""
+        look += f"\npicker:  {stack.picker}, for gateways (docs/picker.md)" if stack.picker else ""
         say_ready(stack.url, stack.model, stack.access, state, look, str(self._state_dir.logs))
 
 

@@ -166,6 +166,14 @@ class Stack(Struct, frozen=True):
         moved = any(flag.startswith("--ui-") for launch in self.launches for flag in launch.arguments)
         return "" if self.access.keys or moved else f"{self.url}/ui"
 
+    @property
+    def picker(self) -> str:
+        """HOST:PORT of the endpoint picker, which gateways ask; empty if there is none."""
+        flags = [flag for launch in self.launches for flag in launch.arguments]
+        settings = [match for flag in flags if (match := re.match(r"--picker[.-](host|port)=(.+)", flag))]
+        found = {match[1]: match[2] for match in settings}
+        return f"{found.get('host', '127.0.0.1')}:{found['port']}" if found.get("port", "0") != "0" else ""
+
 
 def default_replicas(cores: int) -> int:
     """Return the default number of frontends and of routers. With two, one may fail; on two cores or fewer, a second

@@ -3,7 +3,9 @@
     request  ─▶ its fields, found in one pass ─▶ model
                                                ─▶ stream, how much it may generate, and the bytes of its prompt, which
                                                   are hashed in blocks
-    answer   ─▶ AnswerMeter: the `usage` in its last bytes, or else the number of its events
+    answer   ─▶ WholeLines: its lines, if it is a stream, once they are whole
+             ─▶ AnswerMeter: the `usage` in its last bytes, or else the number of its events. Anthropic's streams
+                have the prompt's part of it in their first event
 
 What makes a prompt is taken in the order in which templates mostly have it, without whitespace between values. So a
 conversation's next question begins with the bytes of the one before, whichever program of a kind wrote it. A closing
@@ -39,8 +41,16 @@ TAIL_BYTES = 64 << 10
 """Last bytes of a whole answer in which its usage is looked for: servers write it near the end."""
 STREAM_TAIL_BYTES = 4 << 10
 """Last bytes of a stream in which its usage is looked for. There are many streams at once."""
+STREAM_HEAD_BYTES = 4 << 10
+"""First bytes of a stream in which the usage of its prompt is looked for."""
+USAGES_READ = 16
+"""How many usages are looked at, from the last one on, until one has counts."""
+LINE_BYTES = 64 << 10
+"""Most bytes of a line that are held back until it is whole. A longer one passes as it comes."""
 _EVENT = b"data:"
+_LINE_ENDS = (b"\n", b"\r")
 _USAGE = b'"usage"'
+_STARTS = b'"message_start"'
 
 
 Fields = Mapping[str, Raw]
@@ -161,16 +171,57 @@ class TextUsage(Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class WholeLines:
+    """Holds back the end of a stream until its line is whole. So a stream that breaks off ends between two lines, and
+    what is said of that is not taken for a part of the last one."""
+
+    __slots__ = ("_passed_end", "held")
+
+    def __init__(self) -> None:
+        self.held = b""
+        """The line that is not whole."""
+        self._passed_end = True
+        """Whether what has passed ends with a line."""
+
+    def take(self, part: bytes) -> bytes:
+        """Take a part, and return what passes."""
+        if self.held:
+            part = self.held + part
+        if part.endswith(_LINE_ENDS):  # as servers send events
+            self.held = b""
+            self._passed_end = True
+            return part
+        end = 1 + max(part.rfind(b"\n"), part.rfind(b"\r"))
+        if len(part) - end > LINE_BYTES:
+            end = len(part)
+        self.held = part[end:]
+        if end:
+            self._passed_end = bool(self.held)
+        return part[:end]
+
+    @property
+    def ends_line(self) -> bool:
+        """Whether another line can follow what has passed."""
+        return self._passed_end
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert len(self.held) <= LINE_BYTES
+        assert not self.held.endswith(_LINE_ENDS)
+
+
 class AnswerMeter:
     """Counts an answer while it passes. What it keeps of it is bounded."""
 
-    __slots__ = ("_events", "_kept_bytes", "_most_bytes", "_size_bytes", "_streamed", "_tail")
+    __slots__ = ("_events", "_head", "_kept_bytes", "_most_bytes", "_size_bytes", "_streamed", "_tail")
 
     def __init__(self, *, streamed: bool) -> None:
         """`streamed`: whether the answer is server-sent events."""
         self._streamed = streamed
         self._most_bytes = STREAM_TAIL_BYTES if streamed else TAIL_BYTES
         self._tail: deque[bytes] = deque()
+        self._head = b""
+        """The first bytes of a stream of Anthropic's API, whose usage has the prompt's tokens."""
         self._events = self._kept_bytes = self._size_bytes = 0
 
     @property
@@ -191,6 +242,8 @@ class AnswerMeter:
     def add(self, chunk: bytes) -> None:
         """Count a part."""
         size = len(chunk)
+        if self._streamed and not self._size_bytes and _STARTS in chunk:
+            self._head = chunk[:STREAM_HEAD_BYTES]
         self._size_bytes += size
         if self._streamed:
             self._events += chunk.count(_EVENT)
@@ -203,22 +256,28 @@ class AnswerMeter:
         """Return the tokens that the answer says it had; what it does not say is estimated, and `prompt_tokens` is the
         estimate for the prompt. Servers send an event for each token. Not `generates`: the answer is no text, such as
         an embedding."""
-        tail = b"".join(self._tail)
+        tail, started = b"".join(self._tail), _find_usage(self._head)
         found = _find_usage(tail) or _find_counts(tail)
         written = self._events if self._streamed else -(-self._size_bytes // BYTES_A_TOKEN)
         written *= generates
+        if started:  # its count of output is that of the beginning
+            found = {**started, "output_tokens": written, **(found if found != started else {})}
         prompt = _named(found, "prompt_tokens", "input_tokens")
         output = _named(found, "completion_tokens", "output_tokens")
         if output is None:  # an embedding has a usage without any
             output = written if prompt is None else 0
         details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
         cached = _named(details, "cached_tokens") if isinstance(details, Mapping) else None
-        prompt = prompt_tokens if prompt is None else prompt
+        if "input_tokens" in found and cached is None and prompt is not None:  # Anthropic's, without what was cached
+            cached = _named(found, "cache_read_input_tokens") or 0
+            prompt += cached + (_named(found, "cache_creation_input_tokens") or 0)
+        prompt = prompt_tokens if prompt is None else min(prompt, COUNT_LIMIT - 1)
         return TextUsage(prompt, output, min(cached or 0, prompt))
 
     def validate(self) -> None:
         """Assert the invariants."""
         assert self._kept_bytes == sum(map(len, self._tail)) <= self._size_bytes
+        assert len(self._head) <= STREAM_HEAD_BYTES
         assert len(self._tail) <= 1 or self._kept_bytes - len(self._tail[0]) < self._most_bytes
 
 
@@ -228,17 +287,21 @@ def _find_counts(tail: bytes) -> Mapping[str, object]:
     return {names[name]: int(count) for name, count in _OLLAMA.findall(tail)}
 
 
-def _find_usage(tail: bytes) -> Mapping[str, object]:
-    """Return the last usage in the last bytes of an answer. Empty if there is none."""
-    at = tail.rfind(_USAGE)
-    if at < 0:
-        return {}
-    _, colon, rest = tail[at:].partition(b":")
-    try:
-        found, _ = json.JSONDecoder().raw_decode(rest.decode("utf-8", "replace").lstrip()) if colon else ({}, 0)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _find_usage(part: bytes) -> Mapping[str, object]:
+    """Return the last usage in a part of an answer that is not null. Empty if there is none."""
+    end = len(part)
+    for _ in range(USAGES_READ):
+        end = part.rfind(_USAGE, 0, end)
+        if end < 0:
+            break
+        _, colon, rest = part[end:].partition(b":")
+        try:
+            found, _ = json.JSONDecoder().raw_decode(rest.decode("utf-8", "replace").lstrip()) if colon else ({}, 0)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and found:
+            return found
+    return {}
 
 
 def _named(found: Mapping[str, object], *names: str) -> int | None:

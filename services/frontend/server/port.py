@@ -315,6 +315,9 @@ class _HttpConnection(web.RequestHandler):
         plain = super().handle_error(request, status, exc, message)
         reason = plain.text if isinstance(plain, web.Response) and status < 500 else None
         reason = reason and re.split("[:\n]", reason, maxsplit=1)[0]  # the rest repeats what was sent, perhaps a key
+        reason = reason and re.sub(
+            "^(Got more than .* bytes) when reading$", r"\1 in one header or in the path", reason
+        )
         kind = "invalid_request_error" if status < 500 else "server_error"
         wrong = failure(status, reason or "internal server error", kind)
         response = _NoServerHeader(status=status, body=wrong.payload, content_type="application/json")

@@ -14,6 +14,7 @@ server/middleware.py checks keys and adds the headers that all answers have.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -52,7 +53,7 @@ from services.frontend.server.middleware import (
 from services.frontend.server.port import Port
 from services.frontend.server.sse import ResponseBody
 from services.frontend.serving.dispatch import Dispatcher
-from services.frontend.serving.foreign import foreign_error
+from services.frontend.serving.foreign import EVENT_STREAM, foreign_error, last_event
 from services.frontend.serving.request_context import RequestContext, ignored_header
 from services.frontend.serving.text_proxy import AskedServers, TextProxy
 from shared.errors import HeadraceError, InvalidRequest
@@ -182,8 +183,8 @@ class HttpApi(Struct):
                     raise
                 self.frontend.note_failure(request_id_of(request).unique, error)
                 wrong = failure_of(error)
-                event = b"data: %b\n\n" % wrong.payload if reply.streamed else None
-                if event is not None and not reply.ends_event:
+                event = last_event(request.path, reply.kind, wrong) if reply.lines.ends_line else None
+                if event is not None and reply.kind == EVENT_STREAM and not reply.meter.ends_event:
                     event = b"\n\n" + event  # what came of the last one is not taken for a part of this
                 return await body.break_off(event), wrong.status
             return await body.end(None), status
@@ -239,10 +240,12 @@ def _hint(path: str) -> str:
     """Return what the error for a path that is not there says in addition."""
     if path in _WITHOUT_V1:
         return f"; it is at /v1{path}: the base URL ends in /v1"
-    right = path.rstrip("/")
+    right = re.sub("/{2,}", "/", path).rstrip("/")
     if path.startswith("/v1/v1/"):
         right = right.removeprefix("/v1")
         why = "the base URL of this client ends without /v1"
+    elif "//" in path:
+        why = "one slash is enough; the base URL of this client may end with one too many"
     else:
         why = "no slash comes after it"
     return f"; it is at {right}: {why}" if right != path and right in _POSTED else ""

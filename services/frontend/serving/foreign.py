@@ -26,8 +26,9 @@ from services.frontend.ollama import request as ollama
 from services.frontend.ollama.answers import OllamaWriter
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.decoding import decode_body
+from services.frontend.protocol.errors import Failure
 from services.frontend.protocol.foreign import Names, ThinkingSupport, name_here, renaming, review
-from services.frontend.protocol.operations import FOREIGN_PATHS, ForeignOperation
+from services.frontend.protocol.operations import FOREIGN_PATHS, PATHS, ForeignOperation
 from services.frontend.protocol.text_plan import TextRequest, plan_of
 from services.frontend.requests.terms import allowed_s
 from services.frontend.serving.chat import ServingChat
@@ -35,6 +36,9 @@ from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.reply import EventReply, message_of, opening_of
 from services.frontend.serving.request_context import RequestContext
 
+EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
+STREAMS = (EVENT_STREAM, LINES)
+"""The types of content of streams: server-sent events, and lines as Ollama sends them."""
 Generating = AbstractAsyncContextManager[EventReply | bytes]
 """An answer that is generated while the context is open, or one that is complete."""
 
@@ -146,3 +150,18 @@ def foreign_error(path: str, status: int, payload: bytes) -> bytes:
     if path.startswith(FOREIGN_PATHS["messages"]):
         return anthropic_writer.error_body(status, message_of(payload))
     return ollama_answers.error_body(message_of(payload)) if path.startswith("/api/") else payload
+
+
+def last_event(path: str, kind: str, wrong: Failure) -> bytes | None:
+    """Return the end of a stream of another server that broke off, as a client of the API that the path belongs to
+    expects it. None if nothing can follow content of this type."""
+    payload = foreign_error(path, wrong.status, wrong.payload)
+    if kind == LINES and path.startswith("/api/"):
+        return payload + b"\n"
+    if kind != EVENT_STREAM:
+        return None
+    if path == PATHS["responses"]:
+        error = msgspec.json.decode(payload)["error"]  # OpenAI's clients look for this field in any event
+        payload = msgspec.json.encode({**error, "type": "error", "error": error})
+    named = b"event: error\n" if path in (PATHS["responses"], FOREIGN_PATHS["messages"]) else b""
+    return b"%bdata: %b\n\n" % (named, payload)

@@ -35,6 +35,7 @@ from services.frontend.protocol.text_body import (
     Fields,
     TextBody,
     TextUsage,
+    WholeLines,
     read_fields,
     read_model,
     read_text,
@@ -44,6 +45,7 @@ from services.frontend.requests.service import RequestService
 from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
 from services.frontend.requests.unreported import UnreportedAttempts
 from services.frontend.requests.way import WayCounts, WayLog
+from services.frontend.serving.foreign import EVENT_STREAM, STREAMS
 from services.frontend.serving.request_context import SALT_HEADER, RequestContext
 from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
 from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
@@ -169,8 +171,9 @@ class TextReply:
         self.status = 0
         """The status of the answer. 0 before it has come."""
         self.headers: Mapping[str, str] = {}
-        self.streamed = False
-        """Whether the answer is server-sent events."""
+        self.kind = ""
+        """The type of the answer's content. Empty if it is compressed."""
+        self.meter, self.lines = AnswerMeter(streamed=False), WholeLines()
         self._proxy, self._model, self._path, self._context = proxy, model, path, context
         seed = seed_of(salt=context.salt(asked.salt))
         select = Select(
@@ -188,7 +191,6 @@ class TextReply:
         self._asked = msgspec.structs.replace(asked, prompt=b"")
         self._deadline = deadline
         self._now = asyncio.get_running_loop().time
-        self._meter = AnswerMeter(streamed=False)
         self._answer: TextAnswer | None = None
         self._instance = ""
         self._sent_s = 0.0
@@ -271,8 +273,8 @@ class TextReply:
             self._answer.response.close()
         self._answer, self._instance = answer, instance
         self.status, self.headers = response.status, passed_headers(response)
-        self.streamed = response.content_type == "text/event-stream"
-        self._meter = AnswerMeter(streamed=self.streamed)
+        self.kind = "" if "Content-Encoding" in self.headers else response.content_type
+        self.meter = AnswerMeter(streamed=self.kind == EVENT_STREAM)
 
     def _lose(self, instance: str, fault: TextFault) -> None:
         self._proxy.metrics.lost.labels(fault.loss).inc()
@@ -283,30 +285,28 @@ class TextReply:
         notes, attempt = self._proxy.runtime.notes.requests, self._attempts.latest
         notes.add(self._context.id.unique, text, self._now(), attempt=attempt)
 
-    @property
-    def ends_event(self) -> bool:
-        """Whether another event can follow what has passed of a stream."""
-        return self._meter.ends_event
-
     async def pass_on(self, sink: TextSink) -> None:
         """Pass the answer to its end. Raise Unavailable or RequestTimeout if it breaks off, ConnectionError if the
         client has left or does not read."""
         assert self._answer is not None
-        send, meter, part = sink.try_send, self._meter, self._answer.first
+        send, part, lines = sink.try_send, self._answer.first, self.kind in STREAMS
         self._timer = asyncio.get_running_loop().call_later(self._proxy.config.idle_s, self._look)
         try:
             async with asyncio.timeout_at(self._deadline.at):
                 if part:
                     self._begun()
-                    meter.add(part)  # before it is sent: a client that takes it and leaves pays for it
-                    await self._write(sink, part)
                 while part:
                     self._moved = True
+                    passes = self.lines.take(part) if lines else part
+                    if passes:
+                        begun = self.meter.size_bytes
+                        self.meter.add(passes)  # before it is sent: a client that takes it and leaves pays for it
+                        if not (begun and send(passes)):
+                            await self._write(sink, passes)
                     part = await self._read()
-                    if part:
-                        meter.add(part)
-                        if not send(part):
-                            await self._write(sink, part)
+                if self.lines.held:
+                    self.meter.add(self.lines.held)
+                    await self._write(sink, self.lines.held)
             self._outcome = "answered" if self.status == OK else str(self.status)
         except TimeoutError:
             self._proxy.metrics.lost.labels("stalled").inc()
@@ -370,17 +370,17 @@ class TextReply:
     def _counts(self) -> WayCounts:
         """Return what the page shows: at the end what the answer says of its tokens, before it its events."""
         usage = self._usage
-        return (self._meter.events, (0, 0, 0)) if usage is None else (usage.output_tokens, (usage.cached_tokens, 0, 0))
+        return (self.meter.events, (0, 0, 0)) if usage is None else (usage.output_tokens, (usage.cached_tokens, 0, 0))
 
     def _spent(self, charged: int, error: HeadraceError | None) -> TokenUse:
         """Count the tokens of an answer that has ended, and return what its key pays for: nothing without an answer,
         unless its client has left or asked for less time. Then it pays for the prompt."""
-        if self.status != OK or not self._meter.size_bytes:
+        if self.status != OK or not self.meter.size_bytes:
             late = self._deadline.shortened and isinstance(error, RequestTimeout)
             left = error is None and self.status in (0, OK)
             return TokenUse(charged, self._asked.prompt_tokens if late or left else 0)
         generates = not self._path.endswith(WITHOUT_TEXT)
-        usage = self._usage = self._meter.usage(self._asked.prompt_tokens, generates=generates)
+        usage = self._usage = self.meter.usage(self._asked.prompt_tokens, generates=generates)
         self._way.prompt_tokens = usage.prompt_tokens
         permit = self._context.permit
         permit.served.add(

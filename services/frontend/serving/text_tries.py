@@ -1,7 +1,7 @@
 """Decides what follows when a server that takes text alone gives no answer to a request. Pure.
 
     choose ─▶ send ─┬─ an answer ─▶ it passes, whatever its status; then there is no other try
-       ▲            ├─ 429, 502, 503, 504 ─▶ it is kept; if no other server has an answer, it passes
+       ▲            ├─ 429, 502, 503, 504, 529 ─▶ it is kept; if no other server has an answer, it passes
        │            └─ nothing: not reached, ended without an answer, or no HTTP
        └── at another server, as long as there are tries
 
@@ -16,8 +16,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-BUSY = frozenset((429, 502, 503, 504))
-"""Statuses by which a server says that another one, or a later time, may help."""
+BUSY = frozenset((429, 502, 503, 504, 529))
+"""Statuses by which a server says that another one, or a later time, may help. Anthropic has 529 for overload."""
 TextLoss = Literal["unreachable", "gone", "refused", "senseless"]
 """Why a server gave no answer, in the words of `retry.Loss`: it was not reached; it ended the connection; it is busy,
 or refuses our key; what it sent is no answer."""

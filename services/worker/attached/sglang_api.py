@@ -52,7 +52,7 @@ class _Meta(Struct, frozen=True):
 
 
 class _Error(Struct):
-    message: str
+    message: str = "an error without a message"
 
 
 class _Line(Struct):

@@ -59,8 +59,14 @@ class _Choice(Struct):
 
 
 class _Error(Struct):
-    message: str
-    code: int = 500
+    message: str = ""
+    code: int | str | None = None
+    """A status of HTTP from vLLM; gateways in front of it may write another one's word."""
+
+    @property
+    def refuses(self) -> bool:
+        """Whether another server would say the same of the request."""
+        return str(self.code) in ("400", "413", "422")
 
 
 class _Line(Struct):
@@ -83,10 +89,13 @@ def _body(submit: Submit, config: AttachedConfig, model: str, params: dict[str, 
 
 def _read(payload: bytes, submit: Submit, _seen: int) -> ServerOutput:
     line = _LINE.decode(payload)
-    if line.error is not None and 400 <= line.error.code < 500:
-        raise InvalidRequest(" ".join(line.error.message.split()))
-    if line.error is not None or not line.choices:
-        return ServerOutput(error="" if line.error is None else line.error.message)
+    if line.error is not None:
+        said = " ".join(line.error.message.split()) or "an error without a message"
+        if line.error.refuses:
+            raise InvalidRequest(said)
+        return ServerOutput(error=said)
+    if not line.choices:
+        return ServerOutput()
     one = line.choices[0]
     if one.token_ids is None:
         raise text_only()

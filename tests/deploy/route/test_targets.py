@@ -13,6 +13,8 @@ def test_a_server_has_one_url_however_it_is_written() -> None:
     assert (one.given, one.url, one.worker) == ("http://Gpu-1:8001/", "http://gpu-1:8001", "worker-http-gpu-1:8001")
     assert (other.url, other.host, other.port) == ("http://[::1]:80", "::1", 80)
     assert secure.url == "https://gpu-1:443"
+    for given in ("http://gpu-1:8001/v1", "http://gpu-1:8001/v1/"):  # as clients have it
+        assert parse_targets([given])[0].url == one.url
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,8 @@ def test_a_server_has_one_url_however_it_is_written() -> None:
         ("http://gpu 1", "'http://gpu 1': not a URL such as http://127.0.0.1:8001"),
         ("http://gpu-1:99999", "http://gpu-1:99999: Port out of range 0-65535"),
         ("http://[::1", "http://[::1: Invalid IPv6 URL"),
-        ("http://gpu-1/v1", "http://gpu-1/v1: has a path; give http://gpu-1 alone, without /v1"),
+        ("http://gpu-1/openai/v1", "http://gpu-1/openai/v1: has a path; give http://gpu-1 alone"),
+        ("http://gpu-1/v1/models", "http://gpu-1/v1/models: has a path; give http://gpu-1 alone"),
         ("http://me@gpu-1", "http://me@gpu-1: a user, a query or a fragment; a key belongs in the file of --api-key-f"),
         ("http://gpu-1?a=1", "http://gpu-1?a=1: a user, a query or a fragment; a key belongs in the file of --api-key"),
     ],

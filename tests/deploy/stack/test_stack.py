@@ -123,6 +123,17 @@ def test_the_address_of_the_page_is_known_unless_keys_or_settings_may_have_moved
         assert planned(msgspec.structs.replace(OPTIONS, **changes)).page == ""
 
 
+def test_the_address_of_the_picker_is_known_if_there_is_one() -> None:
+    assert not planned(OPTIONS).picker
+    for settings, address in (
+        ([("--picker-port", "9002")], "127.0.0.1:9002"),
+        ([("--picker-host", "0.0.0.0"), ("--picker-port", "9002"), ("--picker-port", "9003")], "0.0.0.0:9003"),
+        ([("--picker-host", "0.0.0.0"), ("--picker-port", "0")], ""),
+    ):
+        changes = {"overrides": {"frontend": settings}}
+        assert planned(msgspec.structs.replace(OPTIONS, frontends=2, **changes)).picker == address
+
+
 def test_keys_and_certificates_are_all_frontends_and_the_url_says_so(tmp_path: Path) -> None:
     access = AccessFiles(keys="/keys.toml", tls_cert="/tls.pem", tls_key="/tls.key")
     stack = planned(msgspec.structs.replace(OPTIONS, frontends=2, access=access))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from contextlib import suppress
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from services.frontend.protocol.text_body import (
     HASHED_BYTES,
+    LINE_BYTES,
     STREAM_TAIL_BYTES,
     TAIL_BYTES,
     AnswerMeter,
     TextUsage,
+    WholeLines,
     read_fields,
     read_model,
     read_text,
@@ -102,12 +105,18 @@ def test_a_prompt_counts_by_its_bytes_and_is_at_least_a_token() -> None:
         (b'{"prompt": "' + b"x" * (4 << 20) + b'"}', "over the limit"),
         (b'{"model": "served", "Model": "another"}', "is written model"),
         (b'{"Max_Tokens": 100000}', "is written max_tokens"),
+        (b'{"\xff\xfe": 1}', "the body is not UTF-8"),
     ],
 )
 def test_what_is_no_object_is_refused(body: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest) as wrong:
         read_text(read_fields(body))
     assert said in str(wrong.value)
+
+
+def test_a_byte_order_mark_before_a_body_is_passed_over() -> None:
+    body = b'{"model": "m", "prompt": "on", "max_tokens": 4}'
+    assert read_text(read_fields(BOM_UTF8 + body)) == read_text(read_fields(body))
 
 
 def test_the_model_is_what_the_body_names() -> None:
@@ -136,6 +145,25 @@ def test_a_stream_without_a_usage_counts_its_events_and_with_one_that() -> None:
     assert metered(event, event + event, streamed=True) == TextUsage(9, 3)
     last = b'data: {"choices": [], ' + USAGE + b"}\n\n"
     assert metered(*[event] * 500, last, b"data: [DONE]\n\n", streamed=True) == TextUsage(7, 5, 3)
+
+
+def test_a_stream_of_anthropics_has_its_prompt_in_the_first_event_and_its_output_in_the_last() -> None:
+    usage = '{"input_tokens": 20, "cache_read_input_tokens": 300, "cache_creation_input_tokens": 4, "output_tokens": 1}'
+    first = f'event: message_start\ndata: {{"type": "message_start", "message": {{"usage": {usage}}}}}\n\n'.encode()
+    delta = b'event: content_block_delta\ndata: {"type": "content_block_delta", "delta": {"text": "on"}}\n\n'
+    last = b'event: message_delta\ndata: {"type": "message_delta", "usage": {"output_tokens": %d}}\n\n'
+    assert metered(first, *[delta] * 500, last % 499, streamed=True) == TextUsage(324, 499, 300)
+    assert metered(first, delta, last % 7, streamed=True) == TextUsage(324, 7, 300)
+    for deltas in (4, 500):  # the stream was cut
+        assert metered(first, *[delta] * deltas, streamed=True) == TextUsage(324, 1 + deltas, 300)
+    all_last = b'data: {"usage": {"input_tokens": 25, "cache_read_input_tokens": 5, "output_tokens": 9}}\n\n'
+    assert metered(first.replace(b"20", b"0").replace(b"300", b"0"), all_last, streamed=True) == TextUsage(34, 9, 5)
+    assert metered(b'{"usage": {"input_tokens": 20, "output_tokens": 5}}', streamed=False) == TextUsage(20, 5)
+
+
+def test_an_event_without_a_usage_after_the_one_that_has_it_hides_nothing() -> None:
+    last = b'data: {"choices": [], ' + USAGE + b"}\n\n"
+    assert metered(last, b'data: {"usage": null}\n\n' * 3, b"data: [DONE]\n\n", streamed=True) == TextUsage(7, 5, 3)
 
 
 def test_an_embedding_has_no_output_and_an_answer_that_says_nothing_counts_by_its_bytes() -> None:
@@ -177,7 +205,24 @@ def test_it_is_known_whether_an_event_was_cut(parts: tuple[bytes, ...], ends: bo
     assert meter.ends_event == ends
 
 
-@given(st.lists(st.binary(max_size=40) | st.just(USAGE) | st.just(b'"usage":')), st.booleans())
+@given(
+    st.lists(st.binary(max_size=9) | st.sampled_from((b"data: x\n\n", b"x\r\n", b"\r", b"x" * LINE_BYTES)), max_size=9)
+)
+def test_only_whole_lines_of_a_stream_pass_but_for_very_long_ones(parts: list[bytes]) -> None:
+    lines, passed, came = WholeLines(), b"", b""
+    for part in parts:
+        came += part
+        passed += lines.take(part)
+        lines.validate()
+        assert passed + lines.held == came
+        assert lines.ends_line == (not passed or passed.endswith((b"\n", b"\r")))
+        assert lines.ends_line or len(came.splitlines()[-1]) > LINE_BYTES
+
+
+@given(
+    st.lists(st.binary(max_size=40) | st.sampled_from((USAGE, b'"usage":', b'"message_start"', b'{"input_tokens":9}'))),
+    st.booleans(),
+)
 def test_any_answer_can_be_counted(parts: list[bytes], streamed: bool) -> None:
     found = metered(*parts, streamed=streamed)
     assert min(found.prompt_tokens, found.output_tokens, found.cached_tokens) >= 0

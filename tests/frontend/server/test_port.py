@@ -404,7 +404,8 @@ async def test_huge_heads_are_answered_400(head: bytes) -> None:
         reader, writer = await one.connect()
         writer.write(head)
         assert b" 400 " in await reader.readline()
-        await reader.read()
+        said = await reader.read()
+        assert b"Too many headers" in said or b"Got more than 8190 bytes in one header or in the path" in said
         writer.close()
         await one.opened(0)
 

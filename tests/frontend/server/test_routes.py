@@ -170,6 +170,9 @@ async def test_errors_name_their_request_too(directory: Path) -> None:
                 assert len(response.headers["X-Request-Id"]) == 32
 
 
+MANY_SLASHES = "one slash is enough; the base URL of this client may end with one too many"
+
+
 async def test_a_wrong_base_url_is_said_to_be_wrong(directory: Path) -> None:
     async with world(directory) as w, clients(w) as (_, http):
         async with http.post("/chat/completions", json={}) as response:
@@ -181,8 +184,10 @@ async def test_a_wrong_base_url_is_said_to_be_wrong(directory: Path) -> None:
         for path, right, why in (
             ("/v1/v1/messages", "/v1/messages", "the base URL of this client ends without /v1"),
             ("/v1/chat/completions/", "/v1/chat/completions", "no slash comes after it"),
+            ("//v1/chat/completions", "/v1/chat/completions", MANY_SLASHES),
+            ("/v1//messages", "/v1/messages", MANY_SLASHES),
         ):
-            async with http.post(path, json={}) as response:
+            async with http.post(URL(w.url).with_path(path), json={}) as response:
                 said = (await response.json())["error"]["message"]
                 assert (response.status, said.partition("; ")[2]) == (404, f"it is at {right}: {why}")
         async with http.post("/nothing", json={}) as response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from services.frontend.__main__ import check_files
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig, TextServersConfig
+from services.frontend.protocol.text_body import LINE_BYTES
 from services.frontend.serving.text_servers import read_text_files
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
@@ -191,6 +194,7 @@ async def test_a_servers_own_error_passes_and_no_other_server_is_asked(directory
 BAD = {
     "busy": whole(b"{}", 503),
     "limited": whole(b"{}", 429),
+    "overloaded": whole(b"{}", 529),
     "another key": whole(b'{"error": "sk-12"}', 401),
     "a redirect": whole(b"", 302, more="Location: http://127.0.0.1:1/secret\r\n"),
     "a page": whole(b"<html>hello</html>", 200, "text/html; charset=utf-8"),
@@ -224,12 +228,12 @@ async def test_if_no_server_has_an_answer_the_client_gets_one_line_or_what_the_b
 ) -> None:
     async with routed(directory, TextPeer(says(BAD[name], closes=True))) as w:
         status, body = await posted(w)
-        if name in ("busy", "limited"):
-            assert (status, body) == ({"busy": 503, "limited": 429}[name], b"{}")
+        if (passed := {"busy": 503, "limited": 429, "overloaded": 529}.get(name)) is not None:
+            assert (status, body) == (passed, b"{}")
         else:
             assert status == 503
             assert error_of(body).startswith("no server answers; w1 ")
-            assert "sk-12" not in error_of(body)
+            assert not re.search("sk-12|http://|SSH|yyy", error_of(body))  # neither where it is, nor what it sent
             assert "\n" not in error_of(body)
         await freed(w)
 
@@ -268,22 +272,69 @@ async def test_wherever_an_answer_is_cut_it_is_whole_elsewhere_or_ends_with_an_e
         writer.close()
 
     first_part, broken = len(STREAM) + len(chunk(EVENTS[0])) - len(EVENTS[0]) - 2, 0
+    first_line = first_part + len(EVENTS[0]) - 1
     async with routed(directory, TextPeer(cuts), TextPeer()) as w:
         for cut in range(len(WHOLE_STREAM)):
             status, body = await posted(w)
-            assert status == 200
             if cut <= first_part or body == ANSWER:  # the end may be seen before what came just before it
-                assert body == ANSWER, cut
+                assert (status, body) == (200, ANSWER), cut
                 continue
             broken += 1
-            passed, found, failure = body.rpartition(b"data: ")
-            assert found, cut
-            passed = passed.removesuffix(b"\n\n") if not ANSWER.startswith(passed) else passed
-            assert ANSWER.startswith(passed), cut
+            assert status == (200 if cut >= first_line else 503), cut
+            passed, _, failure = body.rpartition(b"data: ")
+            *events, rest = passed.split(b"\n\n")
+            assert ANSWER.startswith(b"".join(event + b"\n\n" for event in events if event)), cut
+            assert not rest.strip(), cut  # each event is whole, so that no client takes a half for one
             assert "cannot go on elsewhere" in error_of(failure)
-            assert failure.endswith(b"}\n\n")
+            assert failure.endswith(b"}\n\n" if status == 200 else b"}}")
         assert broken
         await freed(w)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "line", "ends"),
+    [
+        (CHAT, "text/event-stream; charset=utf-8", b"data: {}\n\n", b'data: {"error":{"message":"the server broke off'),
+        (
+            "/v1/messages",
+            "text/event-stream",
+            b"data: {}\r\n\r\n",
+            b'event: error\ndata: {"type":"error","error":{"type"',
+        ),
+        ("/v1/responses", "text/event-stream", b"data: {}\n", b'\n\nevent: error\ndata: {"message":"the server broke'),
+        ("/api/chat", "application/x-ndjson", b'{"done":false}\n', b'{"error":"the server broke off before'),
+        ("/api/chat", "application/json", b'{"done":false}\n', b"<cut>"),
+        (CHAT, "text/event-stream\r\nContent-Encoding: gzip", b"packed", b"<cut>"),
+        (CHAT, "text/event-stream", b"data: " + b"x" * LINE_BYTES, b"<cut>"),
+    ],
+)
+async def test_a_stream_that_breaks_off_ends_as_the_clients_of_its_api_expect(
+    directory: Path, path: str, kind: str, line: bytes, ends: bytes
+) -> None:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    part = b"data: {half"
+    async with routed(directory, TextPeer(says(head + chunk(line) + chunk(part), closes=True))) as w:
+        status, body = await posted(w, BODY, path)
+        assert status == 200
+        if ends == b"<cut>":  # what came last may be lost with the connection
+            assert (line + part + ends).startswith(body.removesuffix(ends))
+            assert body.endswith(ends)
+            return
+        assert body.startswith(line + ends)
+        assert json.loads(body[len(line) :][ends.index(b"{") :])["error"]
+        assert body.endswith(b"}\n" if "ndjson" in kind else b"}\n\n")
+
+
+async def test_the_clients_of_each_api_raise_the_error_of_a_stream_that_breaks_off(directory: Path) -> None:
+    peer = TextPeer(says(STREAM + chunk(b": begun\n\n") + chunk(b"data: {"), closes=True))
+    async with routed(directory, peer) as w, clients(w) as (client, _):
+        ask: Any = {"model": MODEL, "stream": True}
+        for create, more in (
+            (client.chat.completions.create, {"messages": []}),
+            (client.responses.create, {"input": "x"}),
+        ):
+            with pytest.raises(openai.APIError, match="broke off before"):
+                [part async for part in await create(**ask, **more)]
 
 
 async def test_a_whole_answer_that_is_cut_is_not_taken_for_one(directory: Path) -> None:
@@ -498,6 +549,7 @@ async def test_a_request_that_wants_a_cache_of_its_own_is_refused_unless_that_is
     ("body", "status", "said"),
     [
         (b"{", 404, ""),
+        (b'{"\xff": 1}', 400, "the body is not UTF-8"),
         (json.dumps({**BODY, "model": "other"}).encode(), 404, "the model 'other' does not exist"),
         (json.dumps({**BODY, "x": "y" * (5 << 20)}).encode(), 413, "over the limit"),
     ],

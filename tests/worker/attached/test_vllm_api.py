@@ -88,9 +88,12 @@ def test_lines_become_outputs() -> None:
     assert read({"choices": [{"token_ids": [], "finish_reason": "stop"}]}) == ServerOutput([], "stop")
     assert read({"choices": [{"token_ids": [], "finish_reason": "abort"}]}).finish == "abort by the server"
     assert read({"choices": [], "usage": {}}) == ServerOutput()
-    assert read({"error": {"message": "broken", "code": 500}}) == ServerOutput(error="broken")
-    with pytest.raises(InvalidRequest, match="no such"):
-        read({"error": {"message": "no such", "code": 400}})
+    for code in (500, "500", None, "rate_limit_exceeded", 429):
+        assert read({"error": {"message": "broken", "code": code}}) == ServerOutput(error="broken")
+    assert read({"error": {}}) == ServerOutput(error="an error without a message")
+    for code in (400, "400", 422):
+        with pytest.raises(InvalidRequest, match="no such"):
+            read({"error": {"message": "no such", "code": code}})
     with pytest.raises(ConfigError, match=r"attached\.url: the server answers text for token ids"):
         read({"choices": [{"text": "a"}]})
     with pytest.raises(msgspec.MsgspecError):
