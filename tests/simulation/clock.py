@@ -94,8 +94,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._held.setdefault(owner, [])
 
     def thaw(self, owner: str) -> None:
-        """What was held has its turn, in order. Idempotent."""
-        self._turns.extend(self._held.pop(owner, ()))
+        """What was held has its turn, in order, before what came later. Idempotent."""
+        self._turns.extendleft(reversed(self._held.pop(owner, ())))
 
     def thaw_all(self) -> None:
         """Thaw everything."""

@@ -101,3 +101,20 @@ def test_a_frozen_owner_does_nothing_until_it_is_thawed_and_loses_nothing() -> N
     run(main)
     assert [when for name, when in seen if name == "a"] == [1.0, 4.5, 5.5]
     assert [when for name, when in seen if name == "b"] == [1.0, 2.0, 3.0]
+
+
+def test_what_was_held_runs_before_what_came_just_before_the_thaw() -> None:
+    seen: list[str] = []
+
+    async def main(loop: SimulatedLoop) -> None:
+        frozen = copy_context()
+        frozen.run(OWNER.set, "a")
+        loop.freeze("a")
+        loop.call_soon(seen.append, "data", context=frozen)
+        await asyncio.sleep(1.0)
+        loop.call_soon(seen.append, "end", context=frozen)
+        loop.thaw("a")
+        await asyncio.sleep(1.0)
+
+    run(main)
+    assert seen == ["data", "end"]
