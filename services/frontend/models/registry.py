@@ -229,7 +229,7 @@ class ModelRegistry:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
-        if entry.is_text:
+        if entry.is_text and not entry.fault:
             wrong = "has servers that take and give text alone: only over HTTP, and at paths that they have themselves"
             raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
         if entry.model is None or entry.fault:
