@@ -327,6 +327,8 @@ class ModelRegistry:
         entry.forget_order()
         if entry.cards:
             self._aliases.set_names(name, (card.alias for card in entry.cards.values()))
+        else:
+            self._aliases.lose_workers(name)
         self._report_hidden()
         (self.texts.add if entry.is_text else self.texts.discard)(name)
         entry.changed.set()
