@@ -35,6 +35,7 @@ from services.frontend.protocol.text_body import (
     Fields,
     TextBody,
     TextUsage,
+    known_fields,
     read_fields,
     read_model,
     read_text,
@@ -104,7 +105,7 @@ class TextProxy:
                 raise
             return None  # what another model's operation says of it
         model = self._models.text_of(read_model(fields))
-        return AskedServers(model, fields) if model else None
+        return AskedServers(model, known_fields(fields)) if model else None
 
     @asynccontextmanager
     async def answer(
