@@ -29,7 +29,7 @@ class ModelAliases:
         self._models: dict[str, tuple[str, ...]] = {}
         """The models that have a name, in order."""
         self._gone: set[str] = set()
-        """Those of them that have no workers now."""
+        """Models with other names that have no workers now."""
 
     def set_names(self, model: str, names: Iterable[str]) -> None:
         """Replace the other names of a model. An empty one, and its own, are none."""
