@@ -1,7 +1,7 @@
 """When does it pay to compute prompts on some workers and to decode on others?
 
 Windows of the Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25) go through 8 simulated workers
-with the router's `kv` policy, in virtual time (`fleet.py` and `fleet_store.py` say what is real and what is a model).
+with the router's `kv` policy, in virtual time (`services/virtual` says what is real and what is a model).
 Each worker is an 8B model on one H200 (`services/worker/simulated/timing.py`) with 1,800 blocks of 512 tokens, 113 GiB.
 All of them share a block store of 16,000 blocks in memory, 1 TiB. The first half of the load is also run with answers
 three times as long, and with all requests of 20 s in the first 10 of them. Each window is a run of its own, which
@@ -51,15 +51,15 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import SimulatedFleet
-from benchmarks.fleet_store import StoreSizes
-from benchmarks.fleet_workers import LONGEST_STEP_S
-from benchmarks.journeys import TokenGaps
-from benchmarks.loads import RequestTrace, read_trace
 from benchmarks.report import Goal, report
 from benchmarks.trace import default_timing
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
+from services.virtual.fleet import SimulatedFleet
+from services.virtual.journeys import TokenGaps
+from services.virtual.loads import LoadTrace, read_trace
+from services.virtual.store import StoreSizes
+from services.virtual.workers import LONGEST_STEP_S
 from shared.messages.cards import Role
 
 WORKERS = 8
@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    trace, loads = read_trace(flags.trace), dict[tuple[str, int], RequestTrace]()
+    trace, loads = read_trace(flags.trace), dict[tuple[str, int], LoadTrace]()
     for start in flags.starts:
         known = cases(trace.window(start, QUICK_REQUESTS if flags.quick else flags.requests))
         loads |= {(name, start): known[name] for name in (["trace"] if flags.quick else flags.loads)}
@@ -182,7 +182,7 @@ def main() -> int:
 # --- loads
 
 
-def cases(load: RequestTrace) -> dict[str, RequestTrace]:
+def cases(load: LoadTrace) -> dict[str, LoadTrace]:
     """Return the load as it is, its first half with longer answers, and that half as it is, to come in bursts
     (`in_bursts`) after its arrival times were stretched."""
     half = load.first(len(load.requests) // 2)
@@ -190,7 +190,7 @@ def cases(load: RequestTrace) -> dict[str, RequestTrace]:
     return dict(zip(LOADS, (load, replace(half, requests=longer), half), strict=True))
 
 
-def in_bursts(load: RequestTrace) -> RequestTrace:
+def in_bursts(load: LoadTrace) -> LoadTrace:
     """Return the load with all requests of each period in its first part."""
 
     def moved_s(time_s: float) -> float:
@@ -200,7 +200,7 @@ def in_bursts(load: RequestTrace) -> RequestTrace:
     return replace(load, requests=[replace(each, arrival_s=moved_s(each.arrival_s)) for each in load.requests])
 
 
-def capacity(load: RequestTrace) -> float:
+def capacity(load: LoadTrace) -> float:
     """Return how many requests a second the aggregated workers bear; the module explains it."""
     in_flight = min(IN_FLIGHT, len(load.requests) // 4)
     fleet = fleet_of(load, Setup("aggregated"))
@@ -213,7 +213,7 @@ def capacity(load: RequestTrace) -> float:
 # --- runs
 
 
-def fleet_of(load: RequestTrace, setup: Setup, gaps: TokenGaps | None = None) -> SimulatedFleet:
+def fleet_of(load: LoadTrace, setup: Setup, gaps: TokenGaps | None = None) -> SimulatedFleet:
     """Return a fleet before its start."""
     compare: SplitCosts = always_a_pair if setup.kind == "fixed" else split_costs
     fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS, sizes=STORE, compare=compare, gaps=gaps)
@@ -228,12 +228,12 @@ def always_a_pair(*_: object) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _one(run: tuple[str, int, RequestTrace, Setup]) -> SplitRow:
+def _one(run: tuple[str, int, LoadTrace, Setup]) -> SplitRow:
     name, start, load, setup = run
     return run_split(name, start, in_bursts(load) if name == "bursts" else load, setup)
 
 
-def run_split(name: str, start: int, load: RequestTrace, setup: Setup) -> SplitRow:
+def run_split(name: str, start: int, load: LoadTrace, setup: Setup) -> SplitRow:
     """Run a load at its own pace."""
     gaps = TokenGaps()
     fleet = fleet_of(load, setup, gaps)

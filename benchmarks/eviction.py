@@ -41,12 +41,12 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.eviction_loads import agents, batch, conversations, documents
-from benchmarks.loads import RequestTrace, ideal, read_trace
 from benchmarks.plot import Panel, draw
 from benchmarks.report import Goal, report
 from services.kvbm.tiers.actions import TierSizes
 from services.kvbm.tiers.policies import BUILT_IN, DEFAULT, DISK_DEFAULT, make_policy
 from services.kvbm.tiers.tiers import Tiers
+from services.virtual.loads import LoadTrace, ideal, read_trace
 from shared.blocks import Content
 from shared.hashing import ContentKey
 
@@ -138,7 +138,7 @@ def foresight(prompts: Prompts, capacity_blocks: int) -> int:
     return found
 
 
-def rows_of(load: RequestTrace, sizes: Sequence[float], policies: Sequence[str]) -> Iterator[EvictionRow]:
+def rows_of(load: LoadTrace, sizes: Sequence[float], policies: Sequence[str]) -> Iterator[EvictionRow]:
     """Measure every combination of sizes and policies on one load."""
     size = load.block_size
     prompts: list[tuple[Sequence[ContentKey], int]] = []
@@ -221,12 +221,12 @@ def main() -> int:
     return 0
 
 
-def _part(part: tuple[RequestTrace, float, Sequence[str]]) -> list[EvictionRow]:
+def _part(part: tuple[LoadTrace, float, Sequence[str]]) -> list[EvictionRow]:
     load, size, policies = part
     return list(rows_of(load, (size,), policies))
 
 
-def _loads(trace: Path | None, *, quick: bool) -> Iterator[RequestTrace]:
+def _loads(trace: Path | None, *, quick: bool) -> Iterator[LoadTrace]:
     part = 5 if quick else 1
     if trace is not None:
         load = read_trace(trace)

@@ -18,7 +18,7 @@ from itertools import count
 from math import log
 from random import Random
 
-from benchmarks.loads import RequestTrace, TraceRequest
+from services.virtual.loads import LoadTrace, TraceRequest
 
 BLOCK_SIZE = 256
 
@@ -42,12 +42,12 @@ class _Prompt:
         return TraceRequest(0, at_s, self.names, self.tokens, answer)
 
 
-def conversations(requests: int, draw: Random) -> RequestTrace:
+def conversations(requests: int, draw: Random) -> LoadTrace:
     """Make conversations of about 2.5 turns, with prompts of about 2,500 tokens."""
     return _load("conversations", _conversations(requests, draw, count()), requests)
 
 
-def agents(requests: int, draw: Random) -> RequestTrace:
+def agents(requests: int, draw: Random) -> LoadTrace:
     """Make agents of about twenty calls, with prompts of about 20,000 tokens."""
     new, made, begun_s = count(), list[TraceRequest](), 0.0
     kinds = [_Prompt(new).grown(draw.randint(4000, 12_000)) for _ in range(8)]
@@ -65,7 +65,7 @@ def agents(requests: int, draw: Random) -> RequestTrace:
     return _load("agents", made, requests)
 
 
-def documents(requests: int, draw: Random) -> RequestTrace:
+def documents(requests: int, draw: Random) -> LoadTrace:
     """Make readers of about 1.7 questions, with prompts of about 6,000 tokens."""
     new, made, now_s = count(), list[TraceRequest](), 0.0
     instructions = _Prompt(new).grown(700)
@@ -84,7 +84,7 @@ def documents(requests: int, draw: Random) -> RequestTrace:
     return _load("documents", made, requests)
 
 
-def batch(requests: int, draw: Random) -> RequestTrace:
+def batch(requests: int, draw: Random) -> LoadTrace:
     """Make conversations, and now and then a batch job."""
     new = count()
     talk = _conversations(requests, draw, new)
@@ -113,12 +113,12 @@ def _conversations(requests: int, draw: Random, new: Iterator[int]) -> list[Trac
     return made
 
 
-def _load(name: str, made: list[TraceRequest], requests: int) -> RequestTrace:
+def _load(name: str, made: list[TraceRequest], requests: int) -> LoadTrace:
     """Cut out the middle, because few conversations run at the beginning and none starts at the end."""
     made.sort(key=_arrival)
     first = (len(made) - requests) // 4
     chosen = made[first : first + requests]
-    return RequestTrace(name, BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(chosen)])
+    return LoadTrace(name, BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(chosen)])
 
 
 def _arrival(request: TraceRequest) -> float:

@@ -24,11 +24,11 @@ from random import Random
 
 import msgspec
 
-from benchmarks.fleet_workers import StepTime
-from benchmarks.loads import RequestTrace, agents, chats, unshared
 from benchmarks.report import Goal, report
 from benchmarks.trace import TraceRow, capacity, default_timing, line, run_open
 from services.router.selection.policy import BUILT_IN
+from services.virtual.loads import LoadTrace, agents, chats, unshared
+from services.virtual.workers import StepTime
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
 
@@ -58,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def _cases(requests: int) -> Iterator[tuple[str, RequestTrace, Sequence[StepTime], float]]:
+def _cases(requests: int) -> Iterator[tuple[str, LoadTrace, Sequence[StepTime], float]]:
     """Yield name, load at its pace, workers, and the load as a share of what they can do."""
     alone, talk, loops = unshared(requests, Random(1)), chats(requests, Random(2)), agents(requests, Random(3))
     quick, laptop = default_timing(), Timing(LAPTOP).step_s

@@ -2,7 +2,7 @@
 
 The Mooncake conversation trace at its own pace, twice, the second time with other prompts, so that all that was cached
 in the first hour must be forgotten in the second. Every ten minutes a worker dies in the middle of its work, and half a
-minute later another joins. `fleet.py` says what is real and what is a model.
+minute later another joins. `services/virtual` says what is real and what is a model.
 
 rss          of the process, once a virtual minute. Goal: within 5 % over the second hour.
 grown        the same, less the RSS before the first request; the requests themselves are loaded before that.
@@ -30,11 +30,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import SimulatedFleet
-from benchmarks.loads import RequestTrace, read_trace
 from benchmarks.process_costs import rss_bytes
 from benchmarks.report import Goal, report
 from benchmarks.trace import WORKER_BLOCKS, default_timing
+from services.virtual.fleet import SimulatedFleet
+from services.virtual.loads import LoadTrace, read_trace
 from services.worker.contracts.messages import Snapshot, TakeEngineSnapshot
 
 WORKERS = 4
@@ -63,7 +63,7 @@ class SoakRow(Struct, frozen=True):
 class Soak:
     """One run of the fleet, with its samples."""
 
-    def __init__(self, load: RequestTrace) -> None:
+    def __init__(self, load: LoadTrace) -> None:
         self.fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS)
         self.rows: list[SoakRow] = []
         self.deaths = 0
@@ -149,7 +149,7 @@ def main() -> int:
     return 0
 
 
-def _twice(load: RequestTrace) -> RequestTrace:
+def _twice(load: LoadTrace) -> LoadTrace:
     """Return the load twice: the second time right after the first, and with other prompts."""
     later_s = load.requests[-1].arrival_s
     again = [

@@ -2,7 +2,7 @@
 
 The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25) has 12,031 requests in an hour, with 145 M
 prompt tokens in blocks of 512. It goes through 4 simulated workers of 1,000 blocks with the router's `kv` policy, in
-virtual time (`fleet.py` and `fleet_store.py` say what is real and what is a model). The workers run without a store,
+virtual time (`services/virtual` says what is real and what is a model). The workers run without a store,
 with one of 8,000 blocks in memory, and with 64,000 more blocks on disk. A block is 64 MiB: for an 8B model on four
 H200s that is 63 GiB a worker, 500 GiB of memory, and 4 TiB of disk. Open loops run at 0.3 to 0.9 of the load that the
 workers could serve if they held everything (`trace.py`: capacity); a closed loop has 64 requests a worker at any time,
@@ -34,11 +34,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import SimulatedFleet
-from benchmarks.fleet_store import StoreSizes
-from benchmarks.loads import RequestTrace, ideal, read_trace
 from benchmarks.report import Goal, report
 from benchmarks.trace import capacity, default_timing
+from services.virtual.fleet import SimulatedFleet
+from services.virtual.loads import LoadTrace, ideal, read_trace
+from services.virtual.store import StoreSizes
 
 WORKERS = 4
 WORKER_BLOCKS = 1000
@@ -111,7 +111,7 @@ def main() -> int:
     return 0
 
 
-def _all(runs: Sequence[tuple[RequestTrace, str, float, float]], jobs: int) -> Iterable[TiersRow]:
+def _all(runs: Sequence[tuple[LoadTrace, str, float, float]], jobs: int) -> Iterable[TiersRow]:
     if jobs == 1:
         yield from (_one(run) for run in runs)
         return
@@ -119,7 +119,7 @@ def _all(runs: Sequence[tuple[RequestTrace, str, float, float]], jobs: int) -> I
         yield from pool.map(_one, runs)
 
 
-def _one(run: tuple[RequestTrace, str, float, float]) -> TiersRow:
+def _one(run: tuple[LoadTrace, str, float, float]) -> TiersRow:
     load, store, part, rate = run
     fleet = SimulatedFleet(
         load.at(part * rate) if part else load, "kv", capacity_blocks=WORKER_BLOCKS, sizes=STORES[store]

@@ -1,8 +1,8 @@
 """How much of a real trace's cache hits does each routing policy keep, and at what time to the first token?
 
 The Mooncake conversation trace (github.com/kvcache-ai/Mooncake, FAST'25: 12,031 requests, 145 M prompt tokens, blocks
-of 512) through 4, 8 and 16 workers of 6,000 blocks, in virtual time (`fleet.py`: what is real and what is a model). The
-arrivals are the trace's, bursts included, with time stretched to 0.5, 0.8 and 0.95 of the workers' capacity.
+of 512) through 4, 8 and 16 workers of 6,000 blocks, in virtual time (`services/virtual` says what is real and what is a
+model). The arrivals are the trace's, bursts included; time is stretched to 0.5, 0.8 and 0.95 of the workers' capacity.
 
 capacity    requests a second that one worker gets through, with a cache that holds everything, when 128 of the trace's
             requests are always there; times the workers. No policy can serve more, for the ideal cache saves the most.
@@ -33,11 +33,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.fleet import WINDOW_S, SimulatedFleet
-from benchmarks.fleet_workers import StepTime
-from benchmarks.loads import Ideal, RequestTrace, ideal, read_trace
 from benchmarks.report import Goal, report
 from services.router.selection.policy import BUILT_IN
+from services.virtual.fleet import WINDOW_S, SimulatedFleet
+from services.virtual.loads import Ideal, LoadTrace, ideal, read_trace
+from services.virtual.workers import StepTime
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
 
@@ -102,7 +102,7 @@ def main() -> int:
     return 0
 
 
-def _all(runs: Sequence[tuple[RequestTrace, str, int, float, float]], jobs: int) -> Iterable[TraceRow]:
+def _all(runs: Sequence[tuple[LoadTrace, str, int, float, float]], jobs: int) -> Iterable[TraceRow]:
     if jobs == 1:
         yield from (_one(run) for run in runs)
         return
@@ -115,7 +115,7 @@ def default_timing() -> StepTime:
     return Timing(SimulatedConfig()).step_s
 
 
-def capacity(load: RequestTrace, step_s: StepTime | None = None) -> float:
+def capacity(load: LoadTrace, step_s: StepTime | None = None) -> float:
     """Return how many requests a second one worker can serve; the module explains it."""
     fleet = SimulatedFleet(load, "round-robin", capacity_blocks=ALL_BLOCKS)
     fleet.join(step_s or default_timing())
@@ -123,12 +123,12 @@ def capacity(load: RequestTrace, step_s: StepTime | None = None) -> float:
     return len(load.requests) / fleet.clock.now_s
 
 
-def _one(run: tuple[RequestTrace, str, int, float, float]) -> TraceRow:
+def _one(run: tuple[LoadTrace, str, int, float, float]) -> TraceRow:
     load, policy, workers, part, rate = run
     return run_open(load.at(part * workers * rate), policy, [default_timing()] * workers, part)
 
 
-def run_open(load: RequestTrace, policy: str, workers: Sequence[StepTime], part: float) -> TraceRow:
+def run_open(load: LoadTrace, policy: str, workers: Sequence[StepTime], part: float) -> TraceRow:
     """Run a load through workers of these speeds, at its own pace, which is `part` of their capacity."""
     fleet = SimulatedFleet(load, policy, capacity_blocks=WORKER_BLOCKS)
     for step_s in workers:

@@ -21,6 +21,7 @@ AREAS = {
     "tests/worker": "services/worker",
     "tests/router": "services/router",
     "tests/kvbm": "services/kvbm",
+    "tests/virtual": "services/virtual",
     "tests/shared": "shared",
     "tests/deploy": "deploy/local",
 }

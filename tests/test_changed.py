@@ -34,7 +34,7 @@ TEXTS = {
         ("shared/errors.py", "tests/shared/test_errors.py"),
         ("deploy/local/stack/hub.py", "tests/deploy/stack/test_hub.py"),
         ("deploy/monitoring/boards.py", "tests/monitoring/test_boards.py"),
-        ("benchmarks/fleet.py", "tests/benchmarks/test_fleet.py"),
+        ("services/virtual/fleet.py", "tests/virtual/test_fleet.py"),
         ("tests/durations.py", "tests/test_durations.py"),
         ("docs/conf.py", ""),
     ],

@@ -41,6 +41,7 @@ FILES: Mapping[str, Tier] = {
     # Programs and servers that take long, and random cases that take much.
     "tests/deploy/bench/test_sweep.py": "all",
     "tests/deploy/check/test_run.py": "all",
+    "tests/deploy/size/": "all",
     "tests/deploy/stack/test_check.py": "all",
     "tests/deploy/stack/test_hub": "all",
     "tests/deploy/stack/test_model.py": "all",

@@ -71,6 +71,12 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             _chat(flags)
         case usage.BenchFlags() as flags:
             return _bench(flags, words)
+        case usage.EstimateFlags() as flags:
+            return _estimate(flags)
+        case usage.ProfileFlags() as flags:
+            return _profile(flags)
+        case usage.PlanFlags() as flags:
+            return _plan(flags)
         case usage.NewKeyFlags() | usage.KeysFileFlags() as flags:
             _key(flags)
         case usage.CompletionFlags() as flags:
@@ -401,6 +407,40 @@ def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
         api_key=_api_key(flags),
     )
     return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
+
+
+def _estimate(flags: usage.EstimateFlags) -> int:
+    from deploy.local.size.estimate import estimate
+
+    return estimate(flags)
+
+
+def _profile(flags: usage.ProfileFlags) -> int:
+    from deploy.local.chat.api import connection_to
+    from deploy.local.size import profile
+
+    profile.check_flags(flags)
+    if flags.up and flags.url:
+        raise ConfigError("--url measures an endpoint, flags after -- start one: give one of the two")
+    connection_to(url := _url(flags))  # checks the address
+    options = profile.ProfileOptions(
+        longest=flags.longest,
+        most=flags.most,
+        limit_s=flags.limit_s,
+        out=Path(flags.out),
+        url="" if flags.up else url,
+        model=flags.model,
+        api_key=_api_key(flags),
+        state=flags.state_dir.home,
+        words=flags.up,
+    )
+    return profile.profile(options)
+
+
+def _plan(flags: usage.PlanFlags) -> int:
+    from deploy.local.size.plan import plan
+
+    return plan(flags)
 
 
 def _url(flags: usage.ClientFlags) -> str:

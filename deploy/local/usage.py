@@ -358,6 +358,116 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The tokenizer for aiperf: a directory or a name on the hub."""
 
 
+class EstimateFlags(Struct, frozen=True, kw_only=True):
+    """Say what a model takes of GPUs, and how fast it is there, without a GPU; see docs/sizing.md."""
+
+    model: Word
+    """The model's directory, or its config.json."""
+    gpu: Annotated[str, "NAME"] = ""
+    """The GPU: H200, H100, …; a wrong name lists them."""
+    engine: Literal["vllm", "native"] = "vllm"
+    """The engine whose measured fractions of the GPU's rates are taken."""
+    tensor_parallel: int = 1
+    """The number of GPUs that share each layer."""
+    pipeline_parallel: int = 1
+    """The number of stages that share the layers."""
+    expert_parallel: int = 1
+    """The number of GPUs that share the experts: 1, or that of --tensor-parallel."""
+    dtype: Literal["auto", "bfloat16", "float16", "fp8", "int8", "int4"] = "auto"
+    """The type of the weights; auto is that in config.json."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """The type of the KV cache; auto has 16 bits."""
+    prompt: int = 2048
+    """The tokens of each prompt."""
+    output: int = 256
+    """The tokens of each answer."""
+    cached: float = 0.0
+    """The share of each prompt that is cached."""
+    batch: Numbers = ""
+    """The numbers of sequences at once (1, 8, 32, 128 and the largest)."""
+    memory_share: float = 0.9
+    """The share of each GPU's memory for weights and KV."""
+    json: bool = False
+    """Print one JSON object in place of the table."""
+
+
+class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
+    """Measure the steps of an engine, for `plan` and for the simulated engine; see docs/sizing.md."""
+
+    up: Words = []
+    """The flags of an `up` with one worker to start and measure, after --: -- --engine vllm --model ORG/NAME
+    (the API at --url)."""
+    longest: int = 8192
+    """The tokens of the longest prompt, and of the longest context before it."""
+    most: int = 32
+    """The most answers at once."""
+    limit_s: float = 600.0
+    """The seconds after which no further point is begun; the same command goes on."""
+    out: Annotated[str, "FILE"] = "profile.json"
+    """The file to write, and to go on with."""
+
+
+class PlanFlags(Struct, frozen=True, kw_only=True):
+    """Find the cheapest fleet that meets targets, by simulating it with measured times; see docs/sizing.md."""
+
+    profile: File = Path("profile.json")
+    """The file that `profile` has written."""
+    trace: File | None = None
+    """The trace with the requests, Mooncake's JSON lines or Azure's CSV (drawn from --rate and lengths)."""
+    rate: float = 0.0
+    """The requests a second; a trace is stretched to it (the trace's own)."""
+    requests: int = 500
+    """The number of requests, of a trace the first ones."""
+    prompt_tokens: int = 2048
+    """The mean tokens of prompts that are drawn."""
+    output_tokens: int = 256
+    """The mean tokens of their answers."""
+    spread: float = 0.5
+    """The standard deviation of both, divided by the mean."""
+    shared_tokens: int = 0
+    """The tokens that all prompts that are drawn begin with."""
+    seed: int = 0
+    """The random seed of requests that are drawn."""
+    ttft_p50: float = 0.0
+    """Target of the median time to the first token, in seconds. 0 means none, here and below."""
+    ttft_p90: float = 0.0
+    """Target of the 90th percentile of the time to the first token, in seconds."""
+    ttft_p99: float = 0.0
+    """Target of the 99th percentile of the time to the first token, in seconds."""
+    itl_p50: float = 0.0
+    """Target of the median time between two tokens of an answer, in seconds."""
+    itl_p90: float = 0.0
+    """Target of the 90th percentile of the time between two tokens, in seconds."""
+    itl_p99: float = 0.0
+    """Target of the 99th percentile of the time between two tokens, in seconds."""
+    price: float = 0.0
+    """The price of a GPU hour."""
+    gpus_a_worker: int = 1
+    """The GPUs of each worker, as it was when it was profiled."""
+    most: int = 16
+    """The most workers of a fleet."""
+    policies: Annotated[str, "NAME,…"] = "kv"
+    """The routing policies to try."""
+    max_running: Numbers = ""
+    """The limits of sequences of a step to try (the most of the profile)."""
+    step_s: Annotated[str, "S,…"] = "0.25,0.05"
+    """The lengths of steps with parts of prompts to try, in seconds."""
+    store_gb: Annotated[str, "GB,…"] = "0"
+    """The sizes of the block store to try; 0 means none."""
+    roles: bool = False
+    """Try also fleets of workers that only compute prompts and others that only decode; needs a block store."""
+    kv_tokens: int = 0
+    """The tokens of KV for which a worker has room (the profile's)."""
+    kv_token_bytes: int = 131_072
+    """The bytes of KV of a token, for the block store."""
+    jobs: int = 0
+    """The fleets that are simulated at the same time (one for each core)."""
+    out: Annotated[str, "FILE"] = "plan.up"
+    """The file with the flags of `up` for the answer: up @plan.up."""
+    json: bool = False
+    """Print one JSON object in place of the table."""
+
+
 class InstallGpuFlags(Struct, frozen=True, kw_only=True):
     """Install what --device cuda needs: CuPy, cuBLAS, a compiler (0.6 GB). Outside a checkout, say how pip does."""
 
@@ -455,6 +565,9 @@ COMMANDS: dict[str, type[Struct]] = {
     "log": LogFlags,
     "chat": ChatFlags,
     "bench": BenchFlags,
+    "estimate": EstimateFlags,
+    "profile": ProfileFlags,
+    "plan": PlanFlags,
     "sleep": SleepFlags,
     "wake": WakeFlags,
     "drain": DrainFlags,
@@ -510,7 +623,8 @@ def parse(words: Sequence[str]) -> Struct | None:
 def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: bool) -> None:
     """Add a command. The texts of its flags, which cost time to read, are added only to `explain` them."""
     about = as_here(schema.__doc__ or "")
-    command = commands.add_parser(name, help=about, description=about)
+    files = "@" if schema is UpFlags else None  # `up @FILE` reads a flag or a value from each line
+    command = commands.add_parser(name, help=about, description=about, fromfile_prefix_chars=files)
     command.set_defaults(schema=schema)
     said: dict[str, str] = {}
     if explain:

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from benchmarks.disagg import BURST_PERIOD_S, Setup, SplitRow, capacity, cases, goals_of, in_bursts, run_split
-from benchmarks.loads import chats
+from services.virtual.loads import chats
 
 LOAD = chats(60, Random(1))
 

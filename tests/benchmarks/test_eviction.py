@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.eviction import TieredStore, foresight, rows_of
 from benchmarks.eviction_loads import agents, batch, conversations, documents
-from benchmarks.loads import RequestTrace, TraceRequest, ideal
 from services.kvbm.tiers.actions import TierSizes
+from services.virtual.loads import LoadTrace, TraceRequest, ideal
 from shared.hashing import ContentKey
 
 
@@ -18,7 +18,7 @@ def keys(*numbers: int) -> list[ContentKey]:
 
 @pytest.mark.parametrize("make", [conversations, agents, documents, batch])
 def test_made_up_loads_are_in_order_with_names_for_all_tokens_and_share_whole_prefixes(
-    make: Callable[[int, Random], RequestTrace],
+    make: Callable[[int, Random], LoadTrace],
 ) -> None:
     load = make(300, Random(1))
     assert [each.number for each in load.requests] == list(range(300))
@@ -86,5 +86,5 @@ def test_no_policy_finds_more_than_foresight() -> None:
 
 def test_a_prompt_never_finds_its_last_token() -> None:
     whole = [TraceRequest(number, float(number), [7, 8], 128, 1) for number in range(2)]
-    rows = list(rows_of(RequestTrace("made", 64, whole), (1.0,), ["lru"]))
+    rows = list(rows_of(LoadTrace("made", 64, whole), (1.0,), ["lru"]))
     assert {row.hits for row in rows} == {1.0}, "one block of two is of use, and is found"

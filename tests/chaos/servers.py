@@ -21,6 +21,8 @@ from tests.servers import free_port
 
 ASK_LIMIT_S = 2.0
 NATS_PORT, ROUTES_PORT = 4222, 6222
+ROUTE_PINGS = 'ping_interval: "2s", ping_max: 2'
+"""As deploy/nats/cluster.conf has it."""
 ETCD_PORT, PEER_PORT, HEALTH_PORT = 2379, 2380, 2381
 Ready = Callable[[], Awaitable[bool]]
 Tables = dict[str, dict[str, Value]]
@@ -165,7 +167,7 @@ class Clusters:
         settings = self._directory / f"{file}.conf"
         settings.write_text(
             f"{servers.nats_settings(NATS_PORT).replace('127.0.0.1', host)}server_name: {file}\n{tls}\n"
-            f'cluster {{ name: chaos, listen: "{host}:{ROUTES_PORT}", routes: [{routes}], {tls} }}\n',
+            f'cluster {{ name: chaos, listen: "{host}:{ROUTES_PORT}", routes: [{routes}], {tls}, {ROUTE_PINGS} }}\n',
             encoding="utf-8",
         )
         command = [*self._machines.inside(name), str(servers.nats_server()), "-c", str(settings)]

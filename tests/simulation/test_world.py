@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import get_args
 
@@ -36,6 +36,7 @@ from shared.messages.frames import NOT_BEGUN, Part
 from shared.messages.kvbm import Settled
 from shared.messages.select import Selected
 from tests.fakes.memory_sockets import MemorySockets, MemoryStream
+from tests.simulation.events import MutableBus
 from tests.simulation.plan import Aim, Fault, Half, Moment, Plan, Plane, plan, role_of_replacement
 from tests.simulation.seeds import REGRESSIONS, drawn, failures
 from tests.simulation.world import run
@@ -116,6 +117,18 @@ def test_under_a_clear_sky_nothing_goes_wrong() -> None:
 def test_every_plane_of_kv_events_has_seeds_and_those_that_once_found_a_fault_have_zmq() -> None:
     assert Counter(plan(seed).sizes.plane for seed in range(18)) == dict.fromkeys(get_args(Plane), 6)
     assert {plan(seed).sizes.plane for seed in REGRESSIONS} == {"zmq"}
+
+
+@pytest.mark.parametrize("plane", ["nats", "jetstream"])
+def test_batches_of_kv_events_that_are_lost_over_nats_are_found(monkeypatch: pytest.MonkeyPatch, plane: Plane) -> None:
+    publish, numbers = MutableBus.publish_now, count()
+
+    def lossy(bus: MutableBus, subject: str, payload: bytes) -> None:
+        if next(numbers) % 5:
+            publish(bus, subject, payload)
+
+    monkeypatch.setattr(MutableBus, "publish_now", lossy)
+    assert finds(r"had \d+ gaps", (each for each in clear() if each.sizes.plane == plane))
 
 
 def test_requests_that_wait_at_workers_in_vain_are_among_what_happens() -> None:

@@ -100,10 +100,13 @@ class Table:
         self._decode = decode
 
     @staticmethod
-    def parse(toml: bytes, name: str) -> Table:
-        """Read a table. Raise ConfigError, which begins with `name`."""
+    def parse(content: bytes, name: str) -> Table:
+        """Read a table in TOML, or the JSON of `headrace profile`. Raise ConfigError, which begins with `name`."""
         try:
-            points = msgspec.toml.decode(toml, type=_TableFile)
+            if content.lstrip().startswith(b"{"):
+                points = msgspec.json.decode(content, type=_ProfileFile)
+            else:
+                points = msgspec.toml.decode(content, type=_TableFile)
             return Table(_Grid(points.prefill, "prefill"), _Grid(points.decode, "decode"))
         except ValueError as wrong:  # msgspec's and UTF-8's too
             raise ConfigError(f"{name}: {wrong}") from None
@@ -118,9 +121,15 @@ class Table:
         return seconds
 
 
-class _TableFile(Struct, forbid_unknown_fields=True):
+class _ProfileFile(Struct):
+    """The part of a profile that is needed here."""
+
     prefill: list[Point]
     decode: list[Point]
+
+
+class _TableFile(_ProfileFile, forbid_unknown_fields=True):
+    pass
 
 
 class _Grid:

@@ -175,7 +175,12 @@ def test_if_a_snapshot_fails_a_stream_that_reaches_back_to_the_first_batch_takes
 
 
 def test_a_stream_that_does_not_reach_back_or_has_a_hole_leaves_known_blocks_until_a_snapshot_comes() -> None:
-    for answer in ([], [(7, batch(7)), (8, batch(8))], [(0, batch(0)), (1, batch(1)), (3, batch(3))]):
+    answers: tuple[list[tuple[int, DecodedBatch | None]], ...] = (
+        [],
+        [(7, batch(7)), (8, batch(8))],
+        [(0, batch(0)), (1, batch(1)), (3, batch(3))],
+    )
+    for answer in answers:
         found = source(stored=True)
         found.start()
         asked = found.request_failed(1)

@@ -113,6 +113,12 @@ def test_a_table_is_interpolated(works: list[Work], seconds: float) -> None:
     assert table(*works) == pytest.approx(seconds)
 
 
+def test_a_profile_is_a_table_whatever_else_it_has() -> None:
+    profile = b'{"format": 1, "complete": true, "prefill": [[100, 0, 2.0]], "decode": [[1, 0, 0.1], [3, 0, 0.3]]}'
+    assert table(work(100), text=profile) == 2.0
+    assert table(work(1, 50), work(1, 50), text=profile) == pytest.approx(0.2)
+
+
 def test_beyond_a_table_that_falls_the_time_stays_above_zero() -> None:
     falling = b"prefill = [[100, 0, 2.0], [200, 0, 1.0]]\ndecode = [[1, 0, 0.1]]"
     assert table(work(100_000), text=falling) == 1.0
@@ -134,6 +140,7 @@ def test_beyond_a_table_that_falls_the_time_stays_above_zero() -> None:
         (b"more = 1\nprefill = [[1, 0, 1.0]]\ndecode = [[1, 0, 1.0]]", "more"),
         (b"prefill = [", "times.toml"),
         (b"\xff", "times.toml"),
+        (b'{"prefill": [[1, 0, 1.0]]}', "decode"),
     ],
 )
 def test_a_bad_table_is_refused_and_says_why(text: bytes, said: str) -> None:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.loads import RequestTrace, TracePrompts, TraceRequest, agents, chats, ideal, read_trace, unshared
+from services.virtual.loads import LoadTrace, TracePrompts, TraceRequest, agents, chats, ideal, read_trace, unshared
 from shared.hashing import sequence_hashes, unpack_hashes
 
 
@@ -24,7 +24,7 @@ def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
 def test_the_ideal_cache_reuses_full_blocks_and_leaves_a_token_to_compute() -> None:
     first, again = TraceRequest(0, 0.0, [7, 8], 128, 1), TraceRequest(1, 1.0, [7, 8], 128, 1)
     longer, partial = TraceRequest(2, 2.0, [7, 8, 9], 150, 1), TraceRequest(3, 3.0, [7, 8, 9], 150, 1)
-    best = ideal(RequestTrace("made", 64, [first, again, longer, partial]))
+    best = ideal(LoadTrace("made", 64, [first, again, longer, partial]))
     assert best.cached_blocks == 0 + 1 + 2 + 2
     assert best.cached_tokens == 5 * 64
     assert (best.full_blocks, best.prompt_tokens) == (8, 556)
@@ -40,7 +40,7 @@ def test_prompts_are_hashed_as_their_tokens_are() -> None:
 
 @pytest.mark.parametrize("make", [unshared, chats, agents])
 def test_made_up_loads_have_as_many_requests_as_asked_for_in_order_with_names_for_all_tokens(
-    make: Callable[[int, Random], RequestTrace],
+    make: Callable[[int, Random], LoadTrace],
 ) -> None:
     load = make(200, Random(1))
     assert [each.number for each in load.requests] == list(range(200))

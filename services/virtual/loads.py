@@ -37,7 +37,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTrace:
+class LoadTrace:
     """Requests in order of arrival."""
 
     name: str
@@ -50,16 +50,16 @@ class RequestTrace:
         """The mean rate, in requests per second."""
         return len(self.requests) / (self.requests[-1].arrival_s - self.requests[0].arrival_s)
 
-    def at(self, rate: float) -> RequestTrace:
+    def at(self, rate: float) -> LoadTrace:
         """Return the same requests, with time stretched or compressed to `rate` requests a second."""
         factor = self.rate / rate
         return replace(self, requests=[replace(each, arrival_s=each.arrival_s * factor) for each in self.requests])
 
-    def first(self, requests: int) -> RequestTrace:
+    def first(self, requests: int) -> LoadTrace:
         """Return only the first `requests` requests."""
         return replace(self, requests=self.requests[:requests])
 
-    def window(self, start: int, requests: int) -> RequestTrace:
+    def window(self, start: int, requests: int) -> LoadTrace:
         """Return `requests` requests from number `start` on, as a load of its own: numbers and times begin at 0."""
         chosen = self.requests[start : start + requests]
         began_s = chosen[0].arrival_s
@@ -82,7 +82,7 @@ class Ideal:
     cached_blocks: int
 
 
-def ideal(load: RequestTrace) -> Ideal:
+def ideal(load: LoadTrace) -> Ideal:
     """Compute the ideal hits from the order of arrival."""
     size = load.block_size
     seen: set[int] = set()
@@ -139,14 +139,15 @@ class _TraceLine(msgspec.Struct, frozen=True):
     hash_ids: list[int]
 
 
-def read_trace(path: Path) -> RequestTrace:
-    """Read a trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST'25): JSON lines."""
+def read_trace(path: Path, block_size: int = TRACE_BLOCK_SIZE) -> LoadTrace:
+    """Read a trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST'25): JSON lines. The ids are names of
+    blocks of `block_size` tokens."""
     lines = [msgspec.json.decode(line, type=_TraceLine) for line in path.read_bytes().splitlines()]
     requests = [
         TraceRequest(number, line.timestamp / 1000, line.hash_ids, line.input_length, max(line.output_length, 1))
         for number, line in enumerate(lines)
     ]
-    return RequestTrace("mooncake", TRACE_BLOCK_SIZE, requests)
+    return LoadTrace("mooncake", block_size, requests)
 
 
 # --- synthetic loads
@@ -154,29 +155,29 @@ def read_trace(path: Path) -> RequestTrace:
 _BLOCK_SIZE = 64
 
 
-def unshared(requests: int, draw: Random) -> RequestTrace:
+def unshared(requests: int, draw: Random) -> LoadTrace:
     """Make prompts with nothing in common."""
     arrivals, names = _arrivals(draw), count()
     made = []
     for number in range(requests):
         tokens = draw.randint(500, 4000)
         made.append(TraceRequest(number, next(arrivals), _take(names, tokens), tokens, draw.randint(50, 300)))
-    return RequestTrace("unshared", _BLOCK_SIZE, made)
+    return LoadTrace("unshared", _BLOCK_SIZE, made)
 
 
-def chats(requests: int, draw: Random) -> RequestTrace:
+def chats(requests: int, draw: Random) -> LoadTrace:
     """Make conversations of about eight turns, 20 s apart, that share only a system prompt of one block."""
     return _conversations("chats", requests, draw, common_tokens=64, turns=8, pause_s=20.0, added=(100, 800))
 
 
-def agents(requests: int, draw: Random) -> RequestTrace:
+def agents(requests: int, draw: Random) -> LoadTrace:
     """Make agents of about fifteen calls, 4 s apart, after one system prompt of 8,192 tokens."""
     return _conversations("agents", requests, draw, common_tokens=8192, turns=15, pause_s=4.0, added=(50, 1500))
 
 
 def _conversations(
     name: str, requests: int, draw: Random, *, common_tokens: int, turns: int, pause_s: float, added: tuple[int, int]
-) -> RequestTrace:
+) -> LoadTrace:
     """Make conversations whose turns add a number of tokens between the bounds `added`.
 
     Answers have 30 to 300 tokens. The next prompt computes them again, because the conversation does not continue with
@@ -198,7 +199,7 @@ def _conversations(
     made.sort(key=lambda each: each.arrival_s)
     # The first quarter has too few conversations under way, the last has no new ones.
     made = made[requests // 2 : requests // 2 + requests]
-    return RequestTrace(name, _BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(made)])
+    return LoadTrace(name, _BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(made)])
 
 
 def _take(names: Iterator[int], tokens: int) -> list[int]:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from benchmarks.fleet_store import KVBM, BlockStore, FleetClock, PoolPlace
-from benchmarks.loads import VOCABULARY
+from services.virtual.loads import VOCABULARY
+from services.virtual.store import KVBM, BlockStore, FleetClock, PoolPlace
 from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, Ready, Stepped
 from services.worker.contracts.runner import Drawn, Work
@@ -23,6 +23,7 @@ from shared.messages.load import KvState, LoadReport
 MODEL = "model"
 WEIGHTS = "weights"
 LONGEST_STEP_S = 0.25
+MAX_RUNNING = 64
 COPY_BYTES_PER_S = 50e9
 """The rate of copies between a device and the block store's memory, in each direction."""
 UNBOUNDED = 1 << 40
@@ -72,6 +73,7 @@ def engine_core(
     name: str,
     role: Role,
     longest_s: float,
+    max_running: int,
     block_size: int,
     capacity_blocks: int,
     clock: FleetClock,
@@ -83,6 +85,7 @@ def engine_core(
         engine="simulated",
         role=role,
         step_s=longest_s,
+        max_running=max_running,
         max_waiting=UNBOUNDED,
         max_waiting_tokens=UNBOUNDED,
         kvbm=KVConnectorConfig(pool="" if store is None else KVBM),

@@ -6,7 +6,7 @@
                    │      └───────── load reports, every 250 ms ◀─────────────────────────────────┘
                    └── its tick, every 100 ms
 
-With a block store (`fleet_store.py`) the engines exchange blocks with it, and the router learns which blocks it holds.
+With a block store (`store.py`) the engines exchange blocks with it, and the router learns which blocks it holds.
 Then workers may also have roles: where the router chooses a pair, the prompt is handed over through that store.
 
     Selected ─┬▶ attempt n, which only prefills ─▶ its blocks are stored ─▶ handed_over ─▶ attempt n + 1 at the decoder
@@ -14,7 +14,7 @@ Then workers may also have roles: where the router chooses a pair, the prompt is
               └▶ the decoder expects attempt n + 1, and loads each block that is stored
 
 Real: policies, index, chains, speculation, reservations, the comparison of pairs with single workers, engines as they
-make themselves from a worker's settings (`fleet_workers.py`), messages. Modelled: the time of the arithmetic and of
+make themselves from a worker's settings (`workers.py`), messages. Modelled: the time of the arithmetic and of
 each message (`HOP_S`). Left out: the frontend's tokenising, lost or late messages.
 """
 
@@ -26,9 +26,21 @@ from itertools import count, islice
 from math import inf
 from random import Random
 
-from benchmarks.fleet_store import BlockStore, FleetClock, StoreSizes
-from benchmarks.fleet_workers import (
+from msgspec import Struct
+
+from services.router.config import RouterConfig
+from services.router.index.inheritance import store_id
+from services.router.index.kv_events import decode
+from services.router.selection.model_router import ModelRouter
+from services.router.selection.pairs import SplitCosts
+from services.router.selection.policies.kv import split_costs
+from services.router.selection.policy import load_policy
+from services.virtual.journeys import Journey, TokenGaps
+from services.virtual.loads import LoadTrace, TracePrompts
+from services.virtual.store import BlockStore, FleetClock, StoreSizes
+from services.virtual.workers import (
     LONGEST_STEP_S,
+    MAX_RUNNING,
     MODEL,
     UNBOUNDED,
     WEIGHTS,
@@ -39,15 +51,6 @@ from benchmarks.fleet_workers import (
     kv_layout,
     model_card,
 )
-from benchmarks.journeys import Journey, TokenGaps
-from benchmarks.loads import RequestTrace, TracePrompts
-from services.router.config import RouterConfig
-from services.router.index.inheritance import store_id
-from services.router.index.kv_events import decode
-from services.router.selection.model_router import ModelRouter
-from services.router.selection.pairs import SplitCosts
-from services.router.selection.policies.kv import split_costs
-from services.router.selection.policy import load_policy
 from services.worker.contracts.messages import EngineOrder, KvbmLink, Prefetch, Stepped, Submit
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import comes_meanwhile
@@ -70,12 +73,19 @@ FRONTEND = "frontend"
 _SLICE_BLOCKS = 1 << 16
 
 
+class Late(Struct, frozen=True):
+    """When a run is given up: more than `most` first tokens came later than after `after_s` seconds."""
+
+    after_s: float
+    most: int
+
+
 class SimulatedFleet:
     """One run of one load. What became of each request is in `journeys`, what was computed when in `prefilled`."""
 
     def __init__(
         self,
-        load: RequestTrace,
+        load: LoadTrace,
         policy: str,
         *,
         capacity_blocks: int,
@@ -83,19 +93,27 @@ class SimulatedFleet:
         sizes: StoreSizes | None = None,
         compare: SplitCosts = split_costs,
         gaps: TokenGaps | None = None,
+        max_running: int = MAX_RUNNING,
+        late: Late | None = None,
     ) -> None:
         """Make the fleet. `sizes` are those of the block store that all workers share; None means no store. `compare`
-        weighs pairs against single workers. `gaps` collects the times between tokens."""
+        weighs pairs against single workers. `gaps` collects the times between tokens. `max_running` is each worker's.
+        A run ends early once `late` says so."""
         self.clock = FleetClock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
         self.prefilled: dict[tuple[int, str], int] = {}
         """The prompt tokens computed, by time window and worker."""
+        self.late_requests = 0
+        """How many first tokens came later than `late.after_s`."""
         self.workers: dict[str, SimulatedWorker] = {}
-        self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), Random(seed), compare=compare)
+        draw = Random(seed)  # noqa: S311 - a simulation, no secret
+        self.router = ModelRouter(MODEL, "router", RouterConfig(), load_policy(policy)(), draw, compare=compare)
         self.prompts = TracePrompts(load.block_size)
         self._gaps = gaps
         self._capacity_blocks = capacity_blocks
+        self._max_running = max_running
+        self._late = late
         self._upcoming: Iterator[Journey] = iter(())
         """The requests that start when another one ends."""
         self._left = len(self.journeys)
@@ -122,7 +140,8 @@ class SimulatedFleet:
 
     def _run(self) -> None:
         self._tick()
-        while self._left:
+        most_late = len(self.journeys) if self._late is None else self._late.most
+        while self._left and self.late_requests <= most_late:
             self.clock.step()
 
     def join(self, step_s: StepTime, role: Role = "aggregated", *, longest_s: float = LONGEST_STEP_S) -> str:
@@ -131,7 +150,7 @@ class SimulatedFleet:
         assert self.store is not None or role == "aggregated", "prompts are handed over through the block store"
         name = f"worker{next(self._names):03}"
         size, blocks = self.load.block_size, self._capacity_blocks
-        core = engine_core(name, role, longest_s, size, blocks, self.clock, self.store)
+        core = engine_core(name, role, longest_s, self._max_running, size, blocks, self.clock, self.store)
         worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
         card = model_card(name, role, size, blocks, self.store)
         self.router.add_card(card, self.clock.now_s)
@@ -296,6 +315,7 @@ class SimulatedFleet:
         journey = self.journeys[int(part.request)]
         if part.tokens and not journey.output:
             journey.first_token_s = self.clock.now_s
+            self.late_requests += self._late is not None and journey.ttft_s > self._late.after_s
             journey.cached_tokens = part.cached_tokens
             journey.cached_host_tokens, journey.cached_disk_tokens = part.cached_host_tokens, part.cached_disk_tokens
         new_worker = 0 <= journey.begun != part.attempt

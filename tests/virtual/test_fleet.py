@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from random import Random
 
-from benchmarks.fleet import SimulatedFleet
-from benchmarks.fleet_store import StoreSizes
-from benchmarks.journeys import TokenGaps
-from benchmarks.loads import RequestTrace, chats, ideal
 from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
+from services.virtual.fleet import SimulatedFleet
+from services.virtual.journeys import TokenGaps
+from services.virtual.loads import LoadTrace, chats, ideal
+from services.virtual.store import StoreSizes
 from services.worker.contracts.messages import Snapshot, TakeEngineSnapshot
 from services.worker.contracts.runner import Work
 from shared.messages.cards import Role
@@ -23,7 +23,7 @@ def slow(works: Sequence[Work]) -> float:
     return 0.02 + 0.001 * sum(len(work.tokens) for work in works)
 
 
-def busy(load: RequestTrace, *, workers: int = 2, capacity_blocks: int = 400) -> SimulatedFleet:
+def busy(load: LoadTrace, *, workers: int = 2, capacity_blocks: int = 400) -> SimulatedFleet:
     fleet = SimulatedFleet(load, "kv", capacity_blocks=capacity_blocks)
     for _ in range(workers):
         fleet.join(slow)
@@ -35,7 +35,7 @@ def always(*_: object) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def split(load: RequestTrace, *roles: Role, gaps: TokenGaps | None = None) -> SimulatedFleet:
+def split(load: LoadTrace, *roles: Role, gaps: TokenGaps | None = None) -> SimulatedFleet:
     """Return a fleet with these roles that hands every prompt over."""
     sizes = StoreSizes(slots=4000, records=0)
     fleet = SimulatedFleet(load, "kv", capacity_blocks=400, sizes=sizes, compare=always, gaps=gaps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from benchmarks.loads import TraceRequest
+from services.virtual.loads import TraceRequest
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""`headrace estimate`, `profile` and `plan`: what a model and a load need, before GPUs are bought."""

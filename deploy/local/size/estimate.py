@@ -1,0 +1,191 @@
+"""`headrace estimate`: what a model takes of GPUs, and how fast it is there, from its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from deploy.local.size.flags import numbers
+from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
+from deploy.local.size.shape import shape_of
+from deploy.local.table import table
+from deploy.local.usage import EstimateFlags
+from shared.errors import ConfigError, ModelError
+from shared.model_file import CONFIG, CONFIG_LIMIT_BYTES, decode_model_json, read_model_file
+from shared.model_files.config_json import ConfigJson
+
+GPUS = Path(__file__).with_name("gpus.json")
+BITS = {"bfloat16": 16.0, "float16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.5}
+"""Bits of a weight; those of 4 bits have half a bit of scales."""
+BATCHES = (1, 8, 32, 128)
+LIMIT = 1 << 24
+"""Upper limit of the numbers that `estimate` takes."""
+
+
+class LoadEstimate(Struct, frozen=True):
+    """The estimate of one batch."""
+
+    batch: int
+    itl_s: float
+    """The time a token while all sequences decode."""
+    loaded_itl_s: float
+    """The time a token in a steady load, whose prompts are computed in between."""
+    output_tokens_per_s: float
+    """The output of all sequences in that load."""
+    binds: str
+
+
+class Estimate(Struct, frozen=True):
+    """What `estimate` says."""
+
+    model: str
+    gpu: str
+    gpus: int
+    engine: str
+    weights_gb: float
+    """The weights on each GPU."""
+    kv_token_bytes: float
+    """The KV of one token on each GPU."""
+    kv_tokens: int
+    """The tokens for which the GPUs have room together."""
+    largest_batch: int
+    """The number of sequences of full length for which there is room."""
+    prompt: int
+    output: int
+    cached: float
+    ttft_s: float
+    """The time to the first token of a lone prompt."""
+    loads: list[LoadEstimate]
+    assumed: list[str]
+    """Where the figures come from."""
+
+
+def estimate(flags: EstimateFlags) -> int:
+    """Print the estimate and return the exit status. Raise ConfigError."""
+    made = estimate_of(flags)
+    print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else _render(made))
+    return 0
+
+
+def estimate_of(flags: EstimateFlags) -> Estimate:
+    """Return the estimate for checked flags. Raise ConfigError."""
+    _check(flags)
+    gpu = find_gpu(flags.gpu)
+    shape = shape_of(*_settings(flags.model))
+    split = GpuSplit(flags.tensor_parallel, flags.pipeline_parallel, flags.expert_parallel)
+    check_split(shape, split, flags.engine)
+    bits = shape.bits if flags.dtype == "auto" else BITS[flags.dtype]
+    kv_bits = 16.0 if flags.kv_dtype == "auto" else BITS[flags.kv_dtype]
+    roofline = Roofline(shape, gpu, split, ENGINES[flags.engine], bits, kv_bits)
+    kv_tokens, length = roofline.kv_tokens(flags.memory_share), flags.prompt + flags.output
+    if shape.context and length > shape.context:
+        raise ConfigError(f"--prompt and --output are {length} tokens; the model's context has {shape.context}")
+    largest = kv_tokens // length
+    if not largest:
+        raise ConfigError(
+            f"there is room for {kv_tokens} tokens of KV, {length - kv_tokens} fewer than one sequence has"
+        )
+    wanted = numbers(flags.batch, "--batch") if flags.batch else [*BATCHES, largest]
+    batches = sorted({each for each in wanted if each <= largest})
+    if not batches:
+        raise ConfigError(f"--batch {flags.batch}: there is room for {largest} sequences of {length} tokens")
+    return Estimate(
+        model=flags.model,
+        gpu=gpu.full_name,
+        gpus=split.gpus,
+        engine=flags.engine,
+        weights_gb=roofline.gpu_weights_bytes / GB,
+        kv_token_bytes=roofline.gpu_kv_token_bytes,
+        kv_tokens=kv_tokens,
+        largest_batch=largest,
+        prompt=flags.prompt,
+        output=flags.output,
+        cached=flags.cached,
+        ttft_s=roofline.first_s(flags.prompt, flags.cached),
+        loads=[_load(roofline, batch, flags) for batch in batches],
+        assumed=_assumed(roofline),
+    )
+
+
+def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
+    step = roofline.decode(batch, flags.prompt + flags.output / 2)
+    loaded_s = roofline.loaded_s(batch, flags.prompt, flags.output, flags.cached)
+    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, step.binds)
+
+
+def _assumed(roofline: Roofline) -> list[str]:
+    done = roofline.achieved
+    return [
+        f"rates of the GPU: {roofline.gpu.source}",
+        f"{done.memory:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
+    ]
+
+
+def _check(flags: EstimateFlags) -> None:
+    for name in ("prompt", "output", "tensor_parallel", "pipeline_parallel", "expert_parallel"):
+        if not 1 <= getattr(flags, name) <= LIMIT:
+            raise ConfigError(f"--{name.replace('_', '-')} is 1 to {LIMIT}")
+    if not 0 <= flags.cached < 1:
+        raise ConfigError("--cached is a share of the prompt: 0 or more, below 1")
+    if not 0 < flags.memory_share <= 1:
+        raise ConfigError("--memory-share is above 0, and at most 1")
+
+
+def find_gpu(name: str) -> GpuFacts:
+    """Return the figures of a GPU. Raise ConfigError that lists the known ones."""
+    known = msgspec.json.decode(GPUS.read_bytes(), type=list[GpuFacts])
+    found = next((gpu for gpu in known if gpu.name.lower() == name.lower()), None)
+    if found is None:
+        names = ", ".join(gpu.name for gpu in known)
+        raise ConfigError(f"--gpu {name}: not known; there are {names}" if name else f"name a GPU with --gpu: {names}")
+    return found
+
+
+def _settings(model: str) -> tuple[dict[str, object], str]:
+    """Return the settings of a model's config.json, given its directory or the file, and their path."""
+    path = Path(model)
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        content = read_model_file(path, CONFIG_LIMIT_BYTES)
+        file = ConfigJson(path, content, decode_model_json(path, content, dict[str, Any]))
+    except ModelError as wrong:
+        raise ConfigError(str(wrong)) from None
+    settings = dict(file.settings)
+    if file.tied is not None:
+        settings["tie_word_embeddings"] = file.tied
+    return settings, str(file.path)
+
+
+def _render(made: Estimate) -> str:
+    """Return the estimate as text."""
+    each = f"{made.gpus} x {made.gpu}" if made.gpus > 1 else made.gpu
+    cached = f", {made.cached:.0%} of it cached" if made.cached else ""
+    lines = [
+        f"{made.model} on {each}, engine {made.engine}",
+        f"weights {made.weights_gb:.1f} GB a GPU, KV {made.kv_token_bytes / 1000:.1f} kB a token and GPU",
+        f"room for {made.kv_tokens:,} tokens of KV: {made.largest_batch:,} sequences of {made.prompt} + {made.output}",
+        f"first token of a lone prompt of {made.prompt} tokens{cached}: {1000 * made.ttft_s:.0f} ms",
+        "",
+        table("BATCH  MS A TOKEN  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  BINDS", _cells(made)),
+        "",
+        *(f"note: {text}" for text in made.assumed),
+    ]
+    return "\n".join(lines)
+
+
+def _cells(made: Estimate) -> list[Sequence[object]]:
+    return [
+        (
+            load.batch,
+            f"{1000 * load.itl_s:.1f}",
+            f"{1000 * load.loaded_itl_s:.1f}",
+            f"{load.output_tokens_per_s:,.0f}",
+            f"{load.output_tokens_per_s / made.gpus:,.0f}",
+            load.binds,
+        )
+        for load in made.loads
+    ]

@@ -1,0 +1,96 @@
+"""Which points of a grid of times to measure next. Pure.
+
+    corners ─▶ the middle of each interval of an axis: off from the line between its ends? then it joins the axis
+            ─▶ all other points of the grid
+
+The middles are measured at the highest value of the other axis. The same points in the same order follow from the same
+times, so that a sweep that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Literal
+
+Axis = Literal["x", "y"]
+Place = tuple[int, int]
+
+
+class TimeGrid:
+    """The times measured so far, and the two axes on which they are wanted."""
+
+    def __init__(self, xs: tuple[int, int], ys: tuple[int, int], *, step: Place, tolerance: float, most: int) -> None:
+        """Begin with the ends of both axes. Values between them are multiples of `step`. A middle that is off by less
+        than `tolerance`, a share, adds nothing. The grid gets no further values where it would have more than `most`
+        points."""
+        self.seconds: dict[Place, float] = {}
+        self.spread: dict[Place, float] = {}
+        """By how much repetitions of a point differ, as a share: a middle that is off by less adds nothing either."""
+        self._axes: dict[Axis, list[int]] = {"x": sorted(set(xs)), "y": sorted(set(ys))}
+        self._ends: dict[Axis, frozenset[int]] = {"x": frozenset(xs), "y": frozenset(ys)}
+        self._step: dict[Axis, int] = {"x": step[0], "y": step[1]}
+        self._tolerance = tolerance
+        self._most = most
+        self._intervals: list[tuple[Axis, int, int]] = [("x", min(xs), max(xs)), ("y", min(ys), max(ys))]
+
+    @property
+    def left(self) -> int:
+        """About how many points are to be measured."""
+        xs, ys = self._axes["x"], self._axes["y"]
+        return sum((x, y) not in self.seconds for x in xs for y in ys) + len(self._intervals)
+
+    def next(self) -> Place | None:
+        """Return the point to measure next. None if the grid is complete."""
+        for x in sorted(self._ends["x"]):
+            for y in sorted(self._ends["y"]):
+                if (x, y) not in self.seconds:
+                    return x, y
+        while self._intervals:
+            axis, low, high = self._intervals[0]
+            middle = self._middle(axis, low, high)
+            if middle is None or self._is_full(axis):
+                self._intervals.pop(0)
+                continue
+            if self._at(axis, middle) not in self.seconds:
+                return self._at(axis, middle)
+            self._intervals.pop(0)
+            if self._is_off(axis, low, middle, high):
+                self._axes[axis] = sorted([*self._axes[axis], middle])
+                self._intervals.extend(((axis, low, middle), (axis, middle, high)))
+        xs, ys = self._axes["x"], self._axes["y"]
+        return next(((x, y) for x in xs for y in ys if (x, y) not in self.seconds), None)
+
+    def points(self) -> list[tuple[float, float, float]]:
+        """Return the largest complete grid of what was measured. Raise ValueError if a corner is missing."""
+        axes = {axis: list(values) for axis, values in self._axes.items()}
+        pairs_of: tuple[tuple[Axis, Axis], ...] = (("x", "y"), ("y", "x"))
+        for axis, other in pairs_of:
+            for value in list(axes[axis]):
+                pairs = [(value, each) if axis == "x" else (each, value) for each in axes[other]]
+                if value not in self._ends[axis] and not all(pair in self.seconds for pair in pairs):
+                    axes[axis].remove(value)
+        places = [(x, y) for x in axes["x"] for y in axes["y"]]
+        if missing := [place for place in places if place not in self.seconds]:
+            raise ValueError(f"{len(missing)} of the first {len(places)} points were not measured")
+        return [(x, y, self.seconds[x, y]) for x, y in places]
+
+    def _at(self, axis: Axis, value: int) -> Place:
+        return (value, self._axes["y"][-1]) if axis == "x" else (self._axes["x"][-1], value)
+
+    def _is_full(self, axis: Axis) -> bool:
+        longer, other = (len(self._axes[axis]) + 1), len(self._axes["y" if axis == "x" else "x"])
+        return longer * other > self._most
+
+    def _middle(self, axis: Axis, low: int, high: int) -> int | None:
+        """Return the value between two, by their ratio if there is one. None if there is none."""
+        step = self._step[axis]
+        middle = round((sqrt(low * high) if low else high / 4) / step) * step
+        return middle if low < middle < high else None
+
+    def _is_off(self, axis: Axis, low: int, middle: int, high: int) -> bool:
+        """Return whether the middle is not on the line between the two."""
+        places = [self._at(axis, value) for value in (low, middle, high)]
+        first, found, last = (self.seconds[place] for place in places)
+        line = first + (middle - low) / (high - low) * (last - first)
+        unsure = max(self._tolerance, *(self.spread.get(place, 0.0) for place in places))
+        return abs(line - found) > unsure * found

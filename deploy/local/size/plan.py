@@ -1,0 +1,233 @@
+"""`headrace plan`: simulates fleets with measured times until it knows the cheapest that meets the targets.
+
+search.py decides which fleets are run, plan_report.py what is said of them; this module runs them in processes of
+services.virtual, one for each core.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+
+from deploy.local.size.flags import numbers, positives
+from deploy.local.size.plan_report import PlanReport, Prices, render, report_of, up_flags
+from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_profile
+from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, Targets, settings_of
+from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic, read_traffic
+from deploy.local.terminal import Terminal
+from deploy.local.usage import PlanFlags
+from shared.errors import ConfigError, Unavailable
+from shared.installation import TREE
+from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, VirtualRun
+
+RUN_LIMIT_S = 3600.0
+"""The most seconds that one fleet may take to simulate."""
+TRACE_LIMIT_BYTES = 1 << 30
+TARGETS = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99")
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+WORKERS_LIMIT = 256
+
+
+def plan(flags: PlanFlags) -> int:
+    """Print the plan and return the exit status: 1 if nothing meets the targets. Raise ConfigError or Unavailable."""
+    made = plan_of(flags, Terminal())
+    print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else render(made))
+    if made.best is None:
+        return 1
+    Path(flags.out).write_text(up_flags(made), encoding="utf-8")
+    print(f"{flags.out} is written: up @{flags.out}", file=sys.stderr)
+    return 0
+
+
+def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
+    """Run fleets until the answer is known. Raise ConfigError or Unavailable."""
+    _check(flags)
+    profile = _profile(flags.profile)
+    targets = Targets({name: limit for name in TARGETS if (limit := getattr(flags, name))})
+    kv_tokens = flags.kv_tokens or profile.kv_tokens
+    if not kv_tokens:
+        raise ConfigError(f"{flags.profile} does not say how many tokens of KV a worker has room for: give --kv-tokens")
+    traffic = _traffic(flags)
+    longest = max(row.input_length + row.output_length for row in traffic.rows)
+    if longest > kv_tokens:
+        raise ConfigError(f"a request has {longest} tokens, and a worker has room for {kv_tokens} tokens of KV")
+    settings = settings_of(
+        splits=flags.roles,
+        policies=flags.policies.split(","),
+        max_running=numbers(flags.max_running or str(profile.subject.most), "--max-running", most=65_535)[::-1],
+        step_s=positives(flags.step_s, "--step-s"),
+        store_tokens=[int(size * 1e9 / flags.kv_token_bytes) for size in positives(flags.store_gb, "--store-gb")],
+    )
+    jobs = flags.jobs or os.cpu_count() or 1
+    search = FleetSearch(settings, flags.most, targets, width=jobs)
+    with tempfile.TemporaryDirectory(prefix="headrace-plan-") as folder:
+        load = Path(folder) / "load.jsonl"
+        load.write_bytes(traffic.lines())
+        late_s, late_most = _late(targets, len(traffic.rows))
+        run = VirtualRun(
+            trace=str(load),
+            block_size=traffic.block_size,
+            times=str(flags.profile.absolute()),
+            workers=0,
+            kv_tokens=kv_tokens,
+            late_s=late_s,
+            late_most=late_most,
+        )
+        _search(search, run, jobs, terminal)
+    prices = Prices(flags.price, flags.gpus_a_worker, flags.kv_token_bytes)
+    return report_of(search, profile, traffic, prices, targets)
+
+
+def _search(search: FleetSearch, run: VirtualRun, jobs: int, terminal: Terminal) -> None:
+    with ThreadPoolExecutor(jobs) as threads, ExitStack() as stack:  # the processes end before the threads
+        idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        for _ in range(jobs):
+            idle.put(stack.enter_context(_simulator()))
+
+        def one(candidate: FleetCandidate) -> tuple[FleetCandidate, VirtualResult]:
+            process = idle.get()
+            try:
+                return candidate, _ask(process, run_of(candidate, run))
+            finally:
+                idle.put(process)
+
+        while wanted := search.next():
+            for candidate, result in threads.map(one, wanted):
+                search.add(candidate, result)
+                done = len(search.results)
+                terminal.progress("plan", done / (done + len(wanted)))
+    terminal.clear()
+
+
+def run_of(candidate: FleetCandidate, run: VirtualRun) -> VirtualRun:
+    """Return the run of a fleet."""
+    setting = candidate.setting
+    return msgspec.structs.replace(
+        run,
+        workers=0 if candidate.prefill else candidate.workers,
+        prefill=candidate.prefill,
+        decode=candidate.workers - candidate.prefill if candidate.prefill else 0,
+        policy=setting.policy,
+        max_running=setting.max_running,
+        step_s=setting.step_s,
+        store_tokens=setting.store_tokens,
+    )
+
+
+@contextmanager
+def _simulator() -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process that simulates fleets, one after the other."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), os.environ.get("PYTHONPATH"))))}
+    words = [sys.executable, "-P", "-m", "services.virtual"]
+    process = subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ask(process: subprocess.Popen[bytes], run: VirtualRun) -> VirtualResult:
+    """Return what came of a run. Raise ConfigError if it could not be made, Unavailable if it did not end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    timer = threading.Timer(RUN_LIMIT_S, process.kill)
+    timer.start()
+    try:
+        process.stdin.write(msgspec.json.encode(run) + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = b""
+    finally:
+        timer.cancel()
+    if not line:
+        raise Unavailable(f"the simulation of a fleet ended without a result, or took over {RUN_LIMIT_S:g} s")
+    outcome = OUTCOME.decode(line)
+    if isinstance(outcome, VirtualFailure):
+        raise ConfigError(outcome.reason)
+    return outcome
+
+
+def _late(targets: Targets, requests: int) -> tuple[float, int]:
+    """Return when a run is hopeless: the seconds after which first tokens are late, and the number of late ones above
+    which it is. Zeros if there is no target for first tokens."""
+    found = [
+        (GIVEN_UP * limit, int((1 - SHARES[name[-3:]]) * requests))
+        for name, limit in targets.limits.items()
+        if name.startswith("ttft")
+    ]
+    return max(found, key=lambda each: each[1], default=(0.0, 0))
+
+
+def _profile(file: Path) -> Profile:
+    """Read a complete profile. Raise ConfigError."""
+    profile = decode_profile(_content(file, FILE_LIMIT_BYTES), str(file))
+    if len(profile.prefill) < 2 or len(profile.decode) < 2:
+        raise ConfigError(f"{file}: too few points: let `profile` go on with it")
+    return profile
+
+
+def _traffic(flags: PlanFlags) -> Traffic:
+    if flags.trace is not None:
+        text = _content(flags.trace, TRACE_LIMIT_BYTES).decode(errors="replace")
+        traffic = read_traffic(text, str(flags.trace), flags.requests)
+        return traffic.stretched(flags.rate) if flags.rate else traffic
+    if not flags.rate:
+        raise ConfigError("give a load: --trace FILE, or --rate with --prompt-tokens and --output-tokens")
+    return drawn_traffic(
+        Lengths(
+            rate=flags.rate,
+            requests=flags.requests,
+            prompt=flags.prompt_tokens,
+            output=flags.output_tokens,
+            spread=flags.spread,
+            shared=flags.shared_tokens,
+            seed=flags.seed,
+        )
+    )
+
+
+def _content(file: Path, limit_bytes: int) -> bytes:
+    try:
+        if file.stat().st_size > limit_bytes:
+            raise ConfigError(f"{file} has more than {limit_bytes} bytes")
+        return file.read_bytes()
+    except OSError as wrong:
+        raise ConfigError(f"{file}: {wrong.strerror}") from None
+
+
+def _check(flags: PlanFlags) -> None:
+    """Raise ConfigError for numbers out of range, and without a target."""
+    ranges: dict[str, tuple[float, float]] = {
+        "requests": (2, REQUESTS_LIMIT),
+        "prompt_tokens": (1, 1 << 24),
+        "output_tokens": (1, 1 << 24),
+        "shared_tokens": (0, flags.prompt_tokens),
+        "spread": (0, 10),
+        "rate": (0, 1e6),
+        "price": (0, 1e9),
+        "gpus_a_worker": (1, 1024),
+        "most": (1, WORKERS_LIMIT),
+        "kv_tokens": (0, 1 << 40),
+        "kv_token_bytes": (1, 1 << 30),
+        "jobs": (0, 1024),
+        **dict.fromkeys(TARGETS, (0, 86_400)),
+    }
+    for name, (least, most) in ranges.items():
+        if not least <= getattr(flags, name) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {least:g} to {most:g}")
+    if not any(getattr(flags, name) for name in TARGETS):
+        raise ConfigError("give a target, such as --ttft-p90 0.5 or --itl-p99 0.03")
+    if flags.roles and not any(positives(flags.store_gb, "--store-gb")):
+        raise ConfigError("--roles needs a block store, through which prompts are handed over: give --store-gb")

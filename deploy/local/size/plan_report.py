@@ -1,0 +1,155 @@
+"""What `headrace plan` says: each fleet that was simulated, the answer, and the flags of `up` for it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from deploy.local.size.profile_file import Profile
+from deploy.local.size.search import FleetCandidate, FleetSearch, Targets
+from deploy.local.size.traffic import Traffic
+from deploy.local.table import table
+from shared.messages.virtual import VirtualResult
+
+ROWS = 12
+"""The most fleets that the table shows; --json has all."""
+
+
+class Prices(Struct, frozen=True):
+    """What turns figures of a fleet into GPUs, money and bytes."""
+
+    gpu_hour: float
+    gpus_a_worker: int
+    kv_token_bytes: int
+
+
+class PlanRow(Struct, frozen=True):
+    """One fleet that was simulated."""
+
+    fleet: FleetCandidate
+    name: str
+    gpus: int
+    price_an_hour: float
+    meets: bool
+    of_target: dict[str, float]
+    """Each figure divided by its target."""
+    tokens_a_gpu_hour: float
+    """The tokens of answers in an hour, for each GPU."""
+    price_a_million_tokens: float
+    gpu_hours_a_million_requests: float
+    result: VirtualResult
+
+
+class PlanReport(Struct, frozen=True):
+    """The answer, and what it was chosen from."""
+
+    model: str
+    server: str
+    """What was profiled: an address, or the flags of an `up`."""
+    requests: int
+    requests_per_s: float
+    targets: dict[str, float]
+    best: PlanRow | None
+    """The cheapest fleet that meets the targets. None if none does."""
+    binds: str
+    """Which target leaves the least room."""
+    rows: list[PlanRow]
+    """All fleets, the best first."""
+    store_bytes: int
+
+
+def report_of(search: FleetSearch, profile: Profile, traffic: Traffic, prices: Prices, targets: Targets) -> PlanReport:
+    """Return the report of a search that has ended."""
+    rows = [row_of(candidate, result, prices, targets) for candidate, result in search.results.items()]
+    rows.sort(key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
+    first = rows[0]
+    return PlanReport(
+        model=profile.subject.model,
+        server=profile.subject.server,
+        requests=len(traffic.rows),
+        requests_per_s=traffic.rate,
+        targets=dict(targets.limits),
+        best=first if first.meets else None,
+        binds=max(first.of_target, key=lambda name: first.of_target[name]),
+        rows=rows,
+        store_bytes=first.fleet.setting.store_tokens * prices.kv_token_bytes,
+    )
+
+
+def row_of(candidate: FleetCandidate, result: VirtualResult, prices: Prices, targets: Targets) -> PlanRow:
+    """Return the row of a fleet."""
+    gpus = candidate.workers * prices.gpus_a_worker
+    price = gpus * prices.gpu_hour
+    tokens_an_hour = max(1e-9, 3600 * result.output_tokens_per_s)
+    return PlanRow(
+        fleet=candidate,
+        name=candidate.name,
+        gpus=gpus,
+        price_an_hour=price,
+        meets=targets.worst(result) <= 1,
+        of_target=targets.misses(result),
+        tokens_a_gpu_hour=tokens_an_hour / gpus,
+        price_a_million_tokens=1e6 * price / tokens_an_hour,
+        gpu_hours_a_million_requests=1e6 * gpus / max(1e-9, 3600 * result.requests_per_s),
+        result=result,
+    )
+
+
+def render(made: PlanReport) -> str:
+    """Return the report as text."""
+    wanted = ", ".join(f"{name.replace('_', ' ')} {limit:g} s" for name, limit in made.targets.items())
+    first = made.rows[0]
+    worst = f"{made.binds.replace('_', ' ')} is at {first.of_target[made.binds]:.0%} of its target"
+    if made.best is None:
+        answer = f"no fleet of those that were tried meets the targets; the nearest is {first.name}: {worst}"
+    else:
+        answer = f"the cheapest that meets them: {first.name}: {worst}"
+    head = f"{made.requests} requests, {made.requests_per_s:.3g} a second, to {made.model}; targets: {wanted}"
+    names = "  ".join(f"{name.replace('_', ' ').upper()} MS" for name in made.targets)
+    columns = f"FLEET  GPUS  PRICE/H  {names}  OF TARGET  TOKENS/GPU HOUR  PRICE/M TOKENS  GPU HOURS/M REQUESTS"
+    lines = [head, answer, "", table(columns, [_cells(row, made) for row in made.rows[:ROWS]])]
+    left = len(made.rows) - ROWS
+    return "\n".join([*lines, f"note: {left} fleets are not shown; --json has all"] if left > 0 else lines)
+
+
+def _cells(row: PlanRow, made: PlanReport) -> list[object]:
+    figures = {name: 1000 * row.of_target[name] * limit for name, limit in made.targets.items()}
+    worst = max(row.of_target.values())
+    given_up = row.result.given_up or row.result.failed
+    return [
+        row.name,
+        row.gpus,
+        f"{row.price_an_hour:,.2f}",
+        *(
+            f"over {figure:,.1f}" if given_up and name.startswith("ttft") else f"{figure:,.1f}"
+            for name, figure in figures.items()
+        ),
+        f"{worst:.0%}" if row.meets else f"{worst:.0%}, misses",
+        "-" if given_up else f"{row.tokens_a_gpu_hour:,.0f}",
+        "-" if given_up else f"{row.price_a_million_tokens:,.2f}",
+        "-" if given_up else f"{row.gpu_hours_a_million_requests:,.0f}",
+    ]
+
+
+def up_flags(made: PlanReport) -> str:
+    """Return the flags of `up` for the answer, one word a line."""
+    assert made.best is not None
+    fleet, setting = made.best.fleet, made.best.fleet.setting
+    words: list[str] = []
+    started = [] if "://" in made.server or made.server == "up" else made.server.split(" ")
+    words += started
+    if fleet.prefill:
+        words += ["--prefill", str(fleet.prefill), "--decode", str(fleet.workers - fleet.prefill)]
+    else:
+        words += ["--workers", str(fleet.workers)]
+    words += ["--policy", setting.policy, "--kvbm-bytes", str(made.store_bytes)]
+    words += [part for each in _worker_settings(setting.max_running, setting.step_s, started) for part in each]
+    return "\n".join(words) + "\n"
+
+
+def _worker_settings(max_running: int, step_s: float, started: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the settings of workers. vLLM has its own limit of sequences, and of a step's tokens."""
+    if "vllm" in started:
+        return [("--set", f"worker.vllm.max_num_seqs={max_running}")]
+    return [("--set", f"worker.max_running={max_running}"), ("--set", f"worker.step_s={step_s:g}")]

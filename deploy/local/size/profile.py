@@ -1,0 +1,317 @@
+"""`headrace profile`: measures the steps of one engine through its API, and writes the file that `plan` reads.
+
+grid.py decides which points to measure; this module measures them, and writes the file after each.
+
+    prefill   first token of a prompt of x new tokens after y cached ones, less what no step takes
+    decode    time a token of x answers at once after prompts of y tokens, all of them cached before
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+import uvloop
+from msgspec import Struct
+
+from deploy.local.bench.client import client
+from deploy.local.size.grid import Place, TimeGrid
+from deploy.local.size.profile_file import (
+    FILE_LIMIT_BYTES,
+    MeasuredPoint,
+    Profile,
+    Subject,
+    check_same,
+    decode_profile,
+    encode_profile,
+)
+from deploy.local.size.started_up import blocks_of, started_up
+from deploy.local.size.token_client import TimedAnswer, TokenClient, server_version, token_client
+from deploy.local.terminal import Terminal
+from deploy.local.usage import ProfileFlags
+from shared.errors import ConfigError, Unavailable
+from shared.version import VERSION
+
+SHORTEST = 64
+"""The tokens of the shortest prompt, and of the shortest context."""
+ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
+"""The tokens of answers; the longer ones are for steps so short that an answer comes in one piece."""
+REPETITIONS, MORE_REPETITIONS = 3, 5
+LONG_S = 5.0
+"""A point that takes longer is measured once."""
+UNSTEADY = 0.1
+"""The spread above which a point is measured more often."""
+TOLERANCE = 0.08
+"""A point between two others that is off from their line by less adds nothing."""
+GRID_POINTS = 30
+CACHED_MISS = 0.1
+"""The part of a prompt's beginning that may be missing from the cache."""
+
+
+class ProfileOptions(Struct, frozen=True, kw_only=True):
+    """Checked flags of `profile`."""
+
+    longest: int
+    most: int
+    limit_s: float
+    out: Path
+    url: str
+    """The URL of the API; empty if an `up` is started."""
+    model: str
+    api_key: str
+    state: Path
+    """The state directory of the `up` that runs at `url`, if one does."""
+    words: Sequence[str] = ()
+    """The flags of the `up` to start."""
+
+
+def check_flags(flags: ProfileFlags) -> None:
+    """Raise ConfigError for numbers out of range."""
+    if not 2 * SHORTEST <= flags.longest <= 1 << 20:
+        raise ConfigError(f"--longest is {2 * SHORTEST} to {1 << 20}")
+    if not 1 <= flags.most <= 4096:
+        raise ConfigError("--most is 1 to 4096")
+    if not 1 <= flags.limit_s <= 86_400:
+        raise ConfigError("--limit-s is 1 to 86400")
+    if not Path(flags.out).parent.is_dir():
+        raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
+
+
+def profile(options: ProfileOptions) -> int:
+    """Measure and return the exit status. Raise ConfigError or Unavailable."""
+    terminal = Terminal()
+    _earlier(options.out, _subject(options))  # before anything is started
+    with _endpoint(options, terminal) as (url, state), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        made = runner.run(_measure(options, url, state, terminal))
+    terminal.clear()
+    print(_summary(made, options.out))
+    return 0 if made.complete else 1
+
+
+@contextmanager
+def _endpoint(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of the API, and the state directory of its `up`."""
+    if options.url:
+        yield options.url, options.state
+        return
+    with started_up(options.words, terminal) as (url, state):
+        yield url, state
+
+
+async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Terminal) -> Profile:
+    async with client(url, {}, timeout_s=60.0, api_key=options.api_key) as one:
+        served = await one.models()
+    model = options.model or (served[0] if served else "")
+    if model not in served:
+        raise Unavailable(f"{url} does not serve {model or 'a model'}; it has {', '.join(served) or 'none'}")
+    versions = {"headrace": VERSION, "server": await server_version(url, options.api_key)}
+    subject = _subject(options, model, versions)
+    known = _earlier(options.out, subject)
+    block_size, kv_tokens = await asyncio.to_thread(blocks_of, state, model)
+    async with token_client(url, model, options.api_key) as asked:
+        await asked.learn_ids()
+        sweep = Sweep(asked, options, subject, known, terminal, (block_size, kv_tokens))
+        try:
+            await sweep.run()
+        except asyncio.CancelledError:  # Ctrl-C: the file has what was measured
+            terminal.clear()
+            terminal.notice(f"{options.out} has {len(sweep.points)} points; the same command goes on with it")
+            raise
+        return sweep.profile(complete=True) if sweep.finished else sweep.profile(complete=False)
+
+
+def _subject(options: ProfileOptions, model: str = "", versions: Mapping[str, str] | None = None) -> Subject:
+    """Return what is measured, as far as it is known."""
+    return Subject(
+        model=model,
+        server=options.url or " ".join(options.words) or "up",
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, {platform.node()}",
+        versions=versions or {},
+        longest=options.longest,
+        most=options.most,
+    )
+
+
+def _earlier(out: Path, subject: Subject) -> Profile | None:
+    """Return the file of an earlier sweep, if there is one. Raise ConfigError if it has something else."""
+    if not out.exists():
+        return None
+    if out.stat().st_size > FILE_LIMIT_BYTES:
+        raise ConfigError(f"--out {out}: is no profile: it has more than {FILE_LIMIT_BYTES} bytes")
+    found = decode_profile(out.read_bytes(), str(out))
+    check_same(found.subject, subject, str(out))
+    return found
+
+
+class Sweep:
+    """One sweep; `points` has all that was measured."""
+
+    def __init__(
+        self,
+        asked: TokenClient,
+        options: ProfileOptions,
+        subject: Subject,
+        known: Profile | None,
+        terminal: Terminal,
+        blocks: tuple[int, int],
+    ) -> None:
+        self.points = [] if known is None else list(known.points)
+        self.finished = False
+        self._asked = asked
+        self._options = options
+        self._subject = subject
+        self._terminal = terminal
+        self._blocks = blocks
+        self._overhead_s = 0.0 if known is None else known.overhead_s
+        self._cached_seen = known is not None and known.cached_seen
+        self._seeds = count(len(self.points) * 1000)
+        self._primed: set[int] = set()
+        self._until_s = time.monotonic() + options.limit_s
+        longest = options.longest
+        self._prefill = self._grid("prefill", (SHORTEST, longest), (0, longest), (SHORTEST, SHORTEST))
+        self._decode = self._grid("decode", (1, options.most), (SHORTEST, longest), (1, SHORTEST))
+
+    def _grid(self, kind: str, xs: Place, ys: Place, step: Place) -> TimeGrid:
+        grid = TimeGrid(xs, ys, step=step, tolerance=TOLERANCE, most=GRID_POINTS)
+        for point in self.points:
+            if point.kind == kind:
+                grid.seconds[point.x, point.y], grid.spread[point.x, point.y] = point.seconds, point.spread
+        return grid
+
+    async def run(self) -> None:
+        """Measure until both grids are complete or the time is over."""
+        if not self.points:
+            await self._learn_overhead()
+        for kind, grid, timed in (
+            ("decode", self._decode, self._decode_s),
+            ("prefill", self._prefill, self._prefill_s),
+        ):
+            while (place := grid.next()) is not None:
+                done = len(self.points)
+                self._terminal.progress("profile", done / (done + self._decode.left + self._prefill.left))
+                point = await self._point(kind, place, timed)
+                grid.seconds[place], grid.spread[place] = point.seconds, point.spread
+                self.points.append(point)
+                self._options.out.write_bytes(encode_profile(self.profile(complete=False)))
+                if time.monotonic() >= self._until_s:  # after a point, so that each call gets on
+                    return
+        self.finished = True
+        self._options.out.write_bytes(encode_profile(self.profile(complete=True)))
+
+    def profile(self, *, complete: bool) -> Profile:
+        """Return what was measured so far."""
+        return Profile(
+            subject=self._subject,
+            when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            complete=complete,
+            overhead_s=self._overhead_s,
+            cached_seen=self._cached_seen,
+            block_size=self._blocks[0],
+            kv_tokens=self._blocks[1],
+            prefill=_points_of(self._prefill),
+            decode=_points_of(self._decode),
+            points=self.points,
+        )
+
+    async def _learn_overhead(self) -> None:
+        """Measure what a first token takes without its step: that of the shortest prompt, less one decode step."""
+        await self._whole(self._asked.prompt("warm-up", SHORTEST), ANSWER_TOKENS)
+        firsts = [await self._first_s(SHORTEST) for _ in range(MORE_REPETITIONS)]
+        step_s = median([await self._decode_s((1, SHORTEST)) for _ in range(REPETITIONS)])
+        self._overhead_s = max(0.0, median(firsts) - step_s)
+
+    async def _point(self, kind: str, place: Place, timed: Callable[[Place], Awaitable[float]]) -> MeasuredPoint:
+        """Measure a point a few times, as often as its spread and its length ask for."""
+        began_s, times = time.monotonic(), list[float]()
+        while len(times) < MORE_REPETITIONS:
+            times.append(max(1e-6, await timed(place)))
+            steady = len(times) >= REPETITIONS and _spread(times) <= UNSTEADY
+            if steady or time.monotonic() - began_s > LONG_S:
+                break
+        assert kind in ("prefill", "decode")
+        return MeasuredPoint(
+            "prefill" if kind == "prefill" else "decode", *place, median(times), _spread(times), len(times)
+        )
+
+    # --- what is timed
+
+    async def _prefill_s(self, place: Place) -> float:
+        tokens, before = place
+        beginning = self._asked.prompt("beginning", before)
+        if before and before not in self._primed:
+            await self._asked.ask([*beginning, *self._asked.prompt("end", SHORTEST)], 1)
+            self._primed.add(before)
+        answer = await self._asked.ask([*beginning, *self._new_prompt(tokens)], 1)
+        self._check_cached(answer, before)
+        return answer.first_s - answer.sent_s - self._overhead_s
+
+    async def _decode_s(self, place: Place) -> float:
+        """Return the time a token of answers that are all under way at once. Raise Unavailable if they are not."""
+        batch, context = place
+        prompts = [self._new_prompt(context) for _ in range(batch)]
+        await asyncio.gather(*(self._asked.ask(prompt, 1) for prompt in prompts))
+        for tokens in (ANSWER_TOKENS, LONG_ANSWER_TOKENS):
+            answers = await asyncio.gather(*(self._asked.ask(prompt, tokens) for prompt in prompts))
+            if max(answer.first_s for answer in answers) < min(answer.last_s for answer in answers):
+                return median((answer.last_s - answer.first_s) / max(1, answer.tokens - 1) for answer in answers)
+        raise Unavailable(
+            f"{batch} answers after prompts of {context} tokens do not run at once: "
+            "give a smaller --most, or a shorter --longest"
+        )
+
+    async def _first_s(self, tokens: int) -> float:
+        answer = await self._asked.ask(self._new_prompt(tokens), 1)
+        return answer.first_s - answer.sent_s
+
+    async def _whole(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
+        answer = await self._asked.ask(prompt, tokens)
+        if answer.tokens != tokens:
+            raise Unavailable(f"an answer had {answer.tokens} tokens, not {tokens}: the endpoint ignores ignore_eos")
+        return answer
+
+    def _new_prompt(self, tokens: int) -> list[int]:
+        """Return a prompt that no cache has, of another run either."""
+        return self._asked.prompt(f"{os.getpid()} {next(self._seeds)}", tokens)
+
+    def _check_cached(self, answer: TimedAnswer, before: int) -> None:
+        """Raise Unavailable if a prompt's beginning was not cached."""
+        if answer.cached_tokens is None or not before:
+            return
+        self._cached_seen = True
+        if before - answer.cached_tokens > CACHED_MISS * before + SHORTEST:
+            raise Unavailable(
+                f"of {before} tokens that were sent before, {answer.cached_tokens} were cached: "
+                "is prefix caching on, and is there room for them? A shorter --longest needs less"
+            )
+
+
+def _spread(times: Sequence[float]) -> float:
+    return (max(times) - min(times)) / median(times)
+
+
+def _points_of(grid: TimeGrid) -> list[tuple[float, float, float]]:
+    """Return the complete part of a grid; empty if even its corners are missing."""
+    try:
+        return grid.points()
+    except ValueError:
+        return []
+
+
+def _summary(made: Profile, out: Path) -> str:
+    """Return what people read at the end."""
+    unsteady = [point for point in made.points if point.spread > 2 * UNSTEADY]
+    lines = [f"{out}: {len(made.prefill)} times of prefills, {len(made.decode)} of decodes, {made.subject.model}"]
+    if not made.cached_seen:
+        lines.append("note: the server does not report cached tokens: prompts after a cached beginning are unchecked")
+    if unsteady:
+        lines.append(f"note: {len(unsteady)} points spread by more than {2 * UNSTEADY:.0%}: was the machine busy?")
+    if not made.complete:
+        lines.append("note: the time was over before all points were measured; the same command goes on")
+    return "\n".join(lines)

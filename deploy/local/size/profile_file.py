@@ -1,0 +1,93 @@
+"""The file that `headrace profile` writes: measured times of one engine, with where they come from. Pure.
+
+`up --engine simulated --simulated table=profile.json` reads its two tables, `headrace plan` all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ConfigError
+
+FORMAT = 1
+FILE_LIMIT_BYTES = 1 << 20
+Row = tuple[float, float, float]
+
+
+class MeasuredPoint(Struct, frozen=True):
+    """One measured time."""
+
+    kind: Literal["prefill", "decode"]
+    x: int
+    """Prefill: tokens computed. Decode: sequences."""
+    y: int
+    """Tokens of context before them, or of each sequence."""
+    seconds: float
+    """The median of the repetitions."""
+    spread: float
+    """The longest less the shortest of them, divided by the median."""
+    repetitions: int
+
+
+class Subject(Struct, frozen=True):
+    """What was measured: a sweep goes on only with the same subject."""
+
+    model: str
+    server: str
+    """The address, or the flags of the `up` that was started."""
+    machine: str
+    versions: Mapping[str, str]
+    longest: int
+    most: int
+
+
+class Profile(Struct, frozen=True, kw_only=True):
+    """The content of the file."""
+
+    format: int = FORMAT
+    subject: Subject
+    when: str
+    complete: bool
+    overhead_s: float
+    """The part of a first token that no step takes: it is not in `prefill`."""
+    cached_seen: bool
+    """True if the server reported cached tokens, so that prompts after a cached beginning are known to be right."""
+    block_size: int = 0
+    """The tokens of a block. 0 if it is not known."""
+    kv_tokens: int = 0
+    """The tokens of KV for which one worker has room. 0 if it is not known."""
+    prefill: list[Row] = []
+    """(tokens, context before them, seconds)"""
+    decode: list[Row] = []
+    """(sequences, context of each, seconds)"""
+    points: list[MeasuredPoint] = []
+
+
+def decode_profile(content: bytes, name: str) -> Profile:
+    """Return a profile. Raise ConfigError, which begins with `name`."""
+    try:
+        profile = msgspec.json.decode(content, type=Profile)
+    except msgspec.MsgspecError as wrong:
+        raise ConfigError(f"{name}: no profile of `headrace profile`: {wrong}") from None
+    if profile.format != FORMAT:
+        raise ConfigError(f"{name}: a profile of format {profile.format}; this version reads {FORMAT}: measure again")
+    return profile
+
+
+def encode_profile(profile: Profile) -> bytes:
+    """Return a profile as the file's content."""
+    return msgspec.json.format(msgspec.json.encode(profile)) + b"\n"
+
+
+def check_same(found: Subject, wanted: Subject, name: str) -> None:
+    """Raise ConfigError if a file has a profile of something else. What is empty in `wanted` is not known yet."""
+    for field in Subject.__struct_fields__:
+        old, new = getattr(found, field), getattr(wanted, field)
+        if new and old != new:
+            raise ConfigError(
+                f"--out {name} has a profile of another {field}: {old} there, {new} here; remove it or rename it"
+            )

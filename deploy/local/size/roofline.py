@@ -1,0 +1,229 @@
+"""A roofline of a model on GPUs: memory for KV, time to the first token, time a token. Pure.
+
+    step  = layer x layers + sequence x batch + max(weights ÷ memory rate, arithmetic ÷ arithmetic rate)
+                  + KV of all sequences ÷ memory rate + two all-reduces a layer, if several GPUs share it
+    prompt = arithmetic ÷ arithmetic rate + all-reduces
+    first = fixed + prompt, but at least the weights ÷ memory rate
+
+Rates are the published ones times the `Achieved` fractions, which were measured with one model on one GPU.
+
+In a steady load each sequence of a batch also waits for the prompts of others: while one answer has `output` tokens,
+`batch` new prompts are computed, so that a token takes `step + batch ÷ output x prompt`.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from deploy.local.size.shape import ModelShape
+from shared.errors import ConfigError
+
+GB = 1e9
+_TABLE_BITS = 16.0
+"""Bits of the parameters of embedding and head, which quantised models leave as they are."""
+
+
+class GpuFacts(Struct, frozen=True):
+    """The published figures of a GPU."""
+
+    name: str
+    full_name: str
+    memory_gb: float
+    bandwidth_gb_s: float
+    tflops_16: float
+    tflops_8: float
+    link_gb_s: float
+    """The rate between two GPUs, in one direction."""
+    source: str
+
+
+class Achieved(Struct, frozen=True):
+    """What an engine reaches of the published figures, and what it takes in addition."""
+
+    memory: float
+    """The part of the memory's rate at which weights and KV are read in decode steps."""
+    arithmetic: float
+    """The part of the arithmetic rate in prompts and large batches."""
+    layer_s: float
+    """The time that each layer adds to a step, for its small kernels and its share of the engine's own work."""
+    sequence_s: float
+    """The time that each sequence adds to a step, without its KV."""
+    first_s: float
+    """The fixed time of a prompt."""
+    source: str
+
+
+ENGINES: dict[str, Achieved] = {
+    "vllm": Achieved(
+        memory=0.80,
+        arithmetic=0.61,
+        layer_s=26e-6,
+        sequence_s=4e-6,
+        first_s=7e-3,
+        source="vLLM 0.32 on one H200, an 8B Llama shape in bfloat16: benchmarks/results/vllm_gpu_engines.json",
+    ),
+    "native": Achieved(
+        memory=0.80,
+        arithmetic=0.53,
+        layer_s=14e-6,
+        sequence_s=8e-6,
+        first_s=0.0,
+        source="the native engine on one H200, an 8B Llama shape in bfloat16: benchmarks/results/vllm_gpu_engines.json",
+    ),
+}
+"""The fractions by engine. `memory` is that of the matrices of a step alone: 15.0 GB in 3.92 ms of 4.8 TB/s."""
+REDUCE_S = 6.5e-6
+"""The time of a small all-reduce: NCCL in a CUDA graph between two H200s."""
+LINK = 0.6
+"""The part of the link's rate that large all-reduces reach: pulled by a kernel, between the same two GPUs."""
+
+
+class GpuSplit(Struct, frozen=True):
+    """How a model is shared out among GPUs."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline
+
+
+class StepParts(Struct, frozen=True):
+    """The parts of one decode step, in seconds."""
+
+    weights_s: float
+    arithmetic_s: float
+    kv_s: float
+    links_s: float
+    rest_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.weights_s, self.arithmetic_s) + self.kv_s + self.links_s + self.rest_s
+
+    @property
+    def binds(self) -> str:
+        """What takes most of the step."""
+        parts = {
+            "weights": self.weights_s if self.weights_s >= self.arithmetic_s else 0.0,
+            "arithmetic": self.arithmetic_s if self.arithmetic_s > self.weights_s else 0.0,
+            "KV": self.kv_s,
+            "links": self.links_s,
+            "engine": self.rest_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+class Roofline(Struct, frozen=True):
+    """One model on one split of one kind of GPU."""
+
+    shape: ModelShape
+    gpu: GpuFacts
+    split: GpuSplit
+    achieved: Achieved
+    weight_bits: float
+    kv_bits: float
+
+    # --- memory
+
+    @property
+    def gpu_weights_bytes(self) -> float:
+        """The weights on the GPU that has most of them."""
+        layers = -(-self.shape.layers // self.split.pipeline) / self.shape.layers
+        tables = 1 if self.shape.tied or self.split.pipeline > 1 else 2
+        decoder = self.shape.decoder_weights * layers * self.weight_bits
+        return (decoder + tables * self.shape.table_weights * _TABLE_BITS) / 8 / self.split.tensor
+
+    @property
+    def gpu_kv_token_bytes(self) -> float:
+        """The KV of one token on the GPU that has most of it."""
+        layers = -(-self.shape.layers // self.split.pipeline)
+        return layers * self._layer_kv_bytes
+
+    @property
+    def _layer_kv_bytes(self) -> float:
+        shared_by = 1 if self.shape.latent else min(self.split.tensor, self.shape.kv_heads)
+        return self.shape.kv_values / shared_by * self.kv_bits / 8
+
+    def kv_tokens(self, memory_share: float) -> int:
+        """Return for how many tokens there is room. Raise ConfigError if the weights leave none."""
+        room = self.gpu.memory_gb * GB * memory_share - self.gpu_weights_bytes
+        if room < self.gpu_kv_token_bytes:
+            raise ConfigError(
+                f"the weights take {self.gpu_weights_bytes / GB:.1f} GB of each {self.gpu.name}, "
+                f"{-room / GB:.1f} GB more than {memory_share:g} of its {self.gpu.memory_gb:g} GB: "
+                "use more GPUs, or fewer bits for a weight"
+            )
+        return int(room / self.gpu_kv_token_bytes)
+
+    # --- time
+
+    def decode(self, batch: float, context: float) -> StepParts:
+        """Return a token's way through all stages, with `batch` sequences of `context` tokens in flight."""
+        shape, split, done = self.shape, self.split, self.achieved
+        at_once = max(1.0, batch / split.pipeline)
+        read_s = split.tensor * self.gpu.bandwidth_gb_s * GB * done.memory
+        weights = shape.touched_weights(at_once) * self.weight_bits + shape.table_weights * _TABLE_BITS
+        kv = at_once * context * shape.layers * self._layer_kv_bytes
+        return StepParts(
+            weights_s=weights / 8 / read_s,
+            arithmetic_s=self._matmuls_s(at_once, at_once),
+            kv_s=kv / (self.gpu.bandwidth_gb_s * GB * done.memory),
+            links_s=self._links_s(at_once),
+            rest_s=done.layer_s * shape.layers + done.sequence_s * at_once,
+        )
+
+    def first_s(self, prompt: float, cached: float = 0.0) -> float:
+        """Return the time to the first token of a lone prompt of which a share is cached."""
+        read_s = self.decode(1, prompt * cached).weights_s
+        return self.achieved.first_s + max(read_s, self._prompt_s(prompt, cached))
+
+    def loaded_s(self, batch: int, prompt: float, output: float, cached: float = 0.0) -> float:
+        """Return the time a token of a steady load of `batch` sequences, as the module explains."""
+        return self.decode(batch, prompt + output / 2).seconds + batch / output * self._prompt_s(prompt, cached)
+
+    def _prompt_s(self, prompt: float, cached: float) -> float:
+        """Return the time that a prompt takes among others: its arithmetic and its all-reduces."""
+        before, new = prompt * cached, max(1.0, prompt * (1 - cached))
+        pairs = new * before + new * new / 2
+        rate = self.split.tensor * self.gpu.tflops_16 * 1e12 * self.achieved.arithmetic
+        return self._matmuls_s(new, 1) + self.shape.attention_flops * pairs / rate + self._links_s(new)
+
+    def _matmuls_s(self, tokens: float, drawn: float) -> float:
+        """Return the arithmetic of tokens, for `drawn` of which the head is computed."""
+        eight = self.weight_bits == 8
+        rate = (self.gpu.tflops_8 if eight else self.gpu.tflops_16) * 1e12
+        head_s = 2 * self.shape.table_weights * drawn / (self.gpu.tflops_16 * 1e12)
+        seconds = 2 * self.shape.active_weights * tokens / rate + head_s
+        return seconds / self.split.tensor / self.achieved.arithmetic
+
+    def _links_s(self, tokens: float) -> float:
+        """Return the time of all-reduces within stages, and of copies between them."""
+        tensor, pipeline = self.split.tensor, self.split.pipeline
+        moved_s = tokens * self.shape.hidden * 2 / (self.gpu.link_gb_s * GB * LINK)
+        within_s = 2 * self.shape.layers * (REDUCE_S + 2 * (tensor - 1) / tensor * moved_s) if tensor > 1 else 0.0
+        return within_s + (pipeline - 1) * (REDUCE_S + moved_s)
+
+
+def check_split(shape: ModelShape, split: GpuSplit, engine: str) -> None:
+    """Raise ConfigError if the model cannot be shared out so."""
+    if engine == "native" and split.gpus > 1:
+        raise ConfigError("the native engine computes a model on one GPU: use --engine vllm for several")
+    if engine == "native" and shape.experts:
+        raise ConfigError("the native engine has no mixtures of experts: use --engine vllm")
+    for name, size in (("heads", shape.heads), ("values between the MLP's matrices", shape.intermediate)):
+        if size % split.tensor:
+            raise ConfigError(f"--tensor-parallel {split.tensor} does not divide the model's {size} {name}")
+    few, many = sorted((shape.kv_heads, split.tensor))
+    if not shape.latent and many % few:
+        raise ConfigError(f"--tensor-parallel {split.tensor} does not fit the model's {shape.kv_heads} KV heads")
+    if split.pipeline > shape.layers:
+        raise ConfigError(f"--pipeline-parallel {split.pipeline} is more than the model's {shape.layers} layers")
+    if split.expert > 1 and not shape.experts:
+        raise ConfigError(f"--expert-parallel {split.expert}: the model has no experts")
+    if split.expert not in (1, split.tensor):
+        raise ConfigError(f"--expert-parallel {split.expert} is neither 1 nor --tensor-parallel {split.tensor}")
+    if split.expert > 1 and shape.experts % split.expert:
+        raise ConfigError(f"--expert-parallel {split.expert} does not divide the model's {shape.experts} experts")

@@ -1,0 +1,126 @@
+"""Starts an `up` with one worker for `headrace profile`, and stops it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import SystemRandom
+from socket import socket
+
+from deploy.local.state import CACHE_VARIABLE, StateDirectory
+from deploy.local.terminal import Terminal
+from shared.config import environment
+from shared.errors import ConfigError, Unavailable
+from shared.installation import TREE
+
+START_LIMIT_S = 1800.0
+"""The most seconds of a start; the first one may fetch a model."""
+STOP_LIMIT_S = 120.0
+STATUS_LIMIT_S = 60.0
+PORTS = range(20_000, 32_000)
+ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
+_OURS = (
+    "--port",
+    "--state",
+    "--workers",
+    "--frontends",
+    "--routers",
+    "--prefill",
+    "--decode",
+    "--kvbm-bytes",
+    "--single",
+)
+
+
+@contextmanager
+def started_up(words: Sequence[str], terminal: Terminal) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of an `up` with these flags and one worker, and its state directory. Raise ConfigError for flags
+    that are not the caller's to choose, Unavailable if it does not start."""
+    ours = next((word for word in words if word.split("=")[0] in _OURS), None)
+    if ours is not None:
+        raise ConfigError(f"{ours}: `profile` starts one worker, and chooses this flag itself")
+    with tempfile.TemporaryDirectory(prefix="headrace-profile-") as home:
+        state, port = StateDirectory(Path(home)), _free_port()
+        flags = ("--port", str(port), "--state", home, *ONE_WORKER, *words)
+        process = subprocess.Popen(command("up", *flags), env=_variables(), stdout=subprocess.PIPE, text=True)
+        try:
+            url = _ready_url(process)
+            terminal.notice(f"started for this profile: {url}")
+            yield url, state.home
+        finally:
+            _stop(process)
+
+
+def command(*words: str) -> list[str]:
+    """Return the command line of another `headrace` of this installation."""
+    return [sys.executable, "-P", "-m", "deploy.local.cli", *words]
+
+
+def blocks_of(state: Path, model: str) -> tuple[int, int]:
+    """Return the tokens of a block, and the tokens of KV of all workers, of the `up` that runs with a state directory;
+    zeros if it does not say them."""
+    words = command("status", "--json", "--state", str(state))
+    try:
+        shown = subprocess.run(words, env=_variables(), capture_output=True, timeout=STATUS_LIMIT_S, check=True)
+        found = next(each for each in json.loads(shown.stdout)["models"] if each["model"] == model)
+        workers = max(1, len(found["instances"]))
+        return int(found["block_size"]), int(found["block_size"]) * int(found["total_blocks"]) // workers
+    except (subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
+        return 0, 0
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment without settings of services, which `up` would refuse."""
+    variables = environment()
+    kept = {name: value for name, value in variables.items() if not name.startswith("HEADRACE_")}
+    if CACHE_VARIABLE in variables:
+        kept[CACHE_VARIABLE] = variables[CACHE_VARIABLE]
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), variables.get("PYTHONPATH"))))}
+
+
+def _free_port() -> int:
+    draw = SystemRandom()
+    while True:
+        port = draw.choice(PORTS)
+        with socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+def _ready_url(process: subprocess.Popen[str]) -> str:
+    """Wait until it says ready, and return its URL."""
+    assert process.stdout is not None
+    timer = threading.Timer(START_LIMIT_S, process.terminate)
+    timer.start()
+    try:
+        for line in process.stdout:
+            word, _, url = line.strip().partition(" ")
+            if word == "ready":  # and nothing after it: `up` says the rest on stderr
+                return url
+    finally:
+        timer.cancel()
+    raise Unavailable(f"the `up` for this profile did not start, status {process.wait()}: stderr above says why")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,177 @@
+"""Asks an OpenAI endpoint for completions of prompts that are token ids, and takes the times of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from shared.errors import Unavailable
+
+CONNECT_LIMIT_S = 10.0
+ANSWER_LIMIT_S = 600.0
+LINE_LIMIT_BYTES = 1 << 20
+ERROR_LIMIT_BYTES = 1 << 16
+PLAIN_TEXT = "water river wheel mill stone gate flow dam weir basin valley bridge boat rope oak iron grain bread " * 8
+FALLBACK_IDS = range(300, 900)
+"""The ids that prompts are made of where the endpoint has no /tokenize."""
+
+
+class TimedAnswer(Struct, frozen=True):
+    """The times of one answer, in seconds of one clock that all answers share."""
+
+    sent_s: float
+    first_s: float
+    last_s: float
+    tokens: int
+    cached_tokens: int | None
+    """The prompt's tokens that were found in a cache. None if the server does not say it."""
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(Struct):
+    choices: list[Any] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class _Tokens(Struct):
+    tokens: list[int] = []
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class TokenClient:
+    """A client of one endpoint and model."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._http = http
+        self._url = url
+        self._root = url.removesuffix("/v1")
+        self._model = model
+        self._ids: Sequence[int] = FALLBACK_IDS
+
+    async def learn_ids(self) -> None:
+        """Ask which token ids are plain words, so that each token of an answer has text."""
+        body = {"model": self._model, "prompt": PLAIN_TEXT, "add_special_tokens": False}
+        try:
+            async with (
+                asyncio.timeout(CONNECT_LIMIT_S),
+                self._http.post(f"{self._root}/tokenize", json=body) as response,
+            ):
+                found = msgspec.json.decode(await response.content.read(ERROR_LIMIT_BYTES), type=_Tokens).tokens
+        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
+            return
+        if response.status == 200 and len(set(found)) > 8:
+            self._ids = sorted(set(found))
+
+    async def version(self) -> str:
+        """Return the version that the endpoint says at /version; empty if it says none."""
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._root}/version") as response:
+                said = msgspec.json.decode(await response.content.read(ERROR_LIMIT_BYTES), type=dict[str, Any])
+        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
+            return ""
+        return str(said.get("version", "")) if response.status == 200 else ""
+
+    def prompt(self, seed: str, tokens: int) -> list[int]:
+        """Return a prompt that follows from its seed."""
+        return Random(seed).choices(self._ids, k=tokens)  # noqa: S311 - a load, no secret
+
+    async def ask(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
+        """Ask for exactly that many tokens. Raise Unavailable."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        stream = _Stream()
+        sent_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                async with self._http.post(f"{self._url}/completions", json=body) as response:
+                    if response.status != 200:
+                        said = (await response.content.read(ERROR_LIMIT_BYTES)).decode(errors="replace")
+                        raise Unavailable(f"{self._url}/completions: status {response.status}: {said[:300]}")
+                    async for data in response.content.iter_any():
+                        stream.feed(data, time.perf_counter())
+        except TimeoutError:
+            raise Unavailable(f"{self._url}: an answer of {tokens} tokens took over {ANSWER_LIMIT_S:g} s") from None
+        except aiohttp.ClientError as wrong:
+            raise Unavailable(f"{self._url}: {wrong or type(wrong).__name__}") from None
+        return stream.answer(sent_s, self._url)
+
+
+class _Stream:
+    """What has arrived of one answer."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._times_s: list[float] = []
+        self._usage: _Usage | None = None
+        self._error: object = None
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_LIMIT_BYTES:
+            raise Unavailable(f"a line of the stream is longer than {LINE_LIMIT_BYTES} bytes")
+        for line in lines:
+            if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
+                continue
+            try:
+                event = _EVENT.decode(line[5:])
+            except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+                raise Unavailable(f"not a stream of completions: {wrong}") from None
+            self._error = self._error or event.error
+            self._usage = event.usage or self._usage
+            if event.choices:
+                self._times_s.append(now_s)
+
+    def answer(self, sent_s: float, url: str) -> TimedAnswer:
+        if self._error:
+            raise Unavailable(f"{url}: {self._error}")
+        if not self._times_s or self._usage is None:
+            raise Unavailable(f"{url}: the answer has no tokens, or no usage: is it an OpenAI endpoint?")
+        details = self._usage.prompt_tokens_details
+        return TimedAnswer(
+            sent_s=sent_s,
+            first_s=self._times_s[0],
+            last_s=self._times_s[-1],
+            tokens=self._usage.completion_tokens,
+            cached_tokens=None if details is None else details.cached_tokens,
+        )
+
+
+async def server_version(url: str, api_key: str) -> str:
+    """Return what the endpoint says of its version, as vLLM does at /version; empty if it says nothing."""
+    async with token_client(url, "", api_key) as one:
+        return await one.version()
+
+
+@asynccontextmanager
+async def token_client(url: str, model: str, api_key: str) -> AsyncIterator[TokenClient]:
+    """Yield a client that opens a connection for each answer in flight."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout) as http:
+        yield TokenClient(http, url, model)

@@ -1,0 +1,145 @@
+"""The load of a plan: a trace's requests, or requests that are drawn from a rate and lengths. Pure.
+
+A request's prompt is a run of named blocks; equal names mean equal prompts up to and with that block. Lines of
+Mooncake's format have the names (`hash_ids`, blocks of 512 tokens); in Azure's CSV no two prompts have a beginning in
+common.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from math import log, sqrt
+from random import Random
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import ConfigError
+
+MOONCAKE_BLOCK = 512
+MADE_BLOCK = 64
+"""The tokens of a block of requests that are drawn."""
+TOKENS_LIMIT = 1 << 24
+REQUESTS_LIMIT = 100_000
+
+
+class TrafficRow(Struct, frozen=True):
+    """One request, as a line of the load's file."""
+
+    timestamp: float
+    """The arrival time, in milliseconds."""
+    input_length: int
+    output_length: int
+    hash_ids: Sequence[int]
+
+
+class Traffic(Struct, frozen=True):
+    """The requests of a load, in order of arrival."""
+
+    block_size: int
+    rows: Sequence[TrafficRow]
+
+    @property
+    def rate(self) -> float:
+        """The mean requests a second."""
+        return (len(self.rows) - 1) / max(1e-9, (self.rows[-1].timestamp - self.rows[0].timestamp) / 1000)
+
+    def stretched(self, rate: float) -> Traffic:
+        """Return the same requests, with time stretched or compressed to `rate` requests a second."""
+        factor, began = self.rate / rate, self.rows[0].timestamp
+        moved = [msgspec.structs.replace(row, timestamp=(row.timestamp - began) * factor) for row in self.rows]
+        return Traffic(self.block_size, moved)
+
+    def lines(self) -> bytes:
+        """Return the content of the load's file."""
+        return b"".join(msgspec.json.encode(row) + b"\n" for row in self.rows)
+
+
+class Lengths(Struct, frozen=True):
+    """What requests are drawn from: lengths are log-normal, arrivals a Poisson process."""
+
+    rate: float
+    requests: int
+    prompt: int
+    """The mean tokens of prompts, the shared ones included."""
+    output: int
+    spread: float
+    """The standard deviation of both lengths, divided by their means."""
+    shared: int
+    """The tokens that all prompts begin with."""
+    seed: int
+
+
+def drawn_traffic(lengths: Lengths) -> Traffic:
+    """Return a load that follows from the numbers."""
+    draw, names = Random(lengths.seed), iter(range(1, 1 << 60))  # noqa: S311 - a load, no secret
+    common = [next(names) for _ in range(lengths.shared // MADE_BLOCK)]
+    at_ms, rows = 0.0, list[TrafficRow]()
+    for _ in range(lengths.requests):
+        prompt = len(common) * MADE_BLOCK + _length(draw, lengths.prompt - len(common) * MADE_BLOCK, lengths.spread)
+        own = -(-prompt // MADE_BLOCK) - len(common)
+        output = _length(draw, lengths.output, lengths.spread)
+        rows.append(TrafficRow(at_ms, prompt, output, [*common, *(next(names) for _ in range(own))]))
+        at_ms += 1000 * draw.expovariate(lengths.rate)
+    return Traffic(MADE_BLOCK, rows)
+
+
+def _length(draw: Random, mean: int, spread: float) -> int:
+    if not spread:
+        return max(1, mean)
+    sigma = sqrt(log(1 + spread * spread))
+    return min(TOKENS_LIMIT, max(1, round(draw.lognormvariate(log(max(1, mean)) - sigma * sigma / 2, sigma))))
+
+
+def read_traffic(text: str, name: str, requests: int) -> Traffic:
+    """Return the first `requests` requests of a trace, JSON lines or CSV. Raise ConfigError, which names the line."""
+    csv_head = text.lstrip().startswith("TIMESTAMP")
+    rows = list[TrafficRow]()
+    for number, row in _azure(text, name) if csv_head else _mooncake(text, name):
+        _check_row(row, rows[-1] if rows else None, f"{name}:{number}", csv_head)
+        rows.append(row)
+        if len(rows) == requests:
+            break
+    if len(rows) < 2:
+        raise ConfigError(f"{name}: a trace has at least two requests, this one {len(rows)}")
+    if rows[-1].timestamp <= rows[0].timestamp:
+        raise ConfigError(f"{name}: all {len(rows)} requests come at the same time")
+    return Traffic(MADE_BLOCK if csv_head else MOONCAKE_BLOCK, rows)
+
+
+def _check_row(row: TrafficRow, before: TrafficRow | None, where: str, without_names: bool) -> None:
+    if not 1 <= row.input_length <= TOKENS_LIMIT or not 0 <= row.output_length <= TOKENS_LIMIT:
+        raise ConfigError(f"{where}: {row.input_length} tokens in and {row.output_length} out are out of range")
+    if before is not None and row.timestamp < before.timestamp:
+        raise ConfigError(f"{where}: time goes back, from {before.timestamp:g} to {row.timestamp:g} ms")
+    blocks = -(-row.input_length // MOONCAKE_BLOCK)
+    if not without_names and len(row.hash_ids) != blocks:
+        raise ConfigError(f"{where}: {len(row.hash_ids)} hash_ids for {row.input_length} tokens, {blocks} blocks")
+
+
+def _mooncake(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, msgspec.json.decode(line, type=TrafficRow)
+        except msgspec.MsgspecError as wrong:
+            raise ConfigError(f"{name}:{number}: {wrong}") from None
+
+
+def _azure(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
+    """Read `TIMESTAMP,ContextTokens,GeneratedTokens`, of which Azure published days in 2023 and 2024."""
+    names = iter(range(1, 1 << 60))
+    began: datetime | None = None
+    for number, fields in enumerate(csv.reader(text.splitlines()), 1):
+        if number == 1 or not fields:
+            continue
+        try:
+            when, prompt, output = datetime.fromisoformat(fields[0][:26]), int(fields[1]), int(fields[2])
+        except (ValueError, IndexError):
+            raise ConfigError(f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens") from None
+        began = began or when
+        blocks = [next(names) for _ in range(-(-max(0, min(prompt, TOKENS_LIMIT)) // MADE_BLOCK))]
+        yield number, TrafficRow(1000 * (when - began).total_seconds(), prompt, output, blocks)

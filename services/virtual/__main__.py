@@ -1,0 +1,33 @@
+"""Runs fleets in virtual time: a line of JSON on stdin is a run, the line on stdout what came of it.
+
+python -m services.virtual
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from services.virtual.run import run
+from shared.errors import HeadraceError
+from shared.messages.virtual import RUN, VirtualFailure, VirtualResult
+
+
+def main() -> int:
+    """Answer each line until stdin ends."""
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(msgspec.json.encode(_answer(line)) + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _answer(line: bytes) -> VirtualResult | VirtualFailure:
+    try:
+        return run(RUN.decode(line))
+    except (HeadraceError, OSError, msgspec.MsgspecError) as wrong:
+        return VirtualFailure(str(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

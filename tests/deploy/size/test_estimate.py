@@ -1,0 +1,193 @@
+"""`headrace estimate` against rows that others have published, and with input that it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from deploy.local.cli import main
+from deploy.local.size.estimate import estimate_of, find_gpu
+from deploy.local.size.roofline import ENGINES, GpuSplit, Roofline
+from deploy.local.size.shape import shape_of
+from deploy.local.usage import EstimateFlags
+
+PUBLIC = Path(__file__).with_name("public_rows.json")
+
+
+class PublicRow(Struct, frozen=True):
+    """One measurement that others have published."""
+
+    source: str
+    gpu: str
+    model: str
+    tensor: int
+    bits: float
+    kv_bits: float
+    batch: int
+    input: int
+    output: int
+    kind: str
+    """`decode`: a step without prompts in between. `whole`: the prompts of a batch are computed in between."""
+    itl_ms: float
+
+
+class PublicRows(Struct, frozen=True):
+    """The content of the file."""
+
+    sources: dict[str, dict[str, str]]
+    configs: dict[str, dict[str, Any]]
+    rows: list[PublicRow]
+
+
+ROWS = msgspec.json.decode(PUBLIC.read_bytes(), type=PublicRows)
+
+
+def error_of(row: PublicRow) -> float:
+    """Return by which share of the measured time the estimate is off."""
+    shape = shape_of(ROWS.configs[row.model], row.model)
+    fit = Roofline(shape, find_gpu(row.gpu), GpuSplit(row.tensor), ENGINES["vllm"], row.bits, row.kv_bits)
+    if row.kind == "whole":
+        return abs(fit.loaded_s(row.batch, row.input, row.output) / row.itl_ms * 1e3 - 1)
+    return abs(fit.decode(row.batch, row.input + row.output / 2).seconds / row.itl_ms * 1e3 - 1)
+
+
+def config(folder: Path, **changes: object) -> str:
+    settings = {name: value for name, value in {**ROWS.configs["Llama-3-8B"], **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return str(folder)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["estimate", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+def test_the_time_a_token_of_published_rows_is_met_within_twenty_percent_in_the_median() -> None:
+    errors = [error_of(row) for row in ROWS.rows]
+    assert len(errors) >= 40
+    assert {row.gpu for row in ROWS.rows} == {"H100", "H200"}
+    assert median(errors) <= 0.20
+    assert {row.source for row in ROWS.rows} == ROWS.sources.keys()
+
+
+def test_the_rows_that_the_fractions_come_from_are_met_within_seven_percent() -> None:
+    measured = json.loads(Path("benchmarks/results/vllm_gpu_engines.json").read_text(encoding="utf-8"))["rows"]
+    shape = shape_of(ROWS.configs["Llama-3-8B"], "Llama-3-8B")
+    checked = 0
+    for row in measured:
+        fit = Roofline(shape, find_gpu("H200"), GpuSplit(), ENGINES[row["engine"]], 16, 16)
+        if row["what"] == "decode":
+            assert fit.decode(row["batch"], row["context"]).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.07)
+            checked += 1
+        elif row["what"] == "prefill":
+            assert fit.first_s(row["tokens"]) == pytest.approx(row["ms"] / 1e3, rel=0.13)
+            checked += 1
+    assert checked == 10
+
+
+def test_a_model_of_70b_on_two_gpus_has_room_and_a_batch_costs_a_token_more(tmp_path: Path) -> None:
+    model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
+    made = estimate_of(EstimateFlags(model=model, gpu="h200", tensor_parallel=2))
+    assert made.weights_gb == pytest.approx(70.6, abs=0.1)
+    assert made.largest_batch == made.kv_tokens // (2048 + 256)
+    assert [load.batch for load in made.loads] == [1, 8, 32, 128, made.largest_batch]
+    assert made.loads[2].itl_s == pytest.approx(0.0246, abs=0.001)
+    times = [load.itl_s for load in made.loads]
+    assert times == sorted(times)
+
+
+def test_a_cached_share_shortens_the_first_token_and_the_load(tmp_path: Path) -> None:
+    model = config(tmp_path)
+    whole = estimate_of(EstimateFlags(model=model, gpu="H100", prompt=8192, batch="8"))
+    cached = estimate_of(EstimateFlags(model=model, gpu="H100", prompt=8192, batch="8", cached=0.9))
+    assert cached.ttft_s < 0.3 * whole.ttft_s
+    assert cached.loads[0].loaded_itl_s < whole.loads[0].loaded_itl_s
+    assert cached.loads[0].itl_s == whole.loads[0].itl_s
+
+
+def test_fewer_bits_make_room_and_steps_shorter_and_a_quantised_config_says_so(tmp_path: Path) -> None:
+    flags = EstimateFlags(model=config(tmp_path), gpu="H100", batch="1")
+    plain, eight = estimate_of(flags), estimate_of(msgspec.structs.replace(flags, dtype="fp8"))
+    assert eight.kv_tokens > plain.kv_tokens
+    assert eight.loads[0].itl_s < 0.7 * plain.loads[0].itl_s
+    config(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert estimate_of(flags).weights_gb == eight.weights_gb
+    config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert estimate_of(flags).weights_gb < 0.7 * eight.weights_gb
+
+
+def test_a_mixture_of_experts_reads_few_experts_for_one_sequence_and_all_for_many(tmp_path: Path) -> None:
+    model = config(tmp_path, num_local_experts=8, num_experts_per_tok=2)
+    made = estimate_of(EstimateFlags(model=model, gpu="H200", batch="1,32"))
+    dense = estimate_of(EstimateFlags(model=config(tmp_path), gpu="H200", batch="1,32"))
+    assert made.weights_gb > 5 * dense.weights_gb
+    assert made.loads[0].itl_s < 2.5 * dense.loads[0].itl_s
+    assert made.loads[1].itl_s > 3 * dense.loads[1].itl_s
+
+
+def test_json_has_the_same_figures_and_where_they_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", config(tmp_path), "--gpu", "H200", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["kv_token_bytes"] == 131072
+    assert len(made["assumed"]) == 2
+    assert main(["estimate", str(tmp_path / "config.json"), "--gpu", "H200"]) == 0
+    assert f"{made['kv_tokens']:,} tokens of KV" in capsys.readouterr().out
+
+
+def test_an_unknown_gpu_lists_those_that_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, config(tmp_path), "--gpu", "H300")
+    assert "--gpu H300: not known" in said
+    assert "H200, H100" in said
+    assert "name a GPU with --gpu" in refused(capsys, config(tmp_path))
+
+
+def test_a_config_without_a_size_is_refused_by_the_name_of_the_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, config(tmp_path, num_hidden_layers=None), "--gpu", "H200")
+    assert "config.json: num_hidden_layers is missing" in said
+    said = refused(capsys, config(tmp_path, hidden_size="big"), "--gpu", "H200")
+    assert "hidden_size is 'big'; expected a size" in said
+    assert "No such file" in refused(capsys, str(tmp_path / "none.json"), "--gpu", "H200")
+    said = refused(capsys, config(tmp_path, quantization_config={"quant_method": "new"}), "--gpu", "H200")
+    assert "quantization new is not known here: give --dtype" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the model's 32 heads"),
+        (["--pipeline-parallel", "33"], "--pipeline-parallel 33 is more than the model's 32 layers"),
+        (["--expert-parallel", "2"], "--expert-parallel 2: the model has no experts"),
+        (["--engine", "native", "--tensor-parallel", "2"], "the native engine computes a model on one GPU"),
+        (["--cached", "1"], "--cached is a share of the prompt"),
+        (["--prompt", "0"], "--prompt is 1 to"),
+        (["--batch", "8,x"], "--batch: 'x': must be whole numbers"),
+        (["--batch", "100000"], "--batch 100000: there is room for"),
+        (["--memory-share", "0"], "--memory-share is above 0"),
+    ],
+)
+def test_what_does_not_fit_together_gets_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, config(tmp_path), "--gpu", "H100", *words)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_how_much_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
+    assert "141.1 GB of each H200, 14.2 GB more than 0.9 of its 141 GB" in refused(capsys, model, "--gpu", "H200")
+    said = refused(capsys, model, "--gpu", "H200", "--tensor-parallel", "2", "--prompt", "400000")
+    assert "fewer than one sequence has" in said
+    limited = config(tmp_path, max_position_embeddings=4096)
+    assert "the model's context has 4096" in refused(capsys, limited, "--gpu", "H200", "--prompt", "4096")

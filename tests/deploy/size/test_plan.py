@@ -1,0 +1,191 @@
+"""`headrace plan`: whether it finds what trying all fleets finds, what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from deploy.local.cli import main
+from deploy.local.size.plan import plan_of, run_of
+from deploy.local.size.search import FleetCandidate, FleetSetting, Targets
+from deploy.local.size.traffic import Lengths, drawn_traffic
+from deploy.local.terminal import Terminal
+from deploy.local.usage import PlanFlags, UpFlags, parse
+from services.virtual.run import run
+from shared.messages.virtual import VirtualRun
+
+KV_TOKENS = 200_000
+
+
+def write_profile(folder: Path, speed: float = 1.0, **changes: object) -> Path:
+    """Write a profile of an engine of known timing: an 8B model on a GPU that is `speed` times as fast as an H200."""
+    prefill = [
+        (x, y, (0.005 + 28e-6 * x + 1.3e-9 * x * (y + x / 2)) / speed) for x in (64, 2048, 8192) for y in (0, 8192)
+    ]
+    decode = [(x, y, (0.0045 + 28e-9 * x * y) / speed) for x in (1, 16, 64) for y in (64, 8192)]
+    subject = {
+        "model": "made",
+        "server": "--engine simulated --model made",
+        "machine": "none",
+        "versions": {},
+        "longest": 8192,
+        "most": 64,
+    }
+    content = {
+        "subject": subject,
+        "when": "2026-01-01T00:00:00Z",
+        "complete": True,
+        "overhead_s": 0.0,
+        "cached_seen": True,
+        "kv_tokens": KV_TOKENS,
+        "prefill": prefill,
+        "decode": decode,
+        **changes,
+    }
+    file = folder / "profile.json"
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return file
+
+
+def random_case(folder: Path, seed: int) -> PlanFlags:
+    draw = Random(seed)
+    return PlanFlags(
+        profile=write_profile(folder, draw.uniform(0.4, 1.5)),
+        rate=draw.uniform(2, 12),
+        requests=60,
+        prompt_tokens=draw.choice([500, 1500, 4000]),
+        output_tokens=draw.choice([20, 60, 120]),
+        shared_tokens=draw.choice([0, 256]),
+        seed=seed,
+        ttft_p90=draw.choice([0.2, 0.4, 0.8]),
+        itl_p99=draw.choice([0.0, 0.04, 0.08]),
+        most=5,
+        max_running="8,64",
+        step_s="0.25,0.05",
+        policies="kv,round-robin",
+        jobs=2,
+    )
+
+
+def best_of_all(flags: PlanFlags, folder: Path) -> tuple[int, float] | None:
+    """Try all fleets; return the size and the worst ratio of the best one."""
+    load = folder / "load.jsonl"
+    lengths = Lengths(
+        flags.rate,
+        flags.requests,
+        flags.prompt_tokens,
+        flags.output_tokens,
+        flags.spread,
+        flags.shared_tokens,
+        flags.seed,
+    )
+    made = drawn_traffic(lengths)
+    load.write_bytes(made.lines())
+    limits = {name: limit for name in ("ttft_p90", "itl_p99") if (limit := getattr(flags, name))}
+    targets = Targets(limits)
+    base = VirtualRun(
+        trace=str(load), block_size=made.block_size, times=str(flags.profile), workers=0, kv_tokens=KV_TOKENS
+    )
+    found = []
+    for workers, policy, most, step_s in product(range(1, 6), ("kv", "round-robin"), (64, 8), (0.25, 0.05)):
+        candidate = FleetCandidate(workers, 0, FleetSetting(False, policy, most, step_s, 0))
+        worst = targets.worst(run(run_of(candidate, base)))
+        found += [(workers, worst)] if worst <= 1 else []
+    return min(found, default=None)
+
+
+def check_case(folder: Path, seed: int) -> bool:
+    """Check that a plan finds the best fleet; return whether any fleet met the targets. Runs in this process keep the
+    files that they have read, so that each case has a folder of its own."""
+    folder = folder / str(seed)
+    folder.mkdir()
+    flags = random_case(folder, seed)
+    planned, known = plan_of(flags, Terminal()), best_of_all(flags, folder)
+    if known is None:
+        assert planned.best is None
+        return False
+    assert planned.best is not None
+    assert (planned.best.fleet.workers, max(planned.best.of_target.values())) == known
+    return True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_known_best_of_random_loads_is_found(seed: int, tmp_path: Path) -> None:
+    check_case(tmp_path, seed)
+
+
+@pytest.mark.tier("long")
+def test_the_known_best_of_twenty_random_loads_is_found(tmp_path: Path) -> None:
+    assert sum(check_case(tmp_path, seed) for seed in range(20)) >= 10
+
+
+def test_a_plan_with_roles_says_what_it_costs_and_writes_flags_that_up_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = str(write_profile(tmp_path))
+    load = ["--rate", "4", "--requests", "60", "--prompt-tokens", "1000", "--output-tokens", "50"]
+    choice = ["--roles", "--store-gb", "0,20", "--most", "3", "--price", "2.5", "--ttft-p90", "0.5"]
+    assert main(["plan", "--profile", profile, *load, *choice, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert {row["fleet"]["prefill"] for row in made["rows"]} >= {0}
+    assert made["best"]["price_an_hour"] == 2.5 * made["best"]["gpus"]
+    assert made["best"]["price_a_million_tokens"] > 0
+    flags = parse(["up", f"@{tmp_path / 'plan.up'}"])
+    assert isinstance(flags, UpFlags)
+    assert (flags.engine, flags.model, flags.workers) == ("simulated", "made", made["best"]["fleet"]["workers"])
+    assert "worker.max_running=64" in flags.set
+    assert main(["plan", "--profile", profile, *load, *choice]) == 0
+    assert "the cheapest that meets them: " in capsys.readouterr().out
+
+
+def test_targets_that_nothing_meets_end_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = str(write_profile(tmp_path))
+    words = ["plan", "--profile", profile, "--rate", "4", "--requests", "40", "--itl-p99", "0.001", "--most", "2"]
+    assert main(words) == 1
+    assert "no fleet of those that were tried meets the targets; the nearest is " in capsys.readouterr().out
+    assert not Path("plan.up").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give a target"),
+        (["--ttft-p90", "0.5"], "give a load: --trace FILE, or --rate"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--most", "0"], "--most is 1 to"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--roles"], "--roles needs a block store"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--kv-tokens", "100"], "a worker has room for 100 tokens of KV"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--step-s", "x"], "--step-s: 'x'"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--policies", "worst", "--jobs", "1"], "worst"),
+        (["--ttft-p90", "0.5", "--trace", "none.jsonl"], "none.jsonl: No such file"),
+    ],
+)
+def test_what_cannot_be_planned_gets_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--profile", str(write_profile(tmp_path)), *words]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") <= 2
+
+
+def test_a_profile_that_is_none_or_has_too_few_points_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--rate", "1", "--ttft-p90", "1"]
+    file = write_profile(tmp_path, decode=[])
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "too few points: let `profile` go on with it" in capsys.readouterr().err
+    file.write_text("[]", encoding="utf-8")
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "no profile of `headrace profile`" in capsys.readouterr().err
+    write_profile(tmp_path, format=2)
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "a profile of format 2; this version reads 1" in capsys.readouterr().err
+    write_profile(tmp_path, kv_tokens=0)
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "give --kv-tokens" in capsys.readouterr().err

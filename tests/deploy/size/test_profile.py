@@ -1,0 +1,86 @@
+"""`headrace profile` against an `up` that it starts, and against endpoints that it cannot measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.local.cli import main
+from deploy.local.size.profile_file import Profile, decode_profile
+from services.worker.config import SimulatedConfig
+from services.worker.simulated.runner import read_times
+from tests.servers import free_port
+from tests.tiny_model import write_tiny_model
+
+FIXED_S, TOKEN_S = 0.02, 0.0002
+
+
+def profiled(folder: Path, *words: str) -> int:
+    """Profile a simulated engine of known timing."""
+    timing = {"fixed_s": FIXED_S, "weights_s": 0, "row_s": 0, "token_s": TOKEN_S, "context_length": 4096}
+    settings = [word for name, value in timing.items() for word in ("--simulated", f"{name}={value}")]
+    model = folder / "tiny"
+    if not model.exists():
+        write_tiny_model(model)
+    up = ["--engine", "simulated", "--model", str(model), "--discovery", "file", *settings]
+    sizes = ["--longest", "512", "--most", "4", "--out", str(folder / "p.json")]
+    return main(["profile", *sizes, *words, "--", *up])
+
+
+def written(folder: Path) -> Profile:
+    return decode_profile((folder / "p.json").read_bytes(), "p.json")
+
+
+def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_simulated_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert profiled(tmp_path, "--limit-s", "1") == 1
+    assert "the same command goes on" in capsys.readouterr().out
+    first = written(tmp_path)
+    assert not first.complete
+    assert profiled(tmp_path) == 0
+    made = written(tmp_path)
+    assert made.complete
+    assert made.points[: len(first.points)] == first.points
+    assert len(made.points) > len(first.points)
+    assert (made.subject.model, made.block_size, made.kv_tokens) == ("tiny", 16, 4096 * 16)
+    assert made.cached_seen
+    prefill = {(x, y): seconds for x, y, seconds in made.prefill}
+    assert all(seconds >= FIXED_S for _, _, seconds in made.decode)
+    assert prefill[512, 0] >= 512 * TOKEN_S
+    assert read_times(SimulatedConfig(table=str(tmp_path / "p.json"))) is not None
+    assert profiled(tmp_path, "--most", "8") == 2
+    assert "has a profile of another most: 4 there, 8 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--longest", "64"], "--longest is 128 to"),
+        (["--most", "0"], "--most is 1 to 4096"),
+        (["--limit-s", "0"], "--limit-s is 1 to 86400"),
+        (["--out", "none/p.json"], "no such directory: none"),
+        (["--url", "http://127.0.0.1:1/v1", "--", "--engine", "echo"], "give one of the two"),
+        (["--", "--workers", "3"], "--workers: `profile` starts one worker"),
+        (["--url", "nowhere"], "not an address"),
+    ],
+)
+def test_what_cannot_be_profiled_gets_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_endpoint_that_is_not_there_and_a_file_that_is_no_profile_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "--url", f"http://127.0.0.1:{free_port()}/v1", "--out", str(tmp_path / "p")]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    (tmp_path / "p").write_text(json.dumps({"format": 7}))
+    with pytest.raises(Exception, match="no profile of `headrace profile`"):
+        written_as(tmp_path / "p")
+
+
+def written_as(file: Path) -> Profile:
+    return decode_profile(file.read_bytes(), str(file))

@@ -1,0 +1,74 @@
+"""Loads of a plan: traces that are read, and requests that are drawn."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.local.size.traffic import Lengths, drawn_traffic, read_traffic
+from shared.errors import ConfigError
+
+LENGTHS = Lengths(rate=5.0, requests=2000, prompt=1000, output=100, spread=0.5, shared=128, seed=1)
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+)
+
+
+def line(at_ms: float, prompt: int = 1000, output: int = 5, **changes: object) -> str:
+    row = {
+        "timestamp": at_ms,
+        "input_length": prompt,
+        "output_length": output,
+        "hash_ids": list(range(-(-prompt // 512))),
+    }
+    return json.dumps({**row, **changes})
+
+
+def test_requests_that_are_drawn_have_the_rate_and_the_lengths_that_were_asked_for() -> None:
+    made = drawn_traffic(LENGTHS)
+    assert made == drawn_traffic(LENGTHS)
+    assert made.rate == pytest.approx(5.0, rel=0.1)
+    assert sum(row.input_length for row in made.rows) / 2000 == pytest.approx(1000, rel=0.05)
+    assert sum(row.output_length for row in made.rows) / 2000 == pytest.approx(100, rel=0.05)
+    assert all(len(row.hash_ids) == -(-row.input_length // made.block_size) for row in made.rows)
+    first = {tuple(row.hash_ids[:2]) for row in made.rows}
+    assert len(first) == 1
+    assert len({row.hash_ids[2] for row in made.rows if len(row.hash_ids) > 2}) > 1900
+
+
+def test_time_is_stretched_to_another_rate() -> None:
+    assert drawn_traffic(LENGTHS).stretched(2.5).rate == pytest.approx(2.5)
+
+
+def test_a_trace_of_mooncake_is_read_up_to_a_number_of_requests() -> None:
+    made = read_traffic("\n".join(line(1000 * number) for number in range(10)), "t", 4)
+    assert len(made.rows) == 4
+    assert (made.block_size, made.rate) == (512, 1.0)
+
+
+def test_a_trace_of_azure_is_read_and_shares_nothing() -> None:
+    made = read_traffic(AZURE, "t", 100)
+    assert [row.input_length for row in made.rows] == [374, 396]
+    assert made.rows[1].timestamp == pytest.approx(4314.579)
+    assert not set(made.rows[0].hash_ids) & set(made.rows[1].hash_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (line(0) + "\n" + line(1)[:-5], "t:2: "),
+        (line(0, prompt=0), "t:1: 0 tokens in"),
+        (line(0, output=-1), "t:1: 1000 tokens in and -1 out"),
+        (line(5) + "\n" + line(4), "t:2: time goes back, from 5 to 4 ms"),
+        (line(0, hash_ids=[1]), "t:1: 1 hash_ids for 1000 tokens, 2 blocks"),
+        (line(0), "t: a trace has at least two requests, this one 1"),
+        (line(0) + "\n" + line(0), "t: all 2 requests come at the same time"),
+        (AZURE + "2023-11-16 18:15:51,x,1\n", "t:4: expected TIMESTAMP"),
+        (AZURE + "2023-11-16 18:15:40,5,1\n", "t:4: time goes back"),
+    ],
+)
+def test_a_torn_trace_is_refused_by_its_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_traffic(text, "t", 1000)
+    assert str(refused.value).startswith(said)
