@@ -72,8 +72,6 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
     discovery = EtcdDiscovery(DiscoveryConfig(endpoints=("127.0.0.1:1",)), registry=registry)
     Directory(discovery, bus, "test", registry=registry)
     await discovery.close()
-    with ZmqEventBus() as zmq:
-        EventPlanes(zmq, ServiceConfig(), "test", registry)
     register_scraped(UNREADABLE, registry, lambda: 0)
     Tracer(TraceConfig(), registry, lambda _span: None, draw=Random(1))
     SpanQueue(TraceConfig(), registry, NoCollector(), {})

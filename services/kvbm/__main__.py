@@ -12,7 +12,7 @@ DRAIN_LIMIT_S = 25.0
 
 def main() -> None:
     """Run until a signal, then end the process with a status."""
-    run(Service("kvbm", KvbmConfig, serve, lambda _: DRAIN_LIMIT_S, check=check_settings))
+    run(Service("kvbm", KvbmConfig, serve, lambda _: DRAIN_LIMIT_S, publishes=True, check=check_settings))
 
 
 if __name__ == "__main__":

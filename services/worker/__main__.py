@@ -76,7 +76,7 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
     read_sampling(source, config.sampling)
 
 
-SERVICE = Service("worker", WorkerConfig, serve, drain_limit_s, check=check_files, labels=served_labels)
+SERVICE = Service("worker", WorkerConfig, serve, drain_limit_s, publishes=True, check=check_files, labels=served_labels)
 
 
 def main() -> None:

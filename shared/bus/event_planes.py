@@ -43,12 +43,15 @@ class EventPlanes:
         "NATS is away or too slow; routers replay what they missed, or take snapshots.")
     # fmt: on
 
-    def __init__(self, zmq: ZmqEventBus, config: ServiceConfig, name: str, registry: CollectorRegistry) -> None:
-        """`name` is that of the process's connections, and one token of a subject."""
+    def __init__(
+        self, zmq: ZmqEventBus, config: ServiceConfig, name: str, registry: CollectorRegistry, *, publishes: bool = True
+    ) -> None:
+        """`name` is that of the process's connections, and one token of a subject. Only a process that `publishes`
+        needs its plane."""
         self._zmq = zmq
         self._config = config
         self._name = name
-        self._plane = config.observe.events_plane
+        self._plane = config.observe.events_plane if publishes else "zmq"
         self._nats: _OverNats | None = None
         self._opened = asyncio.Event()
         register_metrics(self, registry)

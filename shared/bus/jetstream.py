@@ -35,10 +35,13 @@ STEP = 4
 """Each step back is 4 times as long as the one before."""
 LOOK_S = 1.0
 """The time between two looks at the connection, in seconds; and that after which a stream is made again in vain."""
+ASKED_S = 30.0
+"""The time in seconds after which a source asks whether the stream is still there: a person may delete it."""
 ANSWER_LIMIT_S = 5.0
 _NO_JETSTREAM = (None, 10039, 10076)
 """The errors of a server, or of an account, without JetStream; None stands for no answer at all."""
 _NAME_TAKEN = 10058
+_SUBJECTS_TAKEN = 10065
 
 
 class EventStore:
@@ -51,15 +54,15 @@ class EventStore:
         self._log = RateLimitedLog()
 
     async def keep(self) -> None:
-        """Make the stream where it is missing, once on each connection, until cancelled. Raise ConfigError if the first
-        server cannot have it."""
-        made = 0
+        """Make the stream where it is missing, on each connection and again if it is deleted, until cancelled. Raise
+        ConfigError if the first server cannot have it."""
+        made, asked_s, now = 0, 0.0, asyncio.get_running_loop().time
         while True:
             connections = self._bus.connections
-            if self._bus.connected and connections != made:
+            if self._bus.connected and (connections != made or now() - asked_s >= ASKED_S):
                 try:
                     await self.make()
-                    made = connections
+                    made, asked_s = connections, now()
                 except ConfigError as wrong:
                     if not made:
                         raise
@@ -117,6 +120,11 @@ class EventStore:
             )
 
     def _refused(self, wrong: APIError) -> ConfigError:
+        if wrong.err_code == _SUBJECTS_TAKEN:
+            return ConfigError(
+                f"observe.events_plane: another stream of NATS has {self._subjects}, or some of it, so that it refuses"
+                f" {self.name}; change or delete the other one"
+            )
         return ConfigError(
             f"observe.events_stream_bytes: NATS refuses a stream of {self._limit_bytes} bytes in memory:"
             f" {wrong.description} (error {wrong.err_code})"

@@ -29,8 +29,11 @@ from shared.messages.kv_events import REPLAY_PAGE, REPLAY_REQUEST, ReplayPage, R
 UNREAD_LIMIT_BATCHES = 20_000
 QUESTIONS_LIMIT = 1024
 """The maximum number of questions for a page that wait; a further one is ignored, and times out at its sender."""
-PAGE_BYTES = 1 << 20
-"""The size after which a page of a replay has no further batch."""
+PAGE_BYTES = 512 << 10
+"""The size after which a page of a replay has no further batch: a page of several is no larger than the smallest
+payload that `headrace check` does not find bad."""
+BATCH_BYTES = 16
+"""The most that a batch of a page has in addition to its payload."""
 _SEQUENCE_BYTES = 8
 
 ReadStream = Callable[[str, str, int], Awaitable[list[tuple[int, bytes]]]]
@@ -106,7 +109,7 @@ class NatsEventPublisher:
         page: list[tuple[int, bytes]] = []
         size_bytes = 0
         for batch in batches:
-            size_bytes += len(batch[1])
+            size_bytes += len(batch[1]) + BATCH_BYTES
             if page and size_bytes > PAGE_BYTES:
                 break
             page.append(batch)

@@ -83,6 +83,8 @@ class EtcdClient:
         self._connection: EtcdConnection | None = None
         self._opened = AsyncExitStack()
         """The channel, and the directories that it needs open."""
+        self._reading: asyncio.Future[EtcdAccess] | None = None
+        """The latest read of the files, in a thread."""
         self._away: set[str] = set()
         """The endpoints that failed since one answered."""
 
@@ -133,10 +135,16 @@ class EtcdClient:
         return connection
 
     async def _read_access(self, endpoint: str) -> EtcdAccess:
-        """Read the files of this moment, in a thread: a file system may be slow, or hang."""
+        """Read the files of this moment, in a thread: a file system may be slow, or hang. Then no other read begins:
+        the process has few threads, and needs them for more."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await asyncio.to_thread(read_access, self._config, endpoint)
+                if self._reading is not None:
+                    await asyncio.wait((self._reading,))
+                    self._reading.exception()  # that of a read which was given up is of no interest
+                self._reading = asyncio.get_running_loop().run_in_executor(None, read_access, self._config, endpoint)
+                await asyncio.wait((self._reading,))  # it cancels nothing when it ends early
+                return self._reading.result()
         except TimeoutError:
             files = "discovery.tls_ca, tls_cert, tls_key and password_file"
             raise ConfigError(f"{files}: not read in {CALL_TIMEOUT_S:g} s") from None

@@ -87,6 +87,8 @@ class Service(Generic[C]):
     """Returns the time in seconds from the first signal to the forced end, longer than the service's own drain."""
     client_bus: bool = False
     """True if it has a connection of its own for messages of NATS clients."""
+    publishes: bool = False
+    """True if it publishes KV events."""
     check: Callable[[C], None] = lambda _: None
     """Reads the files that the settings name. Raises ConfigError or ModelError."""
     labels: Callable[[C], dict[str, str]] = lambda _: {}
@@ -264,7 +266,8 @@ async def _serve(part: _Part[Any], connect: Connect, health: ProcessHealth, stop
         tracer = await opened.enter_async_context(open_tracer(config.trace, registry, resource, draw))
         url = await opened.enter_async_context(observe.serving(config.observe, health, registry))
         name = f"headrace-{service.name}-{instance}"
-        connecting = connect(opened, config, name, registry, health, client_bus=service.client_bus)
+        wanted = {"client_bus": service.client_bus, "publishes": service.publishes}
+        connecting = connect(opened, config, name, registry, health, **wanted)
         if (network := await _unless(stopping, connecting)) is None:
             return
         bus, events = network.bus, network.events

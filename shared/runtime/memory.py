@@ -30,6 +30,7 @@ class MemoryNetwork:
         health: ProcessHealth,  # noqa: ARG002 - a Connect
         *,
         client_bus: bool,  # noqa: ARG002 - no client reaches this bus
+        publishes: bool,  # noqa: ARG002 - a Connect
     ) -> Network:
         """Connect a service, as `shared.runtime.network.Connect` says."""
         bus = MemoryBus(self._broker, name, payload_limit_bytes=config.nats.payload_limit_bytes)

@@ -49,9 +49,11 @@ class Connect(Protocol):
         health: ProcessHealth,
         *,
         client_bus: bool,
+        publishes: bool,
     ) -> Network:
-        """Return the network, which `opened` closes, with a `client_bus` if it is wanted. `name` is that of the
-        connection. Until it returns, `health` says why not."""
+        """Return the network, which `opened` closes, with a `client_bus` if it is wanted, and KV events that the
+        service `publishes` or only follows. `name` is that of the connection. Until it returns, `health` says why
+        not."""
         ...
 
 

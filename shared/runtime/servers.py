@@ -33,6 +33,7 @@ async def connect_to_servers(
     health: ProcessHealth,
     *,
     client_bus: bool,
+    publishes: bool,
 ) -> Network:
     """Connect a service, as `shared.runtime.network.Connect` says. Raise ConfigError."""
     waiting = f"waiting for NATS at {without_password(config.nats.url)}"
@@ -47,7 +48,7 @@ async def connect_to_servers(
     close_later(opened, discovery.close, "discovery")
     seen = config.observe
     zmq = opened.enter_context(ZmqEventBus(seen.host, advertised(seen.host), seen.events, encrypted=seen.events_curve))
-    events = EventPlanes(zmq, config, name, registry)
+    events = EventPlanes(zmq, config, name, registry, publishes=publishes)
     close_later(opened, events.close, "KV events over NATS")
     watches = [each.wait_closed for each in (bus, of_clients) if each is not None]
     return Network(bus, events, discovery, of_clients, [*watches, events.run])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from services.frontend.config import FrontendConfig, TextServersConfig
 from shared import subjects
 from shared.hashing import self_test
-from shared.messages.cards import MODEL_CARD, KvLayout, ModelCard
+from shared.messages.cards import MODEL_CARD, KvLayout, ModelCard, Role
 from shared.messages.codec import JSON_HEADER
 from tests.frontend.peers import MODEL, NAMESPACE
 from tests.servers import free_port
@@ -140,10 +140,11 @@ async def serving(*peers: TextPeer) -> AsyncIterator[None]:
             await peer.kill()
 
 
-def text_card(instance: str, url: str, model: str = MODEL) -> dict[str, bytes]:
+def text_card(instance: str, url: str, model: str = MODEL, role: Role = "aggregated") -> dict[str, bytes]:
     """Return the card of a worker for a server at a URL with an IP address and a port."""
     card = ModelCard(
         model=model,
+        role=role,
         instance=instance,
         path="",
         tokenizer_digest="text",

@@ -3,7 +3,8 @@
     cards of a model ─▶ its other names ─▶ name ─▶ the model that it means
                                             └── of several models, or the own name of one: it means none of them here
 
-All frontends see the same cards, so a name means the same at each.
+All frontends see the same cards, so a name means the same at each: a model that has lost its workers, which a frontend
+that started later does not know, keeps only the names that no other model has.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class ModelAliases:
         """The other names of each model that has any."""
         self._models: dict[str, tuple[str, ...]] = {}
         """The models that have a name, in order."""
+        self._gone: set[str] = set()
+        """Models with other names that have no workers now."""
 
     def set_names(self, model: str, names: Iterable[str]) -> None:
         """Replace the other names of a model. An empty one, and its own, are none."""
         now = frozenset(names) - {"", model}
         before = self._of_model.pop(model, frozenset())
+        self._gone.discard(model)
         if now:
             self._of_model[model] = now
         for name in before - now:
@@ -43,13 +47,21 @@ class ModelAliases:
 
     def find(self, name: str) -> str:
         """Return the model that a name means. Empty if it is no other name, or one of several models."""
-        models = self._models.get(name, ())
+        models = self._meant(self._models.get(name, ()))
         return models[0] if len(models) == 1 else ""
+
+    def lose_workers(self, model: str) -> None:
+        """Keep the names that a model without workers had last, unless other models have them."""
+        if model in self._of_model:
+            self._gone.add(model)
+
+    def _meant(self, models: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(each for each in models if each not in self._gone) or models
 
     def refusals(self, *own: Container[str]) -> Iterator[str]:
         """Yield what is to be said of each name that does not mean the model which has it as another one. `own` are
         the names that models and LoRAs have themselves."""
-        for name, models in self._models.items():
+        for name, models in ((name, self._meant(models)) for name, models in self._models.items()):
             if any(name in names for names in own):
                 yield f"the name {name!r} means the model of that name, although servers of {', '.join(models)} have it"
             elif len(models) > 1:
@@ -58,6 +70,7 @@ class ModelAliases:
     def validate(self) -> None:
         """Assert the invariants."""
         assert all(names and not names & {"", model} for model, names in self._of_model.items())
+        assert self._gone <= self._of_model.keys()
         pairs = {(name, model) for model, names in self._of_model.items() for name in names}
         assert pairs == {(name, model) for name, models in self._models.items() for model in models}
         assert all(models and list(models) == sorted(models) for models in self._models.values())

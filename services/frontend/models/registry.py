@@ -229,7 +229,7 @@ class ModelRegistry:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
         if not entry.cards:
             raise Unavailable(f"no worker serves the model {name!r} now")
-        if entry.is_text:
+        if entry.is_text and not entry.fault:
             wrong = "has servers that take and give text alone: only over HTTP, and at paths that they have themselves"
             raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
         if entry.model is None or entry.fault:
@@ -327,6 +327,8 @@ class ModelRegistry:
         entry.forget_order()
         if entry.cards:
             self._aliases.set_names(name, (card.alias for card in entry.cards.values()))
+        else:
+            self._aliases.lose_workers(name)
         self._report_hidden()
         (self.texts.add if entry.is_text else self.texts.discard)(name)
         entry.changed.set()

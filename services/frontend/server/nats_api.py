@@ -157,8 +157,9 @@ class NatsApi:
         self._access = access
         self._doors = runtime.bus if runtime.client_bus is None else runtime.client_bus
         self._publish = runtime.bus.publish
-        # If the services use the default prefix, their inboxes cannot be distinguished from those of clients.
-        self._service_prefixes = (f"{subjects.ROOT}.", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
+        # If the services use the default prefix, their inboxes cannot be distinguished from those of clients. What NATS
+        # listens to itself, such as the subjects of JetStream, begins with `$`.
+        self._service_prefixes = (f"{subjects.ROOT}.", "$", *(() if inbox == DEFAULT_INBOX_PREFIX else (f"{inbox}.",)))
         self._limited_log = RateLimitedLog()
         self._refusals = 0
         self._outages = _Outages()

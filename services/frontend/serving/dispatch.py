@@ -137,8 +137,8 @@ class Dispatcher:
 
     def model(self, name: str) -> bytes:
         """Return the body of /v1/models/{name}. Raise InvalidRequest and Unavailable."""
-        if name in self._models.texts:
-            return msgspec.json.encode(self._entry(name, name, None, self._models.served()[name]))
+        if (text := self._models.text_of(name)) in (served := self._models.served()):
+            return msgspec.json.encode(self._entry(text, text, None, served[text]))
         model, limits = self._models.find(name)
         return msgspec.json.encode(self._entry(model.name, model.lora or model.name, model.parent or None, limits))
 

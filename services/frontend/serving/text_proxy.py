@@ -36,6 +36,7 @@ from services.frontend.protocol.text_body import (
     TextBody,
     TextUsage,
     WholeLines,
+    known_fields,
     read_fields,
     read_model,
     read_text,
@@ -106,7 +107,7 @@ class TextProxy:
                 raise
             return None  # what another model's operation says of it
         model = self._models.text_of(read_model(fields))
-        return AskedServers(model, fields) if model else None
+        return AskedServers(model, known_fields(fields)) if model else None
 
     @asynccontextmanager
     async def answer(

@@ -17,7 +17,8 @@ long.
 
 A source with snapshots starts from a snapshot of each rank. A source without them (plain vLLM) is rebuilt from the
 batches that its replay still has, and is *partial* unless they reach back to its first batch. If a snapshot fails and
-replays need no source, because a stream keeps the batches, they take its place where they reach back so far.
+replays need no source, because a stream keeps the batches, they take its place where they reach back so far and none
+is missing.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class SourceSync:
             return []
         if self.state == "replaying":
             return self._fill_gap(batches)
-        if self._snapshots and (not batches or batches[0][0] > 0):
+        if self._snapshots and (not batches or [sequence for sequence, _ in batches] != list(range(len(batches)))):
             return self._resync(clear=self._failures >= STALE_FAILURES)
         first = min([sequence for sequence, _ in batches] + list(self._held), default=0)
         self.partial = first > 0

@@ -21,6 +21,17 @@ def test_a_servers_name_means_its_model_while_no_other_model_has_it() -> None:
     assert (aliases.find("org/one"), list(aliases.refusals())) == ("two", [])
 
 
+def test_a_model_without_workers_keeps_only_the_names_that_no_other_model_has() -> None:
+    aliases = ModelAliases()
+    aliases.set_names("one", ["org/one"])
+    aliases.lose_workers("one")
+    assert aliases.find("org/one") == "one"
+    aliases.set_names("two", ["org/one"])
+    assert (aliases.find("org/one"), list(aliases.refusals())) == ("two", [])
+    aliases.set_names("one", ["org/one"])
+    assert aliases.find("org/one") == ""
+
+
 def test_a_name_that_a_model_or_a_lora_has_itself_is_said() -> None:
     aliases = ModelAliases()
     aliases.set_names("one", ["two", "sql"])
@@ -44,17 +55,25 @@ class Aliases(RuleBasedStateMachine):
         super().__init__()
         self.aliases = ModelAliases()
         self.names: dict[str, set[str]] = {}
+        self.gone: set[str] = set()
 
     @rule(model=st.sampled_from("mno"), names=st.sets(st.sampled_from(("x", "y", "z", "m", ""))))
     def set_names(self, model: str, names: set[str]) -> None:
         self.aliases.set_names(model, names)
         self.names[model] = names - {"", model}
+        self.gone.discard(model)
+
+    @rule(model=st.sampled_from("mno"))
+    def lose_workers(self, model: str) -> None:
+        self.aliases.lose_workers(model)
+        self.gone.add(model)
 
     @invariant()
     def agrees(self) -> None:
         self.aliases.validate()
         for name in "xyzm":
             models = [model for model, names in self.names.items() if name in names]
+            models = [model for model in models if model not in self.gone] or models
             assert self.aliases.find(name) == (models[0] if len(models) == 1 else "")
 
 

@@ -109,6 +109,10 @@ async def test_a_model_is_known_by_its_servers_name_too_and_listed_once(
             name = f"w{number + 2}"
             await w.announce(name, card_entry(name, directory, "two", alias="org/one"))
         await w.ready("two")
+        w.say("fine")
+        assert (await client.completions.create(model="org/one", prompt="x")).model == "two"
+        await w.announce("w7", card_entry("w7", directory, "one", alias="org/one"))
+        await w.ready("one")
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="org/one", prompt="x")
         await w.announce("w9", card_entry("w9", directory, "org/one", lora=("sql",)))

@@ -19,6 +19,7 @@ from services.frontend.protocol.text_body import (
     AnswerMeter,
     TextUsage,
     WholeLines,
+    known_fields,
     read_fields,
     read_model,
     read_text,
@@ -46,6 +47,19 @@ def test_a_conversation_that_goes_on_begins_with_the_blocks_that_it_had() -> Non
     other = hashes({"messages": [{**SYSTEM, "role": "user"}, ASK]})
     assert not set(other).intersection(before)
     assert not set(hashes({"messages": [SYSTEM, ASK]}, seed_of(salt="mine"))).intersection(before)
+
+
+def test_of_very_many_fields_those_that_count_are_kept_and_one_that_is_refused() -> None:
+    known = {"model": "m", "messages": [SYSTEM, ASK], "max_tokens": 7, "cache_salt": "s"}
+    others = {f"x{number}": 0 for number in range(200_000)}
+    fields = read_fields(json.dumps({**others, **known}).encode())
+    kept = known_fields(fields)
+    assert set(kept) == set(known)
+    assert read_text(kept) == read_text(fields)
+    wrong = known_fields(read_fields(json.dumps({**others, **known, "MODEL": "n", "Model": "n"}).encode()))
+    assert len(wrong) == len(known) + 1
+    with pytest.raises(InvalidRequest, match="MODEL: is written model"):
+        read_text(wrong)
 
 
 def test_whitespace_between_values_makes_no_difference_and_within_texts_it_does() -> None:

@@ -597,6 +597,16 @@ async def test_a_model_without_a_server_left_is_503_and_one_with_both_kinds_is_r
         assert (status, error_of(body)) == (503, f"no worker serves the model '{MODEL}' now")
 
 
+async def test_a_model_whose_servers_no_router_chooses_says_why_where_it_is_described(directory: Path) -> None:
+    peer = TextPeer()
+    async with routed(directory, peer) as w, clients(w) as (_, http):
+        await w.announce("w2", text_card("w2", peer.url, "half", role="prefill"))
+        await w.until("/health", lambda health: bool(health.get("not_served")))
+        for name, status in (("half", 503), (MODEL, 200)):
+            async with http.get(f"/v1/models/{name}") as answer:
+                assert answer.status == status
+
+
 async def test_over_nats_such_a_model_is_refused_by_name(directory: Path) -> None:
     async with routed(directory, TextPeer()) as w:
         asking = MemoryBus(w.broker).request(

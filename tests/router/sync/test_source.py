@@ -174,8 +174,12 @@ def test_if_a_snapshot_fails_a_stream_that_reaches_back_to_the_first_batch_takes
     assert (found.state, found.applied, found.partial) == ("live", 4, False)
 
 
-def test_a_stream_that_does_not_reach_back_so_far_leaves_known_blocks_until_a_snapshot_comes() -> None:
-    answers: tuple[list[tuple[int, DecodedBatch | None]], ...] = ([], [(7, batch(7)), (8, batch(8))])
+def test_a_stream_that_does_not_reach_back_or_has_a_hole_leaves_known_blocks_until_a_snapshot_comes() -> None:
+    answers: tuple[list[tuple[int, DecodedBatch | None]], ...] = (
+        [],
+        [(7, batch(7)), (8, batch(8))],
+        [(0, batch(0)), (1, batch(1)), (3, batch(3))],
+    )
     for answer in answers:
         found = source(stored=True)
         found.start()

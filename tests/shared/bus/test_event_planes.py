@@ -76,6 +76,17 @@ async def test_without_a_source_on_nats_no_connection_is_made() -> None:
         publisher.close()
 
 
+async def test_a_process_that_publishes_nothing_needs_no_plane() -> None:
+    config = ServiceConfig(nats=NatsConfig(url=NOWHERE), observe=ObserveConfig(events_plane="jetstream"))
+    with ZmqEventBus() as zmq:
+        planes = EventPlanes(zmq, config, "headrace-test-1", CollectorRegistry(), publishes=False)
+        running = asyncio.create_task(planes.run())
+        await asyncio.wait((running,), timeout=0.05)
+        assert planes._nats is None
+        running.cancel()
+        await planes.close()
+
+
 async def test_jetstream_where_there_is_none_ends_the_process_with_a_line(nats_url: str) -> None:
     config = ServiceConfig(nats=NatsConfig(url=nats_url), observe=ObserveConfig(events_plane="jetstream"))
     with ZmqEventBus() as zmq:

@@ -151,6 +151,19 @@ async def test_a_source_makes_the_stream_again_when_the_server_has_lost_it(tmp_p
             assert await replayed(subscription, 1_000_000, 1_000_000) == [(1_000_000, b"kept")]
 
 
+async def test_a_source_makes_the_stream_again_when_it_is_deleted_while_it_is_connected(
+    jetstream_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jetstream, "ASKED_S", 0.0)
+    monkeypatch.setattr(jetstream, "LOOK_S", 0.01)
+    async with event_planes("jetstream", jetstream_url, namespace=namespace) as events:
+        client = await nats.connect(jetstream_url)
+        await client.jetstream().delete_stream(subjects.event_stream(namespace)[0])
+        await client.close()
+        await stream_there(NatsConfig(url=jetstream_url), namespace)
+        assert events._over_nats().bus.connections == 1
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[NatsServer]:
     """A server whose JetStream has little memory."""
@@ -185,6 +198,16 @@ async def test_a_stream_that_an_operator_has_made_keeps_its_limits(
     await stored(store, subjects.events(namespace, "mine"), 8)
     assert len(await store.read(name, subjects.events(namespace, "mine"), 6)) == 3
     assert await store.read(name, subjects.events(namespace, "mine"), 5) == []
+    await client.close()
+
+
+async def test_another_stream_that_has_the_subjects_is_named(bus: NatsBus, jetstream_url: str, namespace: str) -> None:
+    client = await nats.connect(jetstream_url)
+    other = StreamConfig(name=f"other-{namespace}", subjects=[f"headrace.{namespace}.>"])
+    await client.jetstream().add_stream(other)
+    with pytest.raises(ConfigError, match=r"^observe\.events_plane: another stream of NATS has headrace\."):
+        await EventStore(bus, namespace, LIMIT_BYTES).keep()
+    await client.jetstream().delete_stream(f"other-{namespace}")
     await client.close()
 
 

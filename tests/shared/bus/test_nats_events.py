@@ -8,10 +8,18 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from deploy.local.check.verdicts import LEAST_PAYLOAD_BYTES
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
-from shared.bus.nats_events import PAGE_BYTES, NatsEventBus, NatsEventPublisher, NatsEventSubscription, no_stream
+from shared.bus.nats_events import (
+    BATCH_BYTES,
+    PAGE_BYTES,
+    NatsEventBus,
+    NatsEventPublisher,
+    NatsEventSubscription,
+    no_stream,
+)
 from shared.errors import NoResponders, ProtocolError, RequestTimeout, Unavailable
 from shared.messages.cards import EventSource
 from shared.messages.kv_events import REPLAY_PAGE, REPLAY_REQUEST, ReplayPage
@@ -23,10 +31,10 @@ PAYLOAD_LIMIT_BYTES = 3 * PAGE_BYTES
 class Pair:
     """A source and a router's subscription, each at a bus of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, payload_limit_bytes: int = PAYLOAD_LIMIT_BYTES) -> None:
         self.broker = MemoryBroker()
-        self.source_bus = MemoryBus(self.broker, "source", payload_limit_bytes=PAYLOAD_LIMIT_BYTES)
-        self.router_bus = MemoryBus(self.broker, "router", payload_limit_bytes=PAYLOAD_LIMIT_BYTES)
+        self.source_bus = MemoryBus(self.broker, "source", payload_limit_bytes=payload_limit_bytes)
+        self.router_bus = MemoryBus(self.broker, "router", payload_limit_bytes=payload_limit_bytes)
         self.unsent = 0
         self._sources = NatsEventBus(self.source_bus, "test", "w1", read_stream=no_stream, unsent=self._lost)
         self._routers = NatsEventBus(self.router_bus, "test", "r1", read_stream=no_stream)
@@ -63,12 +71,24 @@ async def test_a_replay_comes_in_pages_that_are_not_larger_than_they_must_be(pai
 
     await pair.router_bus.subscribe("test-wiretap", see)
     await pair.router_bus.subscribe(subjects.event_replay(pair.publisher.source.publish.removeprefix("nats:")), see)
-    sizes = [PAGE_BYTES // 2, PAGE_BYTES // 2, 1, 2 * PAGE_BYTES, 1]
+    sizes = [PAGE_BYTES // 2 - BATCH_BYTES, PAGE_BYTES // 2 - BATCH_BYTES, 1, 2 * PAGE_BYTES, 1]
     for number, size in enumerate(sizes, 1_000_001):
         pair.publisher.publish(number, bytes(size))
     batches = await pair.subscription.replay(1_000_001, timeout_s=DEADLINE_S)
     assert [(number, len(payload)) for number, payload in batches] == [*enumerate(sizes, 1_000_001)]
     assert pages == [1_000_001, 1_000_003, 1_000_004, 1_000_005]
+
+
+@pytest.mark.parametrize("size_bytes", [1, 100, 10_000])
+async def test_a_replay_is_complete_with_the_smallest_payload_that_is_not_found_bad(size_bytes: int) -> None:
+    pair = Pair(LEAST_PAYLOAD_BYTES)
+    count = 2 * LEAST_PAYLOAD_BYTES // max(size_bytes, 128)
+    for number in range(1 << 40, (1 << 40) + count):
+        pair.publisher.publish(number, bytes(size_bytes))
+    await asyncio.sleep(0)  # the source subscribes
+    batches = await pair.subscription.replay(0, timeout_s=DEADLINE_S)
+    assert [number for number, _ in batches] == [*range(1 << 40, (1 << 40) + count)]
+    await pair.close()
 
 
 async def test_a_batch_is_lost_and_counted_while_nats_is_away_and_replayed_after_it(pair: Pair) -> None:

@@ -21,7 +21,8 @@ LIMIT_S = 60.0
 
 
 async def connected(network: MemoryNetwork, opened: AsyncExitStack, name: str) -> Network:
-    return await network.connect(opened, CONFIG, name, CollectorRegistry(), ProcessHealth(), client_bus=True)
+    wanted = {"client_bus": True, "publishes": True}
+    return await network.connect(opened, CONFIG, name, CollectorRegistry(), ProcessHealth(), **wanted)
 
 
 async def test_two_services_hear_each_other_and_see_each_others_keys() -> None:
