@@ -17,11 +17,9 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
-from shared.bus.event_planes import EventPlanes
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
-from shared.bus.zmq_events import ZmqEventBus
-from shared.config import DiscoveryConfig, ServiceConfig, TraceConfig
+from shared.config import DiscoveryConfig, TraceConfig
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
 from shared.metrics import register_scraped
