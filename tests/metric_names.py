@@ -17,9 +17,11 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
+from shared.bus.event_planes import EventPlanes
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
-from shared.config import DiscoveryConfig, TraceConfig
+from shared.bus.zmq_events import ZmqEventBus
+from shared.config import DiscoveryConfig, ServiceConfig, TraceConfig
 from shared.discovery.directory import Directory
 from shared.discovery.etcd import EtcdDiscovery
 from shared.metrics import register_scraped
@@ -70,6 +72,8 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
     discovery = EtcdDiscovery(DiscoveryConfig(endpoints=("127.0.0.1:1",)), registry=registry)
     Directory(discovery, bus, "test", registry=registry)
     await discovery.close()
+    with ZmqEventBus() as zmq:
+        EventPlanes(zmq, ServiceConfig(), "test", registry)
     register_scraped(UNREADABLE, registry, lambda: 0)
     Tracer(TraceConfig(), registry, lambda _span: None, draw=Random(1))
     SpanQueue(TraceConfig(), registry, NoCollector(), {})

@@ -131,7 +131,7 @@ class Machine:
     ) -> None:
         """`flags` of this one; `pool` and `module` if they are not the usual ones; `more` is added to its environment.
         A request waits for blocks as long as it takes: computing them would be faster with so small a model."""
-        kvbm = ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "60", "--kvbm-timeout-s", "12")
+        kvbm = ("--kvbm-pool", str(pool or self.pool), "--kvbm-wait-s", "60", "--kvbm-timeout-s", "4")
         exchanged = () if name in WITHOUT_KVBM else kvbm
         self.fleet.start("worker", name, *self._worker_flags, *exchanged, *flags, module=module, more=more)
 
