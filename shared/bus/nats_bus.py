@@ -47,6 +47,7 @@ from shared.bus.nats_servers import server_urls, without_password
 from shared.bus.receive_queue import ReceiveQueue
 from shared.config import NatsConfig
 from shared.errors import BusDown, ConfigError, PayloadTooLarge, ProtocolError
+from shared.file_reads import FileReads
 from shared.rate_limited_log import RateLimitedLog
 from shared.server_order import ServerOrder
 
@@ -137,6 +138,7 @@ class NatsBus:
         self._refusals: dict[str, str] = {}
         """URL → why that server refused the last attempt, or an empty text."""
         self._replies = ReplyInbox(config.inbox)
+        self._reads = FileReads()
         self._subscriptions: list[NatsSubscription] = []
         self._client: DirectClient | None = None
         self._closed = False
@@ -381,7 +383,7 @@ class NatsBus:
                 self._report(wrong)
 
         try:
-            await dial(client, self._config, url, self._name, failed)
+            await dial(client, self._config, url, self._name, failed, self._reads)
             await client.subscribe_direct(self._replies.prefix + "*", self._replies.deliver)
             while missing := [each for each in self._subscriptions if not each.is_on(client)]:
                 for subscription in missing:

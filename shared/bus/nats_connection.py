@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +35,8 @@ from shared.bus.nats_access import NoTls, read_access
 from shared.bus.nats_key import NatsKey
 from shared.bus.nats_servers import server_urls
 from shared.config import NatsConfig
-from shared.errors import BusDown, HeadraceError, PayloadTooLarge, ProtocolError
+from shared.errors import BusDown, ConfigError, HeadraceError, PayloadTooLarge, ProtocolError
+from shared.file_reads import READ_LIMIT_S, FileReads
 
 CONNECT_LIMIT_S = 2
 PING_INTERVAL_S = 10
@@ -165,11 +167,20 @@ class DirectClient(Client):
 
 
 async def dial(
-    client: DirectClient, config: NatsConfig, url: str, name: str, failed: Callable[[Exception], None]
+    client: DirectClient,
+    config: NatsConfig,
+    url: str,
+    name: str,
+    failed: Callable[[Exception], None],
+    reads: FileReads,
 ) -> None:
     """Connect once, to the server `url` of `config`. `failed` is called for errors then and later. Raise one of
     FAILURES, or ConfigError."""
-    access = await asyncio.to_thread(read_access, config)  # files, and the system's authorities, which take 35 ms
+    try:
+        access = await reads.read(partial(read_access, config))  # the system's authorities take 35 ms
+    except TimeoutError:
+        files = "nats.tls_ca, tls_cert, tls_key, password_file, nkey_file and creds_file"
+        raise ConfigError(f"{files}: not read in {READ_LIMIT_S:g} s") from None
     client.needs_tls = access.tls is not None or urlsplit(url).scheme == "tls"
     key, jwt = access.key, access.jwt
     if key is not None:

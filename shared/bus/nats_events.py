@@ -15,7 +15,6 @@ the bytes of a ReceiveQueue wait. The receiver sees a gap in the sequences, as o
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from itertools import count
 
@@ -25,6 +24,7 @@ from shared.bus.replay_buffer import ReplayBuffer, ReplayedBatches
 from shared.errors import BusDown, PayloadTooLarge, ProtocolError, RequestTimeout, Unavailable
 from shared.messages.cards import EVENTS_IN_STREAM, EVENTS_ON_NATS, EventSource
 from shared.messages.kv_events import REPLAY_PAGE, REPLAY_REQUEST, ReplayPage, ReplayRequest
+from shared.rate_limited_log import RateLimitedLog
 
 UNREAD_LIMIT_BATCHES = 20_000
 QUESTIONS_LIMIT = 1024
@@ -39,7 +39,6 @@ _SEQUENCE_BYTES = 8
 ReadStream = Callable[[str, str, int], Awaitable[list[tuple[int, bytes]]]]
 """Called with a stream, a subject and a sequence: returns the batches from there on, or none if the stream does not
 reach so far back. Raises Unavailable."""
-_log = logging.getLogger(__name__)
 
 
 class HeldSubscription:
@@ -74,6 +73,7 @@ class NatsEventPublisher:
         self._ring = ring
         self._unsent = unsent
         self._closed = False
+        self._too_large = RateLimitedLog()
         self.replies: HeldSubscription | None = None
         """The subscription for questions. None if a stream keeps the batches."""
         replay = subjects.event_replay(subject)
@@ -89,7 +89,8 @@ class NatsEventPublisher:
         try:
             self._bus.publish_now(self._subject, sequence.to_bytes(_SEQUENCE_BYTES, "big") + payload)
         except PayloadTooLarge as wrong:
-            _log.error("a batch of KV events was not sent: %s", wrong)
+            self._unsent()
+            self._too_large.error("a batch of KV events was not sent; the server's max_payload bounds it", wrong)
             return
         except BusDown:
             self._unsent()

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from random import SystemRandom
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from etcd3 import etcdrpc
 from shared.config import DiscoveryConfig
 from shared.discovery.etcd_access import EtcdAccess, check_settings, describe_fault, read_access, split_endpoint
 from shared.errors import ConfigError, DiscoveryDown
+from shared.file_reads import READ_LIMIT_S, FileReads
 from shared.server_order import ServerOrder
 from shared.socket_path import reachable
 
@@ -83,8 +85,7 @@ class EtcdClient:
         self._connection: EtcdConnection | None = None
         self._opened = AsyncExitStack()
         """The channel, and the directories that it needs open."""
-        self._reading: asyncio.Future[EtcdAccess] | None = None
-        """The latest read of the files, in a thread."""
+        self._reads = FileReads()
         self._away: set[str] = set()
         """The endpoints that failed since one answered."""
 
@@ -135,19 +136,12 @@ class EtcdClient:
         return connection
 
     async def _read_access(self, endpoint: str) -> EtcdAccess:
-        """Read the files of this moment, in a thread: a file system may be slow, or hang. Then no other read begins:
-        the process has few threads, and needs them for more."""
+        """Read the files of this moment."""
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                if self._reading is not None:
-                    await asyncio.wait((self._reading,))
-                    self._reading.exception()  # that of a read which was given up is of no interest
-                self._reading = asyncio.get_running_loop().run_in_executor(None, read_access, self._config, endpoint)
-                await asyncio.wait((self._reading,))  # it cancels nothing when it ends early
-                return self._reading.result()
+            return await self._reads.read(partial(read_access, self._config, endpoint))
         except TimeoutError:
             files = "discovery.tls_ca, tls_cert, tls_key and password_file"
-            raise ConfigError(f"{files}: not read in {CALL_TIMEOUT_S:g} s") from None
+            raise ConfigError(f"{files}: not read in {READ_LIMIT_S:g} s") from None
 
     def _error(self, wrong: grpc.aio.AioRpcError | OSError | ConfigError, endpoint: str) -> DiscoveryDown:
         if isinstance(wrong, grpc.aio.AioRpcError) and wrong.code() is grpc.StatusCode.NOT_FOUND:

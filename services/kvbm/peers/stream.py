@@ -22,6 +22,7 @@ import ssl
 import struct
 import threading
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import Struct
@@ -205,10 +206,10 @@ class PeerTls:
         """Return the contexts; the former ones if no file has changed."""
         config = self._config
         files = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
-        contents = [_read(name, Path(path)) for name, path in files.items()]
-        if former is not None and former.contents == contents:
+        digests = [blake2b(_read(name, Path(path))).digest() for name, path in files.items()]
+        if former is not None and former.digests == digests:
             return former
-        loaded = _Loaded(contents, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        loaded = _Loaded(digests, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         for context in (loaded.lender, loaded.reader):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False  # the authority is the fleet's own; PeerHello says which kvbm it is
@@ -225,7 +226,7 @@ class PeerTls:
 class _Loaded(Struct, frozen=True):
     """What the files had when they were read."""
 
-    contents: list[bytes]
+    digests: list[bytes]
     lender: ssl.SSLContext
     reader: ssl.SSLContext
 
