@@ -49,6 +49,7 @@ from services.frontend.requests.way import WayCounts, WayLog
 from services.frontend.serving.foreign import EVENT_STREAM, STREAMS
 from services.frontend.serving.request_context import SALT_HEADER, RequestContext
 from services.frontend.serving.text_servers import TextAnswer, TextServers, broken, passed_headers
+from services.frontend.serving.text_suspects import HANGS_S, ServerSuspects
 from services.frontend.serving.text_tries import TextFault, TextTries, fault_of
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout, Unavailable
 from shared.hashing import seed_of
@@ -89,6 +90,7 @@ class TextProxy:
         """Raise ConfigError for the files of the key and of TLS."""
         self.runtime, self.service, self.metrics, self.config = runtime, service, metrics, config.text
         self.servers = TextServers(config.text, 2 * config.limits.requests)  # with one that is kept while it is busy
+        self.suspects = ServerSuspects()
         self._models = models
 
     async def aclose(self) -> None:
@@ -230,6 +232,7 @@ class TextReply:
                     else:
                         fault = fault_of(answer.response.status, answer.response.content_type)
                         self._keep(answer, instance, passes=fault is None or fault.passes)
+                    self._judge(instance, fault)
                     if fault is None:
                         self._attempts.forget_hashes()
                         self._way.accept(self._now())
@@ -237,7 +240,12 @@ class TextReply:
                     self._lose(instance, fault)
                     if not tries.failed(instance, fault):
                         break
-        except TimeoutError:
+                    instance = ""
+        except (TimeoutError, asyncio.CancelledError) as end:
+            if instance and streams and self._now() - self._sent_s > HANGS_S:
+                proxy.suspects.fault(instance, self._now())
+            if not isinstance(end, TimeoutError):
+                raise
             if not self.status or self._now() >= self._deadline.at:
                 why = "the request's deadline passed, or limits.first_token_s, before a server answered"
                 raise RequestTimeout(tries.text(why)) from None
@@ -248,8 +256,9 @@ class TextReply:
         """Have a router reserve the next attempt. Return the card of the server; None if no other is there. Raise the
         router's refusal if none was tried."""
         attempts, first = self._attempts, not self._attempts.latest
+        suspects = self._proxy.suspects.passed_over(self._now())
         while True:
-            answer = await attempts.select(tries.excluded, waits=first)
+            answer = await attempts.select((*tries.excluded, *suspects), waits=first)
             if isinstance(answer, Selected):
                 card = self._proxy.runtime.directory.cards.get((self._model, answer.instance))
                 if card is not None and card.server:
@@ -257,8 +266,10 @@ class TextReply:
                     return card
                 tries.excluded[answer.instance] = None  # this process does not know it yet
                 attempts.finish()
-            elif isinstance(answer, SelectRefused) and answer.code == "all_excluded" and tries.none_left():
-                pass
+            elif (
+                isinstance(answer, SelectRefused) and answer.code == "all_excluded" and (suspects or tries.none_left())
+            ):
+                suspects = []
             elif not self._sent_s:
                 raise refusal_of(answer)
             else:
@@ -276,6 +287,13 @@ class TextReply:
         self.status, self.headers = response.status, passed_headers(response)
         self.kind = "" if "Content-Encoding" in self.headers else response.content_type
         self.meter = AnswerMeter(streamed=self.kind == EVENT_STREAM)
+
+    def _judge(self, instance: str, fault: TextFault | None) -> None:
+        """Note whether a server answered. One that is busy did, and one that fails did not."""
+        if self.status >= 500 if fault is None else fault.counts:
+            self._proxy.suspects.fault(instance, self._now())
+        else:
+            self._proxy.suspects.answered(instance)
 
     def _lose(self, instance: str, fault: TextFault) -> None:
         self._proxy.metrics.lost.labels(fault.loss).inc()
@@ -398,3 +416,8 @@ class TextReply:
         metrics.output_count.inc(usage.output_tokens)
         metrics.cached[0].inc(usage.cached_tokens)
         return TokenUse(charged, usage.prompt_tokens, usage.output_tokens)
+
+
+def _is_none_left(answer: object) -> bool:
+    """Return whether a router says that each server is excluded."""
+    return isinstance(answer, SelectRefused) and answer.code == "all_excluded"

@@ -31,6 +31,8 @@ class TextFault(Struct, frozen=True):
     why: str
     passes: bool = False
     """Whether the client gets the answer if no other server has one."""
+    counts: bool = True
+    """Whether the server is suspected if its next answers are the same (text_suspects.py)."""
 
 
 def fault_of(status: int, content_type: str) -> TextFault | None:
@@ -38,7 +40,7 @@ def fault_of(status: int, content_type: str) -> TextFault | None:
     if content_type in ("text/html", "application/xhtml+xml"):  # no API's: a page, here a browser would believe it ours
         return TextFault("senseless", f"answers {status} with HTML")
     if status in BUSY:
-        return TextFault("refused", f"answers {status}", passes=True)
+        return TextFault("refused", f"answers {status}", passes=True, counts=status not in (429, 529))
     if status == 401:  # the client's key is another, and the text may show ours
         return TextFault("refused", "answers 401: text.api_key_file has no key that it takes")
     if status < 200 or status in (204, 205) or 300 <= status < 400:  # no redirect is followed

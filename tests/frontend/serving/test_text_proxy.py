@@ -20,7 +20,9 @@ import pytest
 from services.frontend.__main__ import check_files
 from services.frontend.config import AccessConfig, FrontendConfig, HttpConfig, LimitsConfig, TextServersConfig
 from services.frontend.protocol.text_body import LINE_BYTES
+from services.frontend.serving import text_proxy, text_suspects
 from services.frontend.serving.text_servers import read_text_files
+from services.frontend.serving.text_suspects import FAULTS
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
 from shared.errors import ConfigError
@@ -249,6 +251,50 @@ async def test_a_server_that_is_not_there_is_followed_by_another_one(directory: 
         assert w.metric("headrace_attempts_lost_total", reason="unreachable") == 3
 
 
+async def test_a_server_that_answers_nothing_but_errors_is_passed_over_until_it_answers(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = TextPeer(says(whole(b"{}", 500))), TextPeer()
+    async with routed(directory, one, two) as w:
+        assert [(await posted(w))[0] for _ in range(FAULTS + 5)] == [500] * FAULTS + [200] * 5
+        await two.kill()
+        assert await posted(w) == (500, b"{}"), "no other one is there"
+        await two.start()
+        assert (await posted(w))[0] == 200
+        one.script = says(WHOLE_STREAM)
+        monkeypatch.setattr(text_suspects, "PAUSE_S", -1.0)
+        assert await posted(w) == (200, ANSWER)
+        while not await posted_to(w, one):
+            pass
+
+
+async def posted_to(w: World, peer: TextPeer) -> bool:
+    """Ask once; return whether this server was asked."""
+    before = len(peer.asked)
+    assert await posted(w) == (200, ANSWER)
+    return len(peer.asked) > before
+
+
+async def test_a_server_that_hangs_is_passed_over(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs(_: Asked, __: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(DEADLINE_S)
+
+    monkeypatch.setattr(text_proxy, "HANGS_S", 0.01)
+    one, two = TextPeer(hangs), TextPeer()
+    async with routed(directory, one, two) as w:
+        for _ in range(FAULTS):
+            asking, asked = asyncio.create_task(posted(w)), len(one.asked)
+            async with asyncio.timeout(DEADLINE_S):
+                while len(one.asked) == asked:  # noqa: ASYNC110 - the peer is another task's
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            one.left.clear()
+            asking.cancel()
+            await one.left.wait()
+        assert await posted(w) == (200, ANSWER)
+        assert len(one.asked) == FAULTS
+
+
 async def test_a_connection_that_a_server_closed_is_made_again_if_no_other_server_is_left(directory: Path) -> None:
     times = iter(range(9))
 
@@ -263,7 +309,10 @@ async def test_a_connection_that_a_server_closed_is_made_again_if_no_other_serve
         assert (await freed(w))[-1] > 1
 
 
-async def test_wherever_an_answer_is_cut_it_is_whole_elsewhere_or_ends_with_an_error(directory: Path) -> None:
+async def test_wherever_an_answer_is_cut_it_is_whole_elsewhere_or_ends_with_an_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_suspects, "FAULTS", 1 << 20)  # or few requests would be cut
     cut = 0
 
     async def cuts(_: Asked, writer: asyncio.StreamWriter) -> None:
