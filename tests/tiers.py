@@ -61,6 +61,7 @@ FILES: Mapping[str, Tier] = {
     "tests/frontend/models/test_template_trial.py": "all",
     "tests/frontend/openapi/test_document.py": "all",
     "tests/frontend/serving/test_text_proxy.py": "all",
+    "tests/frontend/structured/test_compiler.py": "all",
     "tests/frontend/test_flood.py": "all",
     "tests/frontend/test_main.py": "all",
     "tests/kvbm/disk/test_disk_killed.py": "all",
