@@ -261,7 +261,7 @@ async def test_what_this_process_has_no_room_for_is_429_with_its_limit(directory
     async with picking(directory, LimitsConfig(requests=1, drain_s=0.0)) as (_, gateway):
         first = gateway.ask()
         await chosen(first)
-        status, headers = refusal(await chosen(gateway.ask()))
+        status, headers = refusal(await gateway.ask().read())  # it reads nothing before
         assert status == 429
         assert "requests" in headers[REASON]
         await first.end()
