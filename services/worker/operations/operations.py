@@ -286,7 +286,7 @@ class Operations:
             return [NoteFault(f"the LoRA {name_of_lora(step.name)} is gone: {failed}"), *self._follow(rest)]
         if self._restoring:
             self.state = WorkerState.DRAINED
-            return [NoteFault(f"the worker does not go back to sleep: {failed}"), *self._follow([])]
+            return [NoteFault(f"the worker does not go back to sleep: {failed}"), *self._follow(self._loads())]
         self._failed = failed
         return self._follow(self._loads() if self.state is WorkerState.FALLING_ASLEEP else [])
 

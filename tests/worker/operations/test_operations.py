@@ -303,6 +303,24 @@ def test_a_worker_that_sleeps_goes_back_to_sleep_when_its_engine_was_lost() -> N
     assert (world.engine_asleep, world.engine_loras, world.seen()[0]) == (True, {lora("sql")}, "asleep")
 
 
+def test_a_worker_that_does_not_go_back_to_a_deep_sleep_has_its_loras() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.ask("sleep", level=2)
+    world.settle()
+    world.lose()
+    world.start()
+    world.do("it cannot")
+    world.settle()
+    assert world.faults == ["the worker does not go back to sleep: it cannot"]
+    assert (world.engine_asleep, world.engine_loras, world.operations.state) == (
+        False,
+        {lora("sql")},
+        WorkerState.DRAINED,
+    )
+
+
 def test_an_engine_that_started_while_an_operation_put_it_to_sleep_is_not_asked_twice() -> None:
     world = worker()
     world.ask("load_lora", "sql")
