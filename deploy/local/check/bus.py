@@ -25,6 +25,7 @@ from shared.bus.nats_connection import (
 from shared.bus.nats_servers import server_urls, without_password
 from shared.config import NatsConfig
 from shared.errors import BusDown
+from shared.file_reads import FileReads
 
 LIMIT_S = 5.0
 ANSWER_LIMIT_S = 1.0
@@ -49,7 +50,7 @@ async def _measure(config: NatsConfig, url: str, namespace: str) -> BusMeasured 
     shown = without_password(url)
     try:
         async with asyncio.timeout(LIMIT_S):
-            await dial(client, config, url, "headrace check", said.append)
+            await dial(client, config, url, "headrace check", said.append, FileReads())
             return await _Probe(client, config, namespace, said).run(shown)
     except (*FAILURES, BusDown) as wrong:
         for each in (*said, wrong):
