@@ -100,7 +100,8 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Blocks that kvbm is offered: filled: each as soon as it is full; evicted: only those that will soon be evicted
     from the device; off: none."""
     wait_s: Seconds = 0.0
-    """Most seconds that a request waits for blocks that kvbm holds. 0 means as long as computing them would take."""
+    """Most seconds that a request waits for blocks that kvbm holds, however long earlier ones took. 0 means as long as
+    computing them would take, and not at all if the latest answers took longer."""
     timeout_s: Annotated[float, Meta(gt=0, le=4)] = 2.0
     """Most seconds until each of kvbm's answers. It must be less than the frontends' `frozen_s`, since no step is made
     while all requests wait for an answer."""

@@ -320,7 +320,7 @@ class Onboarding:
     def _enqueue(self, sequence: Sequence, tokens_per_s: float, now_s: float) -> None:
         keys = sequence.reusable_keys
         missing_s = (len(keys) - self._pool.longest_prefix(keys)) * self._block_size / tokens_per_s
-        if missing_s > self._cost_s:
+        if missing_s > (0.0 if self._wait_s else self._cost_s):
             self._fetches[sequence.arrival] = SequenceFetch(sequence, now_s, now_s + (self._wait_s or missing_s))
         elif missing_s:
             self._cost_s *= _FORGETS

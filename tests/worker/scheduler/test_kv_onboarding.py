@@ -622,6 +622,17 @@ def test_where_computing_is_cheaper_than_a_round_trip_no_sequence_asks_until_tha
     kvbm.run()
 
 
+def test_with_a_bound_of_its_own_each_sequence_asks_however_long_others_waited() -> None:
+    kvbm = kvbm_with(PROMPT, wait_s=20.0)
+    kvbm.engine.submit("a", PROMPT, max_tokens=1)
+    kvbm.poll()
+    kvbm.settle(0, took_s=1000.0)
+    kvbm.run()
+    kvbm.engine.submit("b", OTHER, max_tokens=1)
+    assert len(kvbm.poll()) == 1
+    kvbm.run()
+
+
 def test_what_asking_one_kvbm_cost_says_nothing_of_the_next_one() -> None:
     kvbm = kvbm_with(PROMPT)
     kvbm.engine.submit("a", PROMPT, max_tokens=1)
