@@ -130,28 +130,19 @@ class WayLog:
         counts: Callable[[], WayCounts],
         received_s: float,
         now_s: float,
+        *,
+        passes: bool = False,
     ) -> Way:
-        """Add a request whose prompt is tokenised, and return its Way; at the limit the oldest one is forgotten."""
+        """Add a request whose prompt is tokenised, and return its Way; at the limit the oldest one is forgotten. One
+        that `passes` has no session, and `end_passing` follows."""
+        self._passing += passes
         self._begun += 1
         way = Way(counts, short_name(request), model, prompt_tokens, min(received_s or now_s, now_s), now_s)
         self._ways.append(way)
         return way
 
-    def begin_passing(
-        self,
-        request: str,
-        model: str,
-        prompt_tokens: int,
-        counts: Callable[[], WayCounts],
-        received_s: float,
-        now_s: float,
-    ) -> Way:
-        """Add a request that has no session, as `begin` does. `end_passing` follows."""
-        self._passing += 1
-        return self.begin(request, model, prompt_tokens, counts, received_s, now_s)
-
     def end_passing(self, way: Way, outcome: str, now_s: float) -> None:
-        """Record the end of such a request."""
+        """Record the end of a request that passes."""
         self._passing -= 1
         way.end(outcome, now_s)
 

@@ -212,7 +212,7 @@ class TextReply:
         """The tokens of the answer. None before its end."""
         begun = (context.id.unique, model, asked.prompt_tokens, self._counts, context.received_s, self._now())
         self._ways = proxy.service.ways or WayLog(0)  # which keeps none, as there is no page
-        self._way = self._ways.begin_passing(*begun)
+        self._way = self._ways.begin(*begun, passes=True)
 
     async def begin(self, path: str, body: bytes) -> None:
         """Find a server that answers. Raise as `TextProxy.answer`."""
@@ -290,7 +290,8 @@ class TextReply:
 
     def _judge(self, instance: str, fault: TextFault | None) -> None:
         """Note whether a server answered. One that is busy did, and one that fails did not."""
-        if self.status >= 500 if fault is None else fault.counts:
+        failed = self.status >= 500 if fault is None else fault.counts
+        if failed:
             self._proxy.suspects.fault(instance, self._now())
         else:
             self._proxy.suspects.answered(instance)

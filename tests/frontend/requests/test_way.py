@@ -115,7 +115,7 @@ def test_only_the_latest_workers_are_kept() -> None:
 
 def test_a_request_without_a_session_marks_its_steps_itself_and_counts_as_running() -> None:
     log, counts = WayLog(LIMIT), [(2, (0, 0, 0))]
-    way = log.begin_passing(OWN, "m", 40, lambda: counts[-1], 10.0, 10.5)
+    way = log.begin(OWN, "m", 40, lambda: counts[-1], 10.0, 10.5, passes=True)
     for now_s in (11.0, 12.0):
         way.choose(1, "w1", now_s)
         way.accept(now_s)
