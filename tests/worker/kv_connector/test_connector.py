@@ -634,9 +634,13 @@ def test_a_fetch_that_is_not_answered_costs_the_link_nothing(world: World) -> No
 
 @pytest.mark.parametrize("answer", ["none", "refused"])
 def test_what_a_fetch_cost_is_known_though_nothing_came_of_it(world: World, answer: str) -> None:
-    """Else a kvbm that only hesitates would keep every request waiting, each as long."""
-    first, second = world.engines
+    """Else a kvbm that only hesitates would keep every request waiting, each as long as its computing would take."""
+    world.waits_s = (0.0,)
+    first, second = world.engines[0], world.start_engine()
+    world.settle()
     compute(world, first)
+    second.submit("how slow steps are", [3, 3, 3, 3], 1)
+    world.settle()
     second.submit("again", PROMPT, 1)
     ask = until(world, second, "fetch")
     second.asks.remove(ask)
