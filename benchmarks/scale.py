@@ -38,7 +38,7 @@ import msgspec
 from benchmarks.index_workload import draw_hashes
 from benchmarks.report import Goal, report
 from services.router.config import IndexConfig, LoadConfig, RouterConfig
-from services.router.index.kv_events import EngineHash, RemovedEvent, StoredEvent
+from services.router.index.kv_events import ENGINE_HASH_BITS, RemovedEvent, StoredEvent, shortened
 from services.router.selection.left_out import LeftOutWorkers
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN
@@ -175,10 +175,10 @@ class _Fleet:
     def _hold(self, router: ModelRouter, name: str, own: list[int], tokens: bytes) -> None:
         """Store the first blocks of a chain at a worker, as its events do; `own` are the engine's names of them."""
         for start in range(0, len(own), EVENT_BLOCKS):
-            known: list[EngineHash] = [*own[start : start + EVENT_BLOCKS]]
+            known = shortened(own[start : start + EVENT_BLOCKS])
             part = tokens[4 * BLOCK_SIZE * start : 4 * BLOCK_SIZE * (start + len(known))]
             router.caches.chains[name, 0].apply(
-                StoredEvent(known, own[start - 1] if start else None, part, *PLAIN, len(known))
+                StoredEvent(known, own[start - 1] & ENGINE_HASH_BITS if start else None, part, *PLAIN, len(known))
             )
 
     def report(self) -> None:
