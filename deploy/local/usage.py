@@ -328,8 +328,18 @@ class ChatFlags(ClientFlags, frozen=True, kw_only=True):
 
 
 class BenchFlags(ClientFlags, frozen=True, kw_only=True):
-    """Measure a sweep of loads; see docs/bench.md."""
+    """Measure loads at an endpoint, or compare fleets that are started for it; see docs/bench.md."""
 
+    up: Words = []
+    """The flags of an `up` to start and measure, after --: -- --workers 8 (the API at --url). Its workers are
+    simulated, unless --engine names another engine."""
+    compare: Annotated[list[str], "NAME=V,V"] = []
+    """A setting in which fleets differ, each started for this bench: policy=round-robin,kv or another flag of `up`,
+    worker.max_running=8,32, simulated.speed=1,2, topology=aggregated,store,split,1+3."""
+    rounds: int = 3
+    """The number of rounds, in each of which all compared fleets get the same requests."""
+    one_at_a_time: bool = False
+    """Start each fleet for its turn alone, in place of all of them side by side."""
     concurrency: Numbers = ""
     """The numbers of requests in flight; each is one load."""
     rate: Numbers = ""
@@ -340,6 +350,16 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The number of words of each prompt."""
     shared_words: int = 0
     """The number of words that all prompts begin with."""
+    prefix_ratio: Annotated[str, "R,…"] = ""
+    """The share of each prompt that is shared, in place of --shared-words; each is one load."""
+    prefixes: int = 1
+    """The number of different beginnings that are shared; each request has one of them at random."""
+    spread: float = 0.0
+    """The standard deviation of the lengths of prompts and answers, divided by their mean."""
+    scenarios: Annotated[str, "NAME,…"] = "mixed"
+    """What is measured of each load: mixed; prefill (answers of one token); decode (prompts that were sent before)."""
+    tokens: bool = False
+    """Send prompts as token ids to /v1/completions, so that a word is exactly one token."""
     prompts: File | None = None
     """The file with one prompt per line, in place of generated prompts."""
     output_tokens: int = 128

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from deploy.local.bench.plan import Point
+from deploy.local.bench.plan import Point, load_name
 from deploy.local.table import table
 
 Outcome = Literal["done", "ended early", "refused", "failed", "timed out", "unreadable", "unreachable"]
@@ -33,6 +33,14 @@ class Result(Struct, frozen=True):
     completion_tokens: int | None = None
     """The server's count. None if it sent no usage."""
     retry_after_s: float = 0.0
+    cached_tokens: int | None = None
+    """The prompt's tokens that were found in a cache. None if the server does not say it."""
+    sent_at_s: float = 0.0
+    """When it was sent, in seconds of a clock that all requests of a load share."""
+    turn: int = 1
+    """Which turn of its session it was."""
+    asked_tokens: int = 0
+    """How many tokens the answer was to have."""
 
 
 class Spread(Struct, frozen=True):
@@ -42,6 +50,16 @@ class Spread(Struct, frozen=True):
     p90: float | None = None
     p99: float | None = None
     max: float | None = None
+
+
+class RowKey(Struct, frozen=True):
+    """What was measured, when a bench compares."""
+
+    variant: str = ""
+    """The settings that differ between the fleets, such as `policy=kv`. Empty if there is one fleet."""
+    round: int = 1
+    may_stop: bool = False
+    """True if answers may be shorter than asked for."""
 
 
 class BenchRow(Struct, frozen=True):
@@ -72,22 +90,47 @@ class BenchRow(Struct, frozen=True):
     """Share of one core that the driver used. Near 1, the numbers measure the driver and not the server."""
     complete: bool
     """True if all planned requests were sent and have ended."""
+    variant: str = ""
+    round: int = 1
+    scenario: str = "mixed"
+    prefix_ratio: float | None = None
+    cached_ratio: float | None = None
+    """The share of all prompts' tokens that were found in caches. None if the server does not say it."""
+    prompt_tokens_per_s: float | None = None
+    short_answers: int = 0
+    """Answers that have fewer tokens than were asked for with ignore_eos."""
 
     @property
     def name(self) -> str:
-        return f"{self.load} {self.value:g}"
+        """The load in words."""
+        return load_name(self.load, self.value, self.scenario, self.prefix_ratio)
+
+    @property
+    def full_name(self) -> str:
+        """The load, the fleet and the round in words."""
+        return f"{self.name}, {self.variant}, round {self.round}" if self.variant else self.name
 
 
-def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: float) -> BenchRow:
-    """Return the row of a point. Latencies count only requests that were done; tokens count all that arrived."""
+def row_of(
+    point: Point,
+    results: Sequence[Result],
+    seconds: float,
+    driver_cpu: float,
+    *,
+    planned: int | None = None,
+    key: RowKey = RowKey(),  # noqa: B008 - it is frozen
+) -> BenchRow:
+    """Return the row of a point, of which `planned` requests were to be sent. Latencies count only requests that were
+    done; tokens count all that arrived."""
     done = [result for result in results if result.outcome == "done"]
     counted = [result.completion_tokens for result in results]
     tokens = sum(result.events if count is None else count for result, count in zip(results, counted, strict=True))
     reported = all(result.completion_tokens is not None for result in done)
     prompts = [result.prompt_tokens for result in done if result.prompt_tokens is not None]
+    cached = [result.cached_tokens for result in done if result.cached_tokens is not None]
     lasting_s = max(seconds, 1e-9)
     return BenchRow(
-        load="concurrency" if point.loop == "closed" else "rate",
+        load=point.load,
         value=point.value,
         requests=len(results),
         outcomes=Counter(result.outcome for result in results),
@@ -102,8 +145,19 @@ def row_of(point: Point, results: Sequence[Result], seconds: float, driver_cpu: 
         tokens_by="usage" if reported else "events",
         prompt_tokens=sum(prompts) / len(prompts) if prompts else None,
         driver_cpu=driver_cpu,
-        complete=len(results) == point.requests,
+        complete=len(results) == (point.requests if planned is None else planned),
+        variant=key.variant,
+        round=key.round,
+        scenario=point.scenario,
+        prefix_ratio=point.prefix_ratio,
+        cached_ratio=sum(cached) / max(1, sum(prompts)) if cached else None,
+        prompt_tokens_per_s=sum(prompts) / lasting_s if prompts else None,
+        short_answers=0 if key.may_stop else sum(_is_short(result) for result in done),
     )
+
+
+def _is_short(result: Result) -> bool:
+    return result.completion_tokens is not None and result.completion_tokens < result.asked_tokens
 
 
 def _time_per_token_s(result: Result) -> float | None:
@@ -122,34 +176,40 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 def render(rows: Sequence[BenchRow]) -> str:
     """Return the rows as a table with latencies in ms, and notes."""
-    head = "LOAD  DONE  FAILED  TTFT MS P50  P99  INTER-TOKEN MS P50  P99  WHOLE MS P50  P99  TOKENS/S  REQ/S"
+    head = "LOAD  DONE  FAILED  TTFT MS P50  P99  INTER-TOKEN MS P50  P99  WHOLE MS P50  P99  TOKENS/S  REQ/S  CACHED"
     cells: list[Sequence[object]] = []
     for row in rows:
         done = row.outcomes.get("done", 0)
         spreads = (row.first_token_s, row.inter_token_s, row.whole_s)
         latencies = [_ms(share) for each in spreads for share in (each.p50, each.p99)]
         rates = (f"{row.tokens_per_s:,.0f}", f"{row.requests_per_s:,.1f}")
-        cells.append((row.name, done, row.requests - done, *latencies, *rates))
-    return "\n".join([table(head, cells), *(note for row in rows for note in _notes(row))])
+        cached = "-" if row.cached_ratio is None else f"{row.cached_ratio:.0%}"
+        cells.append((row.full_name, done, row.requests - done, *latencies, *rates, cached))
+    return "\n".join([table(head, cells), *(note for row in rows for note in notes(row))])
 
 
-def _notes(row: BenchRow) -> list[str]:
+def notes(row: BenchRow) -> list[str]:
     """Return warnings about a row."""
     failed = {name: number for name, number in row.outcomes.items() if name != "done"}
-    notes: list[str] = []
+    found: list[str] = []
     if failed:
         reason = next(iter(row.reasons), "")
         counts = ", ".join(f"{number} {name}" for name, number in failed.items())
-        notes.append(f"{row.name}: {counts}" + (f" ({reason})" if reason else ""))
+        found.append(f"{row.full_name}: {counts}" + (f" ({reason})" if reason else ""))
+    if row.short_answers:
+        found.append(
+            f"{row.full_name}: {row.short_answers} answers have fewer tokens than were asked for: the endpoint ignores "
+            "ignore_eos, or prompts leave no room for them; with --may-stop this is not noted"
+        )
     if row.tokens_by == "events":
-        notes.append(f"{row.name}: the server sent no usage; each event counts as one token")
+        found.append(f"{row.full_name}: the server sent no usage; each event counts as one token")
     if row.driver_cpu > 0.8:
-        notes.append(
-            f"{row.name}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit instead of the server"
+        found.append(
+            f"{row.full_name}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit, not the server"
         )
     if not row.complete:
-        notes.append(f"{row.name}: not complete")
-    return notes
+        found.append(f"{row.full_name}: not complete")
+    return found
 
 
 def _ms(seconds: float | None) -> str:

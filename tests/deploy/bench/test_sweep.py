@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.local.bench import client
 from deploy.local.bench.plan import Point
 from deploy.local.bench.sweep import BenchOptions, aiperf_arguments
 from deploy.local.cli import main
+from deploy.local.size import token_client
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -239,7 +239,7 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
 async def test_a_list_of_models_that_is_too_long_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "LIST_LIMIT_BYTES", 10)
+    monkeypatch.setattr(token_client, "LIST_LIMIT_BYTES", 10)
     async with serving() as server:
         assert await bench(server, tmp_path) == (1, {})
     assert "/v1/models has more than 10 bytes" in capsys.readouterr().err

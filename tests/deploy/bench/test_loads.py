@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.local.bench.loads import Ask, AskShape, drawn_asks, prompt_text, prompt_tokens
+
+
+def drawn(shape: AskShape, number: int, load: str = "rate 1") -> list[Ask]:
+    return list(islice(drawn_asks(shape, (), 1, load), number))
+
+
+@given(words=st.integers(1, 60), shared=st.integers(0, 60))
+def test_made_up_prompts_have_their_length_and_share_their_opening_alone(words: int, shared: int) -> None:
+    shared = min(shared, words)
+    found = [prompt_text(ask).split() for ask in drawn(AskShape(words, 1, shared=shared), 3)]
+    assert [len(prompt) for prompt in found] == [words] * 3
+    assert len({tuple(prompt[:shared]) for prompt in found}) == 1
+    if words - shared > 40:
+        assert len({tuple(prompt) for prompt in found}) == 3
+
+
+def test_given_prompts_come_in_turn_without_end() -> None:
+    asks = drawn_asks(AskShape(512, 1), ["one", " two"], 0, "rate 1")
+    assert [prompt_text(ask) for ask in islice(asks, 3)] == ["one", " two", "one"]
+
+
+def test_two_loads_of_a_sweep_share_their_openings_and_no_whole_prompt() -> None:
+    shape = AskShape(100, 1, shared=40)
+    one, other = (prompt_text(drawn(shape, 1, load)[0]).split() for load in ("rate 1", "rate 2"))
+    assert one[:40] == other[:40]
+    assert one != other
+    assert drawn(shape, 5) == drawn(shape, 5)
+
+
+def test_a_shared_ratio_is_one_of_each_prompts_length_and_some_beginnings_are_drawn() -> None:
+    asks = drawn(AskShape(1000, 100, spread=0.5, shared_ratio=0.9, beginnings=4), 400)
+    lengths = [sum(length for _, length in ask.parts) for ask in asks]
+    assert len(set(lengths)) > 200
+    assert all(abs(ask.parts[0][1] - 0.9 * length) <= 1 for ask, length in zip(asks, lengths, strict=True))
+    assert len({ask.parts[0][0] for ask in asks}) == 4
+    mean = sum(lengths) / 400
+    deviation = (sum((length - mean) ** 2 for length in lengths) / 400) ** 0.5
+    assert 900 < mean < 1100
+    assert 0.4 < deviation / mean < 0.6
+    assert 90 < sum(ask.output for ask in asks) / 400 < 110
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_of_one_name_a_shorter_part_is_the_beginning_of_a_longer_one(one: int, other: int) -> None:
+    short, long = (Ask((("a", length),), 1) for length in sorted((one, other)))
+    ids = range(300, 900)
+    assert prompt_tokens(long, ids)[: min(one, other)] == prompt_tokens(short, ids)
+    assert prompt_text(long).split()[: min(one, other)] == prompt_text(short).split()
