@@ -358,6 +358,11 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The standard deviation of the lengths of prompts and answers, divided by their mean."""
     scenarios: Annotated[str, "NAME,…"] = "mixed"
     """What is measured of each load: mixed; prefill (answers of one token); decode (prompts that were sent before)."""
+    trace: File | None = None
+    """The file with requests and their times, in place of drawn ones: Mooncake's JSON lines, Azure's CSV, or a
+    frontend's access log as JSON."""
+    speed: Annotated[str, "S,…"] = "1"
+    """How many times as fast the trace's clock runs; each is one load."""
     tokens: bool = False
     """Send prompts as token ids to /v1/completions, so that a word is exactly one token."""
     prompts: File | None = None

@@ -8,8 +8,10 @@ from pathlib import Path
 from msgspec.structs import asdict, replace
 
 from deploy.local.bench import plan
+from deploy.local.bench.plan import Point
 from deploy.local.bench.sweep import BenchOptions
 from deploy.local.bench.variants import variants
+from deploy.local.size.traffic import REQUESTS_LIMIT, Traffic, read_traffic
 from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError
 
@@ -25,6 +27,9 @@ LIMITS = {
     "prefixes": (1, LIMIT),
     "rounds": (1, 100),
 }
+TRACE_LIMIT_BYTES = 1 << 30
+NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts")
+"""Flags of the requests that a trace has itself."""
 
 
 def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, prompts: str) -> BenchOptions:
@@ -44,18 +49,43 @@ def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, p
         raise ConfigError("--url measures an endpoint, --compare and flags after -- start fleets: give one of the two")
     if own and flags.driver == "aiperf":
         raise ConfigError("--driver aiperf measures an endpoint: leave out --compare and flags after --")
-    points = plan.points(
-        flags.concurrency or ("" if flags.rate else "1,8,32"),
-        flags.rate,
-        flags.requests,
-        prefix_ratios=plan.prefix_ratios_of(flags.prefix_ratio),
-        scenarios=plan.scenarios_of(flags.scenarios),
-    )
+    traffic = None if flags.trace is None else _traffic(flags, flags.trace)
     return BenchOptions(
         **asdict(replace(flags, url=url)),
-        points=points,
+        points=_points(flags, traffic),
+        traffic=traffic,
         command=" ".join(("headrace", *words)),
         fleets=variants(flags.compare, flags.up) if own else (),
         given=plan.lines(prompts, str(flags.prompts)) if flags.prompts is not None else (),
         key=key,
     )
+
+
+def _points(flags: BenchFlags, traffic: Traffic | None) -> list[Point]:
+    scenarios = plan.scenarios_of(flags.scenarios)
+    if traffic is not None:
+        if scenarios != ["mixed"]:
+            raise ConfigError("--scenarios: a trace has lengths of its own")
+        return plan.trace_points(flags.speed, len(traffic.rows))
+    if flags.speed != BenchFlags().speed:
+        raise ConfigError("--speed needs --trace")
+    return plan.points(
+        flags.concurrency or ("" if flags.rate else "1,8,32"),
+        flags.rate,
+        flags.requests,
+        prefix_ratios=plan.prefix_ratios_of(flags.prefix_ratio),
+        scenarios=scenarios,
+    )
+
+
+def _traffic(flags: BenchFlags, file: Path) -> Traffic:
+    """Read a trace. Raise ConfigError."""
+    if given := next((name for name in NOT_WITH_TRACE if getattr(flags, name)), None):
+        raise ConfigError(f"--{given.replace('_', '-')}: a trace has requests and times of its own")
+    try:
+        if file.stat().st_size > TRACE_LIMIT_BYTES:
+            raise ConfigError(f"--trace {file}: has more than {TRACE_LIMIT_BYTES} bytes")
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as wrong:
+        raise ConfigError(f"--trace {file}: {wrong.strerror}") from None
+    return read_traffic(text, str(file), flags.requests or REQUESTS_LIMIT)

@@ -12,10 +12,11 @@ from typing import Any
 from msgspec import Struct
 
 from deploy.local.bench.client import Client, client
-from deploy.local.bench.loads import Ask, AskShape, Session, Turn, drawn_asks
+from deploy.local.bench.loads import Ask, AskShape, Session, Turn, drawn_asks, trace_sessions
 from deploy.local.bench.plan import Point, arrivals
 from deploy.local.bench.rows import BenchRow, Result, RowKey, row_of
 from deploy.local.size.token_client import server_version, token_client
+from deploy.local.size.traffic import Traffic
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 
@@ -41,6 +42,8 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
     warmup: int
     timeout_s: float
     seed: int
+    traffic: Traffic | None = None
+    """The requests of a trace, in place of drawn ones."""
 
 
 class Measurer:
@@ -58,6 +61,7 @@ class Measurer:
         """Measure a point and append its row, even if it is interrupted. Raise Unavailable if none of the requests of
         the first warm-up is answered."""
         shape, seed = self._shape(point), self._options.seed + key.round - 1
+        traffic = self._options.traffic
         asks = drawn_asks(shape, self._options.given, seed, point.name)
         warm = list(islice(asks, self._options.warmup))
         if point.scenario == "decode":
@@ -65,8 +69,11 @@ class Measurer:
             warm += [Ask(ask.parts, 1, ask.turn, ask.text) for ask in measured]
             asks = iter(measured)
         await self._warm_up(point, warm, needed=not rows)
-        times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
-        sessions = (Session(at_s, (Turn(next(asks)),)) for at_s in times)
+        if traffic is not None:
+            sessions = trace_sessions(traffic, point.value)
+        else:
+            times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
+            sessions = (Session(at_s, (Turn(next(asks)),)) for at_s in times)
         await self._measure(point, sessions, point.requests, rows, key)
         self._terminal.clear()
 

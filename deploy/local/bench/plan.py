@@ -85,6 +85,14 @@ def points(
     return found
 
 
+def trace_points(speeds: str, requests: int) -> list[Point]:
+    """Return a point for each speed of a trace. Raise ConfigError."""
+    found = [_number("--speed", text, least=0.001, whole=False) for text in speeds.split(",")]
+    if len(found) > POINTS_LIMIT:
+        raise ConfigError(f"a sweep has at most {POINTS_LIMIT} points")
+    return [Point("trace", speed, requests) for speed in found]
+
+
 def scenarios_of(text: str) -> list[Scenario]:
     """Return the scenarios that a flag lists. Raise ConfigError."""
     found: list[Scenario] = [one for word in text.split(",") for one in get_args(Scenario) if one == word]

@@ -29,6 +29,7 @@ from deploy.local.bench.ratios import Ratio, ratios, render_ratios, unsteady
 from deploy.local.bench.rows import BenchRow, RowKey, render
 from deploy.local.bench.variants import Variant
 from deploy.local.size.started_up import running_up
+from deploy.local.size.traffic import Traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError
@@ -42,6 +43,8 @@ class BenchOptions(BenchFlags, frozen=True, kw_only=True):
     command: str
     fleets: Sequence[Variant] = ()
     """The fleets to start and measure in place of the endpoint at `url`."""
+    traffic: Traffic | None = None
+    """The requests of the trace."""
     given: Sequence[str] = ()
     """Prompts to send instead of generated ones."""
     key: str = ""
@@ -60,6 +63,7 @@ class BenchOptions(BenchFlags, frozen=True, kw_only=True):
             warmup=self.warmup,
             timeout_s=self.timeout_s,
             seed=self.seed,
+            traffic=self.traffic,
         )
 
 
@@ -184,8 +188,8 @@ def run_aiperf(options: BenchOptions) -> int:
         )
     if not options.model or not options.tokenizer:
         raise ConfigError("--driver aiperf needs --model, and --tokenizer with a directory or a name on the hub")
-    if options.given:
-        raise ConfigError("--driver aiperf makes its own prompts; remove --prompts")
+    if options.given or options.traffic is not None:
+        raise ConfigError("--driver aiperf makes its own prompts; remove --prompts and --trace")
     if options.key:
         raise ConfigError("--driver aiperf takes a key only as a flag, which `ps` shows; give no API key")
     for point in options.points:

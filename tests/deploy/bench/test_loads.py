@@ -5,7 +5,8 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.bench.loads import Ask, AskShape, drawn_asks, prompt_text, prompt_tokens
+from deploy.local.bench.loads import Ask, AskShape, drawn_asks, prompt_text, prompt_tokens, trace_sessions
+from deploy.local.size.traffic import Traffic, TrafficRow
 
 
 def drawn(shape: AskShape, number: int, load: str = "rate 1") -> list[Ask]:
@@ -54,3 +55,19 @@ def test_of_one_name_a_shorter_part_is_the_beginning_of_a_longer_one(one: int, o
     ids = range(300, 900)
     assert prompt_tokens(long, ids)[: min(one, other)] == prompt_tokens(short, ids)
     assert prompt_text(long).split()[: min(one, other)] == prompt_text(short).split()
+
+
+def test_equal_names_of_a_trace_are_equal_beginnings_at_its_times() -> None:
+    rows = [
+        TrafficRow(1000.0, 1000, 5, [7, 8]),
+        TrafficRow(3000.0, 1500, 0, [7, 8, 9]),
+        TrafficRow(3000.0, 500, 1, [3]),
+    ]
+    sessions = list(trace_sessions(Traffic(512, rows), 4.0))
+    assert [session.at_s for session in sessions] == [0.0, 0.5, 0.5]
+    asks = [session.turns[0].ask for session in sessions]
+    assert [ask.output for ask in asks] == [5, 1, 1]
+    first, second, third = (prompt_tokens(ask, range(300, 900)) for ask in asks)
+    assert [len(first), len(second), len(third)] == [1000, 1500, 500]
+    assert second[:1000] == first
+    assert third[:16] != first[:16]
