@@ -362,7 +362,10 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The file with requests and their times, in place of drawn ones: Mooncake's JSON lines, Azure's CSV, or a
     frontend's access log as JSON."""
     speed: Annotated[str, "S,…"] = "1"
-    """How many times as fast the trace's clock runs; each is one load."""
+    """How many times as fast the trace's clock runs, each as one load; or one number for the pauses of agents."""
+    agentic: Annotated[float, "SCALE"] = 0.0
+    """Send sessions of agents, with many turns, pauses for tools and subagents, in place of single requests; 1 has the
+    published lengths, 142,000 tokens in, 0.1 a tenth of them."""
     tokens: bool = False
     """Send prompts as token ids to /v1/completions, so that a word is exactly one token."""
     prompts: File | None = None

@@ -26,10 +26,12 @@ LIMITS = {
     "spread": (0, 10),
     "prefixes": (1, LIMIT),
     "rounds": (1, 100),
+    "agentic": (0, 10),
 }
 TRACE_LIMIT_BYTES = 1 << 30
-NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts")
-"""Flags of the requests that a trace has itself."""
+NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts", "agentic")
+NOT_WITH_AGENTS = ("prefix_ratio", "shared_words", "prompts", "spread")
+"""Flags of the requests that a trace, or agents' sessions, have themselves."""
 
 
 def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, prompts: str) -> BenchOptions:
@@ -67,8 +69,10 @@ def _points(flags: BenchFlags, traffic: Traffic | None) -> list[Point]:
         if scenarios != ["mixed"]:
             raise ConfigError("--scenarios: a trace has lengths of its own")
         return plan.trace_points(flags.speed, len(traffic.rows))
-    if flags.speed != BenchFlags().speed:
-        raise ConfigError("--speed needs --trace")
+    if flags.speed != BenchFlags().speed and not flags.agentic:
+        raise ConfigError("--speed needs --trace or --agentic")
+    if flags.agentic:
+        _check_agentic(flags)
     return plan.points(
         flags.concurrency or ("" if flags.rate else "1,8,32"),
         flags.rate,
@@ -89,3 +93,12 @@ def _traffic(flags: BenchFlags, file: Path) -> Traffic:
     except OSError as wrong:
         raise ConfigError(f"--trace {file}: {wrong.strerror}") from None
     return read_traffic(text, str(file), flags.requests or REQUESTS_LIMIT)
+
+
+def _check_agentic(flags: BenchFlags) -> None:
+    if given := next((name for name in NOT_WITH_AGENTS if getattr(flags, name)), None):
+        raise ConfigError(f"--{given.replace('_', '-')}: agents have prompts of their own")
+    if flags.scenarios != BenchFlags().scenarios:
+        raise ConfigError("--scenarios: agents have answers of their own")
+    if len(plan.trace_points(flags.speed, 1)) > 1:
+        raise ConfigError("--speed: with --agentic, one number")

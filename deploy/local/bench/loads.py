@@ -35,6 +35,9 @@ WITH_SUBAGENTS = 0.44
 SYSTEM_SHARE = 0.14
 """The part of a turn's mean prompt that is the system prompt, which all sessions share. An assumption, as the numbers
 below: with it 96 % of the prompts' tokens were there in the turn before, as published."""
+COMPACTED = 2
+"""A prompt that is longer than this multiple of the mean is compacted: the next one begins with the system prompt
+alone."""
 TURNS_SPREAD, TURNS_LIMIT = 0.8, 4
 """The spread of the number of turns (the sigma of a log-normal), and its limit, as a multiple of the median."""
 TOOL_PAUSE_S = 5.0
@@ -158,14 +161,15 @@ def _with_subagents(draw: Random, session: Session, scale: float, speed: float, 
 
 
 def _agent(draw: Random, at_s: float, name: str, system: str, turns: int, scale: float, speed: float) -> Session:
-    """Return one agent's turns: each prompt is the one before, and what the answer and the tool have added to it."""
+    """Return one agent's turns: each prompt is the one before, with what the answer and the tool have added to it."""
     prompt = TURN_PROMPT * scale
     parts = [(system, max(1, round(SYSTEM_SHARE * prompt)))]
     # The mean prompt comes in the middle of a session with the median of turns.
     added = (1 - SYSTEM_SHARE) * prompt / (SESSION_TURNS / 2)
     made = []
     for turn in range(1, max(1, turns) + 1):
-        parts = [*parts, (f"turn {name} {turn}", drawn_length(draw, added, 0.5))]
+        kept = parts if sum(length for _, length in parts) <= COMPACTED * prompt else parts[:1]
+        parts = [*kept, (f"turn {name} {turn}", drawn_length(draw, added, 0.5))]
         pause_s = draw.expovariate(1 / TOOL_PAUSE_S) / speed if turn > 1 else 0.0
         made.append(Turn(Ask(parts, drawn_length(draw, TURN_OUTPUT * scale, 0.5), turn), pause_s))
     return Session(at_s, made)

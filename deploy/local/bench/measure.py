@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from deploy.local.bench.client import Client, client
-from deploy.local.bench.loads import Ask, AskShape, Session, Turn, drawn_asks, trace_sessions
+from deploy.local.bench.loads import Ask, AskShape, Session, Turn, agent_sessions, drawn_asks, trace_sessions
 from deploy.local.bench.plan import Point, arrivals
 from deploy.local.bench.rows import BenchRow, Result, RowKey, row_of
 from deploy.local.size.token_client import server_version, token_client
@@ -44,6 +44,10 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
     seed: int
     traffic: Traffic | None = None
     """The requests of a trace, in place of drawn ones."""
+    agents: float = 0.0
+    """By how much the published lengths of agents' sessions are multiplied. 0 if sessions are single requests."""
+    speed: float = 1.0
+    """What the pauses of agents are divided by."""
 
 
 class Measurer:
@@ -61,7 +65,7 @@ class Measurer:
         """Measure a point and append its row, even if it is interrupted. Raise Unavailable if none of the requests of
         the first warm-up is answered."""
         shape, seed = self._shape(point), self._options.seed + key.round - 1
-        traffic = self._options.traffic
+        options = self._options
         asks = drawn_asks(shape, self._options.given, seed, point.name)
         warm = list(islice(asks, self._options.warmup))
         if point.scenario == "decode":
@@ -69,12 +73,16 @@ class Measurer:
             warm += [Ask(ask.parts, 1, ask.turn, ask.text) for ask in measured]
             asks = iter(measured)
         await self._warm_up(point, warm, needed=not rows)
-        if traffic is not None:
-            sessions = trace_sessions(traffic, point.value)
+        times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
+        planned = point.requests
+        if options.traffic is not None:
+            sessions = trace_sessions(options.traffic, point.value)
+        elif options.agents:
+            made = agent_sessions(times, options.agents, options.speed, seed)
+            planned, sessions = sum(each.requests for each in made), iter(made)
         else:
-            times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
             sessions = (Session(at_s, (Turn(next(asks)),)) for at_s in times)
-        await self._measure(point, sessions, point.requests, rows, key)
+        await self._measure(point, sessions, planned, rows, key)
         self._terminal.clear()
 
     def _shape(self, point: Point) -> AskShape:

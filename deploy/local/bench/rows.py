@@ -52,6 +52,19 @@ class Spread(Struct, frozen=True):
     max: float | None = None
 
 
+class TurnRow(Struct, frozen=True):
+    """Some turns of agents' sessions."""
+
+    first: int
+    last: int
+    """Number of the last of these turns."""
+    requests: int
+    """The requests of these turns that were done."""
+    first_token_s: Spread
+    prompt_tokens: float | None
+    cached_ratio: float | None
+
+
 class RowKey(Struct, frozen=True):
     """What was measured, when a bench compares."""
 
@@ -99,6 +112,8 @@ class BenchRow(Struct, frozen=True):
     prompt_tokens_per_s: float | None = None
     short_answers: int = 0
     """Answers that have fewer tokens than were asked for with ignore_eos."""
+    turns: Sequence[TurnRow] = ()
+    """Measurements by turn, if sessions have several."""
 
     @property
     def name(self) -> str:
@@ -127,7 +142,6 @@ def row_of(
     tokens = sum(result.events if count is None else count for result, count in zip(results, counted, strict=True))
     reported = all(result.completion_tokens is not None for result in done)
     prompts = [result.prompt_tokens for result in done if result.prompt_tokens is not None]
-    cached = [result.cached_tokens for result in done if result.cached_tokens is not None]
     lasting_s = max(seconds, 1e-9)
     return BenchRow(
         load=point.load,
@@ -143,17 +157,48 @@ def row_of(
         requests_per_s=len(done) / lasting_s,
         tokens_per_s=tokens / lasting_s,
         tokens_by="usage" if reported else "events",
-        prompt_tokens=sum(prompts) / len(prompts) if prompts else None,
+        prompt_tokens=_mean(prompts),
         driver_cpu=driver_cpu,
         complete=len(results) == (point.requests if planned is None else planned),
         variant=key.variant,
         round=key.round,
         scenario=point.scenario,
         prefix_ratio=point.prefix_ratio,
-        cached_ratio=sum(cached) / max(1, sum(prompts)) if cached else None,
+        cached_ratio=_cached_ratio(done),
         prompt_tokens_per_s=sum(prompts) / lasting_s if prompts else None,
         short_answers=0 if key.may_stop else sum(_is_short(result) for result in done),
+        turns=_by_turn(done),
     )
+
+
+def _by_turn(done: Sequence[Result]) -> list[TurnRow]:
+    """Return the rows of the turns 1, 2 to 4, 5 to 16 and so on; none if all requests are first ones."""
+    groups: dict[int, list[Result]] = {}
+    for result in sorted(done, key=lambda result: result.turn):
+        groups.setdefault((result.turn - 1).bit_length() + 1 >> 1, []).append(result)
+    if max(groups, default=0) < 1:
+        return []
+    return [
+        TurnRow(
+            first=group[0].turn,
+            last=group[-1].turn,
+            requests=len(group),
+            first_token_s=spread([result.first_s for result in group if result.first_s is not None]),
+            prompt_tokens=_mean([result.prompt_tokens for result in group if result.prompt_tokens is not None]),
+            cached_ratio=_cached_ratio(group),
+        )
+        for group in groups.values()
+    ]
+
+
+def _cached_ratio(done: Sequence[Result]) -> float | None:
+    """Return the share of the prompts' tokens that were cached. None if no server said it."""
+    said = [(result.cached_tokens, result.prompt_tokens or 0) for result in done if result.cached_tokens is not None]
+    return sum(cached for cached, _ in said) / max(1, sum(prompt for _, prompt in said)) if said else None
+
+
+def _mean(numbers: Sequence[int]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _is_short(result: Result) -> bool:
@@ -186,6 +231,23 @@ def render(rows: Sequence[BenchRow]) -> str:
         cached = "-" if row.cached_ratio is None else f"{row.cached_ratio:.0%}"
         cells.append((row.full_name, done, row.requests - done, *latencies, *rates, cached))
     return "\n".join([table(head, cells), *(note for row in rows for note in notes(row))])
+
+
+def render_turns(rows: Sequence[BenchRow]) -> str:
+    """Return the turns of rows as a table."""
+    cells = [
+        (
+            row.full_name,
+            f"{turn.first}" if turn.first == turn.last else f"{turn.first} to {turn.last}",
+            turn.requests,
+            "-" if turn.prompt_tokens is None else f"{turn.prompt_tokens:,.0f}",
+            *(_ms(share) for share in (turn.first_token_s.p50, turn.first_token_s.p90, turn.first_token_s.p99)),
+            "-" if turn.cached_ratio is None else f"{turn.cached_ratio:.0%}",
+        )
+        for row in rows
+        for turn in row.turns
+    ]
+    return table("LOAD  TURNS  DONE  PROMPT TOKENS  TTFT MS P50  P90  P99  CACHED", cells)
 
 
 def notes(row: BenchRow) -> list[str]:

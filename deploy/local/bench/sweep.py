@@ -26,7 +26,7 @@ from deploy.local.bench.loads import AskShape
 from deploy.local.bench.measure import LoadOptions, measurer
 from deploy.local.bench.plan import Point
 from deploy.local.bench.ratios import Ratio, ratios, render_ratios, unsteady
-from deploy.local.bench.rows import BenchRow, RowKey, render
+from deploy.local.bench.rows import BenchRow, RowKey, render, render_turns
 from deploy.local.bench.variants import Variant
 from deploy.local.size.started_up import running_up
 from deploy.local.size.traffic import Traffic
@@ -64,6 +64,8 @@ class BenchOptions(BenchFlags, frozen=True, kw_only=True):
             timeout_s=self.timeout_s,
             seed=self.seed,
             traffic=self.traffic,
+            agents=self.agentic,
+            speed=float(self.speed) if self.agentic else 1.0,
         )
 
 
@@ -121,7 +123,7 @@ def bench(options: BenchOptions) -> int:
 
 
 def _tables(report: BenchReport, names: Sequence[str]) -> str:
-    parts = [render(report.rows)]
+    parts = [render(report.rows), *([render_turns(report.rows)] if any(row.turns for row in report.rows) else [])]
     if report.ratios:
         parts += ["", render_ratios(report.ratios, names[0])]
     return "\n".join([*parts, *unsteady(report.rows)])

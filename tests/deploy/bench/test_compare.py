@@ -58,6 +58,18 @@ def test_one_fleet_at_a_time_and_topologies(tmp_path: Path) -> None:
         assert row["cached_ratio"] > 0.5  # the prompts were sent before
 
 
+def test_sessions_of_agents_find_what_they_sent_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--agentic", "0.005", "--rate", "5", "--requests", "4", "--speed", "1000", "--concurrency", "", "--tokens")
+    status, report = compared(tmp_path, *flags, up=("--simulated", "speed=100", "--simulated", "context_length=16384"))
+    assert status == 0
+    [row, *_] = report["rows"]
+    assert row["complete"]
+    assert row["short_answers"] == 0
+    assert [turn["first"] for turn in row["turns"][:3]] == [1, 2, 5]
+    assert row["turns"][2]["cached_ratio"] > 0.5
+    assert "LOAD" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -82,6 +94,9 @@ def test_a_fleet_that_does_not_start_is_one_line(
         (["--prefix-ratio", "0.5", "--shared-words", "5"], "say the same"),
         (["--rounds", "0", "--", "--workers", "1"], "--rounds is 1 to 100"),
         (["--compare", "nonsense"], "not NAME=VALUE,VALUE"),
+        (["--agentic", "1", "--words", "5", "--spread", "1"], "--spread: agents have prompts of their own"),
+        (["--agentic", "1", "--speed", "1,2"], "--speed: with --agentic, one number"),
+        (["--agentic", "-1"], "--agentic is 0 to 10"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
+from statistics import mean, median
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.bench.loads import Ask, AskShape, drawn_asks, prompt_text, prompt_tokens, trace_sessions
+from deploy.local.bench.loads import (
+    SESSION_TURNS,
+    TURN_OUTPUT,
+    TURN_PROMPT,
+    Ask,
+    AskShape,
+    Session,
+    agent_sessions,
+    drawn_asks,
+    prompt_text,
+    prompt_tokens,
+    trace_sessions,
+)
 from deploy.local.size.traffic import Traffic, TrafficRow
 
 
@@ -71,3 +84,51 @@ def test_equal_names_of_a_trace_are_equal_beginnings_at_its_times() -> None:
     assert [len(first), len(second), len(third)] == [1000, 1500, 500]
     assert second[:1000] == first
     assert third[:16] != first[:16]
+
+
+def length(ask: Ask) -> int:
+    return sum(part for _, part in ask.parts)
+
+
+def test_sessions_of_agents_are_as_published() -> None:
+    sessions = agent_sessions([float(number) for number in range(400)], 1.0, 1.0, 0)
+    assert sessions == agent_sessions([float(number) for number in range(400)], 1.0, 1.0, 0)
+    assert abs(median(len(session.turns) for session in sessions) - SESSION_TURNS) <= 5
+    assert 0.36 < mean(any(turn.awaited for turn in session.turns) for session in sessions) < 0.52
+    middle = [session.turns[len(session.turns) // 2].ask for session in sessions if 38 < len(session.turns) < 48]
+    assert 0.85 < mean(length(ask) for ask in middle) / TURN_PROMPT < 1.15
+    asks = [turn.ask for session in sessions for turn in session.turns]
+    assert 0.85 < mean(length(ask) for ask in asks) / TURN_PROMPT < 1.15
+    assert 0.95 < mean(ask.output for ask in asks) / TURN_OUTPUT < 1.05
+    known = new = 0
+    for session in sessions:
+        for before, turn in pairwise(session.turns):
+            shared = sum(size for _, size in before.ask.parts if turn.ask.parts[:2] == before.ask.parts[:2])
+            known += shared or before.ask.parts[0][1]
+            new += length(turn.ask) - (shared or before.ask.parts[0][1])
+    assert known / (known + new) > 0.95
+
+
+def test_a_turn_has_the_prompt_before_it_as_its_beginning_and_subagents_are_sessions_too() -> None:
+    sessions = agent_sessions([0.0] * 50, 0.01, 10.0, 0)
+    inner = [each for session in sessions for turn in session.turns for each in turn.awaited]
+    assert inner
+    for session in [*sessions, *inner]:
+        assert session.turns[0].pause_s == 0
+        assert [turn.ask.turn for turn in session.turns] == list(range(1, len(session.turns) + 1))
+        for before, turn in pairwise(session.turns):
+            assert turn.ask.parts[:-1] in (before.ask.parts, before.ask.parts[:1])
+            assert turn.pause_s > 0
+    names = [part for session in [*sessions, *inner] for part in session.turns[-1].ask.parts]
+    own = [name for name, _ in names if "system" not in name]
+    assert len(own) == len(set(own))
+    assert {name for name, _ in names if "system" in name} == {"system 0", "subagents' system 0"}
+    assert max(length(turn.ask) for session in sessions for turn in session.turns) < 0.025 * TURN_PROMPT
+    assert sum(session.requests for session in sessions) == sum(len(each.turns) for each in [*sessions, *inner])
+
+
+def test_a_session_counts_the_requests_of_its_subagents() -> None:
+    [session] = agent_sessions([3.0], 0.01, 1.0, 3)
+    assert isinstance(session, Session)
+    assert session.at_s == 3.0
+    assert session.requests >= len(session.turns)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.bench.plan import Point
-from deploy.local.bench.rows import Result, Spread, render, row_of, spread
+from deploy.local.bench.rows import Result, RowKey, Spread, render, render_turns, row_of, spread
 
 POINT = Point("closed", 4, 3)
 DONE = Result(
@@ -53,3 +53,31 @@ def test_percentiles_are_values_that_were_seen_in_order(seconds: list[float]) ->
     for percentile, share in ((found.p50, 0.5), (found.p90, 0.9), (found.p99, 0.99)):
         assert percentile in seconds
         assert sum(value <= percentile for value in seconds) >= share * len(seconds)
+
+
+def test_turns_of_sessions_are_summed_up_in_groups_that_grow() -> None:
+    results = [
+        Result("done", first_s=1 / turn, events=1, prompt_tokens=100, cached_tokens=min(100, 2 * turn), turn=turn)
+        for turn in range(1, 41)
+    ]
+    row = row_of(POINT, results, 1.0, 0.1, planned=40)
+    assert [(each.first, each.last, each.requests) for each in row.turns] == [
+        (1, 1, 1),
+        (2, 4, 3),
+        (5, 16, 12),
+        (17, 40, 24),
+    ]
+    assert row.turns[1].first_token_s.p50 == 1 / 3
+    assert row.turns[1].cached_ratio == 0.06
+    assert render_turns([row]).splitlines()[2].split() == [
+        *("concurrency", "4", "2", "to", "4", "3", "100", "333.3", "500.0", "500.0", "6%")
+    ]
+    assert row_of(POINT, results[:1], 1.0, 0.1).turns == []
+
+
+def test_answers_that_are_shorter_than_asked_for_are_noted_unless_they_may_be() -> None:
+    short = Result("done", first_s=0.1, events=2, completion_tokens=2, asked_tokens=5)
+    row = row_of(POINT, [short, short], 1.0, 0.1)
+    assert row.short_answers == 2
+    assert "concurrency 4: 2 answers have fewer tokens than were asked for: the endpoint ignores" in render([row])
+    assert row_of(POINT, [short], 1.0, 0.1, key=RowKey(may_stop=True)).short_answers == 0
