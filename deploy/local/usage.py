@@ -372,6 +372,25 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The file with one prompt per line, in place of generated prompts."""
     output_tokens: int = 128
     """The number of tokens of each answer."""
+    saturate: bool = False
+    """Find the highest rate at which all requests are done, targets hold and the queue does not grow, from --rate (1)
+    on."""
+    ttft_p50: float = 0.0
+    """Target of the median time to the first token, in seconds. 0 means none, here and below."""
+    ttft_p90: float = 0.0
+    """Target of the 90th percentile of the time to the first token, in seconds."""
+    ttft_p99: float = 0.0
+    """Target of the 99th percentile of the time to the first token, in seconds."""
+    itl_p50: float = 0.0
+    """Target of the median time between two tokens of an answer, in seconds."""
+    itl_p90: float = 0.0
+    """Target of the 90th percentile of the time between two tokens, in seconds."""
+    itl_p99: float = 0.0
+    """Target of the 99th percentile of the time between two tokens, in seconds."""
+    gpus: int = 1
+    """The GPUs of what is measured."""
+    price: float = 0.0
+    """The price of a GPU hour."""
     may_stop: bool = False
     """Allow shorter answers: send only OpenAI's own fields, without `ignore_eos`."""
     warmup: int = 2

@@ -10,6 +10,7 @@ from msgspec.structs import asdict, replace
 from deploy.local.bench import plan
 from deploy.local.bench.plan import Point
 from deploy.local.bench.sweep import BenchOptions
+from deploy.local.bench.terms import TARGETS
 from deploy.local.bench.variants import variants
 from deploy.local.size.traffic import REQUESTS_LIMIT, Traffic, read_traffic
 from deploy.local.usage import BenchFlags
@@ -27,6 +28,9 @@ LIMITS = {
     "prefixes": (1, LIMIT),
     "rounds": (1, 100),
     "agentic": (0, 10),
+    "gpus": (1, 65_536),
+    "price": (0, LIMIT),
+    **dict.fromkeys(TARGETS, (0, LIMIT)),
 }
 TRACE_LIMIT_BYTES = 1 << 30
 NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts", "agentic")
@@ -51,6 +55,8 @@ def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, p
         raise ConfigError("--url measures an endpoint, --compare and flags after -- start fleets: give one of the two")
     if own and flags.driver == "aiperf":
         raise ConfigError("--driver aiperf measures an endpoint: leave out --compare and flags after --")
+    if flags.saturate and (flags.concurrency or flags.trace is not None or "," in flags.rate):
+        raise ConfigError("--saturate searches a rate, from one --rate on: leave out --concurrency and --trace")
     traffic = None if flags.trace is None else _traffic(flags, flags.trace)
     return BenchOptions(
         **asdict(replace(flags, url=url)),
@@ -74,8 +80,8 @@ def _points(flags: BenchFlags, traffic: Traffic | None) -> list[Point]:
     if flags.agentic:
         _check_agentic(flags)
     return plan.points(
-        flags.concurrency or ("" if flags.rate else "1,8,32"),
-        flags.rate,
+        flags.concurrency or ("" if flags.rate or flags.saturate else "1,8,32"),
+        flags.rate or ("1" if flags.saturate else ""),
         flags.requests,
         prefix_ratios=plan.prefix_ratios_of(flags.prefix_ratio),
         scenarios=scenarios,

@@ -85,6 +85,11 @@ def points(
     return found
 
 
+def open_point(rate: float, requests: int, like: Point) -> Point:
+    """Return a point of another rate, with as many requests as suit it if `requests` is 0."""
+    return Point("open", rate, requests or max(LEAST_REQUESTS, int(OPEN_S * rate)), like.scenario, like.prefix_ratio)
+
+
 def trace_points(speeds: str, requests: int) -> list[Point]:
     """Return a point for each speed of a trace. Raise ConfigError."""
     found = [_number("--speed", text, least=0.001, whole=False) for text in speeds.split(",")]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import Literal
 
 from msgspec import Struct
 
 from deploy.local.bench.plan import Point, load_name
+from deploy.local.bench.terms import Spread, Terms, missed, queue_grows, spread
 from deploy.local.table import table
 
 Outcome = Literal["done", "ended early", "refused", "failed", "timed out", "unreadable", "unreachable"]
@@ -43,15 +43,6 @@ class Result(Struct, frozen=True):
     """How many tokens the answer was to have."""
 
 
-class Spread(Struct, frozen=True):
-    """Percentiles in seconds. None means no values."""
-
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-    max: float | None = None
-
-
 class TurnRow(Struct, frozen=True):
     """Some turns of agents' sessions."""
 
@@ -73,6 +64,7 @@ class RowKey(Struct, frozen=True):
     round: int = 1
     may_stop: bool = False
     """True if answers may be shorter than asked for."""
+    terms: Terms = Terms()
 
 
 class BenchRow(Struct, frozen=True):
@@ -114,6 +106,16 @@ class BenchRow(Struct, frozen=True):
     """Answers that have fewer tokens than were asked for with ignore_eos."""
     turns: Sequence[TurnRow] = ()
     """Measurements by turn, if sessions have several."""
+    missed: Mapping[str, float] = {}
+    """The targets that do not hold, such as `ttft_p90`, with the figure divided by the target."""
+    good_per_s: float | None = None
+    """Goodput: requests a second that were done within the targets, each taken as a limit of single requests. None if
+    there are no targets."""
+    queue_grows: bool | None = None
+    """Whether first tokens came later and later. None in a closed loop."""
+    tokens_per_gpu_hour: float | None = None
+    """Output tokens. None if neither a price nor a number of GPUs is known."""
+    price_per_million_tokens: float | None = None
 
     @property
     def name(self) -> str:
@@ -142,7 +144,11 @@ def row_of(
     tokens = sum(result.events if count is None else count for result, count in zip(results, counted, strict=True))
     reported = all(result.completion_tokens is not None for result in done)
     prompts = [result.prompt_tokens for result in done if result.prompt_tokens is not None]
-    lasting_s = max(seconds, 1e-9)
+    lasting_s, terms = max(seconds, 1e-9), key.terms
+    per_gpu_hour = 3600 * tokens / lasting_s / terms.gpus
+    first_token_s = spread([result.first_s for result in done if result.first_s is not None])
+    inter_token_s = spread([gap for result in done for gap in result.gaps_s])
+    firsts = [(result.sent_at_s, result.first_s) for result in done if result.first_s is not None]
     return BenchRow(
         load=point.load,
         value=point.value,
@@ -150,8 +156,8 @@ def row_of(
         outcomes=Counter(result.outcome for result in results),
         reasons=dict(Counter(result.reason for result in results if result.outcome != "done").most_common(8)),
         seconds=seconds,
-        first_token_s=spread([result.first_s for result in done if result.first_s is not None]),
-        inter_token_s=spread([gap for result in done for gap in result.gaps_s]),
+        first_token_s=first_token_s,
+        inter_token_s=inter_token_s,
         time_per_token_s=spread([each for result in done if (each := _time_per_token_s(result)) is not None]),
         whole_s=spread([result.ended_s for result in done]),
         requests_per_s=len(done) / lasting_s,
@@ -168,7 +174,18 @@ def row_of(
         prompt_tokens_per_s=sum(prompts) / lasting_s if prompts else None,
         short_answers=0 if key.may_stop else sum(_is_short(result) for result in done),
         turns=_by_turn(done),
+        missed=missed(terms.targets, first_token_s, inter_token_s),
+        good_per_s=sum(_is_good(result, terms) for result in done) / lasting_s if terms.targets else None,
+        queue_grows=None if point.loop == "closed" else queue_grows(firsts),
+        tokens_per_gpu_hour=per_gpu_hour if terms.price or terms.gpus > 1 else None,
+        price_per_million_tokens=1e6 * terms.price / per_gpu_hour if terms.price and tokens else None,
     )
+
+
+def _is_good(result: Result, terms: Terms) -> bool:
+    """Return whether a request was done within the limits of single requests."""
+    figures = ((result.first_s, terms.limit_s("ttft")), (_time_per_token_s(result), terms.limit_s("itl")))
+    return all(figure is None or limit_s is None or figure <= limit_s for figure, limit_s in figures)
 
 
 def _by_turn(done: Sequence[Result]) -> list[TurnRow]:
@@ -210,15 +227,6 @@ def _time_per_token_s(result: Result) -> float | None:
     return (result.last_s - result.first_s) / (tokens - 1) if result.first_s is not None and tokens > 1 else None
 
 
-def spread(seconds: Sequence[float]) -> Spread:
-    """Return nearest-rank percentiles."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return Spread()
-    p50, p90, p99 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
-    return Spread(p50, p90, p99, ordered[-1])
-
-
 def render(rows: Sequence[BenchRow]) -> str:
     """Return the rows as a table with latencies in ms, and notes."""
     head = "LOAD  DONE  FAILED  TTFT MS P50  P99  INTER-TOKEN MS P50  P99  WHOLE MS P50  P99  TOKENS/S  REQ/S  CACHED"
@@ -250,6 +258,22 @@ def render_turns(rows: Sequence[BenchRow]) -> str:
     return table("LOAD  TURNS  DONE  PROMPT TOKENS  TTFT MS P50  P90  P99  CACHED", cells)
 
 
+def render_terms(rows: Sequence[BenchRow]) -> str:
+    """Return what rows reach of their targets and what they cost, as a table. Empty if they have neither."""
+    cells = [
+        (
+            row.full_name,
+            "-" if row.good_per_s is None else f"{row.good_per_s:,.2f}",
+            ", ".join(f"{name} {ratio:.0%}" for name, ratio in row.missed.items()) or "-",
+            "-" if row.tokens_per_gpu_hour is None else f"{row.tokens_per_gpu_hour:,.0f}",
+            "-" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:,.2f}",
+        )
+        for row in rows
+        if row.tokens_per_gpu_hour is not None or row.good_per_s is not None
+    ]
+    return table("LOAD  GOOD REQ/S  MISSED  TOKENS/GPU HOUR  PRICE/M TOKENS", cells) if cells else ""
+
+
 def notes(row: BenchRow) -> list[str]:
     """Return warnings about a row."""
     failed = {name: number for name, number in row.outcomes.items() if name != "done"}
@@ -263,6 +287,8 @@ def notes(row: BenchRow) -> list[str]:
             f"{row.full_name}: {row.short_answers} answers have fewer tokens than were asked for: the endpoint ignores "
             "ignore_eos, or prompts leave no room for them; with --may-stop this is not noted"
         )
+    if row.queue_grows:
+        found.append(f"{row.full_name}: first tokens came later and later: the rate is more than is served")
     if row.tokens_by == "events":
         found.append(f"{row.full_name}: the server sent no usage; each event counts as one token")
     if row.driver_cpu > 0.8:

@@ -9,6 +9,8 @@ If the user interrupts, what has been measured so far is written.
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,19 +23,21 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from deploy.local.bench.environment import environment_here
 from deploy.local.bench.loads import AskShape
-from deploy.local.bench.measure import LoadOptions, measurer
-from deploy.local.bench.plan import Point
+from deploy.local.bench.measure import LoadOptions, Measurer, measurer
+from deploy.local.bench.plan import Point, open_point
 from deploy.local.bench.ratios import Ratio, ratios, render_ratios, unsteady
-from deploy.local.bench.rows import BenchRow, RowKey, render, render_turns
+from deploy.local.bench.rows import BenchRow, RowKey, render, render_terms, render_turns
+from deploy.local.bench.saturation import RateSearch, Saturation, render_saturations, saturation_of, why_not
+from deploy.local.bench.terms import TARGETS, Terms
 from deploy.local.bench.variants import Variant
 from deploy.local.size.started_up import running_up
 from deploy.local.size.traffic import Traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError
-from shared.installation import BIN
+from shared.installation import BIN, PACKAGED, TREE
+from shared.version import VERSION
 
 
 class BenchOptions(BenchFlags, frozen=True, kw_only=True):
@@ -68,6 +72,11 @@ class BenchOptions(BenchFlags, frozen=True, kw_only=True):
             speed=float(self.speed) if self.agentic else 1.0,
         )
 
+    def key_of(self, variant: str, number: int) -> RowKey:
+        """Return what rows of a fleet in a round have in common."""
+        targets = {name: limit for name in TARGETS if (limit := getattr(self, name))}
+        return RowKey(variant, number, self.may_stop, Terms(targets, self.gpus, self.price))
+
 
 class BenchReport(Struct, frozen=True):
     """The content of the JSON file."""
@@ -76,6 +85,7 @@ class BenchReport(Struct, frozen=True):
     machine: str
     versions: dict[str, str]
     commit: str
+    """The checkout's commit, with + if files differ from it. Empty in a package."""
     command: str
     url: str
     """Empty if the fleets were this bench's own."""
@@ -84,6 +94,7 @@ class BenchReport(Struct, frozen=True):
     interrupted: bool
     rows: list[BenchRow]
     ratios: list[Ratio] = []
+    saturations: list[Saturation] = []
     goals: list[str] = []
 
 
@@ -99,12 +110,11 @@ def bench(options: BenchOptions) -> int:
     if not sweep.rows:
         return 130
     names = [fleet.name for fleet in options.fleets]
-    here = environment_here(sweep.versions)
     report = BenchReport(
         benchmark="headrace bench",
-        machine=here.machine,
-        versions=dict(here.versions),
-        commit=here.commit,
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, {platform.node()}",
+        versions={"headrace": VERSION, "python": platform.python_version(), **sweep.versions},
+        commit="" if PACKAGED else commit(TREE),
         command=options.command,
         url="" if options.fleets else options.url,
         model=sweep.model,
@@ -112,6 +122,7 @@ def bench(options: BenchOptions) -> int:
         interrupted=interrupted,
         rows=sweep.rows,
         ratios=ratios(sweep.rows, names),
+        saturations=sweep.saturations,
     )
     text = msgspec.json.format(msgspec.json.encode(report)).decode()
     print(text if options.json else _tables(report, names))
@@ -124,6 +135,10 @@ def bench(options: BenchOptions) -> int:
 
 def _tables(report: BenchReport, names: Sequence[str]) -> str:
     parts = [render(report.rows), *([render_turns(report.rows)] if any(row.turns for row in report.rows) else [])]
+    if terms := render_terms(report.rows):
+        parts += ["", terms]
+    if report.saturations:
+        parts += ["", render_saturations(report.saturations)]
     if report.ratios:
         parts += ["", render_ratios(report.ratios, names[0])]
     return "\n".join([*parts, *unsteady(report.rows)])
@@ -139,6 +154,15 @@ def _draw(rows: Sequence[BenchRow], out: str) -> None:
     print(f"{out}.json and {out}.png are written", file=sys.stderr)
 
 
+def commit(tree: Path) -> str:
+    """Return the commit of a checkout. Empty if git does not say it."""
+    words = ["git", "-C", str(tree), "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 class _Sweep:
     """Runs all loads at all fleets; `rows` has what was measured so far."""
 
@@ -146,6 +170,7 @@ class _Sweep:
         self.rows: list[BenchRow] = []
         self.model = options.model
         self.versions: dict[str, str] = {}
+        self.saturations: list[Saturation] = []
         self._options = options
         self._terminal = Terminal()
 
@@ -154,7 +179,7 @@ class _Sweep:
         fleets = self._options.fleets
         with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if not fleets:
-                runner.run(self._measure(self._options.url, RowKey(may_stop=self._options.may_stop)))
+                runner.run(self._measure(self._options.url, self._options.key_of("", 1)))
                 return
             side_by_side = not self._options.one_at_a_time
             started = {each.name: stack.enter_context(self._started(each)) for each in fleets if side_by_side}
@@ -164,7 +189,7 @@ class _Sweep:
                         nullcontext(started[fleet.name]) if side_by_side else self._started(fleet)
                     )
                     with place as url:
-                        runner.run(self._measure(url, RowKey(fleet.name, number, self._options.may_stop)))
+                        runner.run(self._measure(url, self._options.key_of(fleet.name, number)))
 
     @contextmanager
     def _started(self, fleet: Variant) -> Iterator[str]:
@@ -177,7 +202,18 @@ class _Sweep:
             if one.version:
                 self.versions["server"] = one.version
             for point in self._options.points:
-                await one.run(point, self.rows, key)
+                if self._options.saturate:
+                    await self._saturate(one, point, key)
+                else:
+                    await one.run(point, self.rows, key)
+
+    async def _saturate(self, one: Measurer, point: Point, key: RowKey) -> None:
+        """Find the highest rate that is sustained, from that of a point on."""
+        search, began = RateSearch(point.value), len(self.rows)
+        while (rate := search.next()) is not None:
+            await one.run(open_point(rate, self._options.requests, point), self.rows, key)
+            search.add(rate, sustained=not why_not(self.rows[-1]))
+        self.saturations.append(saturation_of(search, self.rows[began:]))
 
 
 def run_aiperf(options: BenchOptions) -> int:

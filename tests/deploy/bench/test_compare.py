@@ -58,6 +58,19 @@ def test_one_fleet_at_a_time_and_topologies(tmp_path: Path) -> None:
         assert row["cached_ratio"] > 0.5  # the prompts were sent before
 
 
+def test_the_highest_rate_that_a_fleet_sustains_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = ("--simulated", "fixed_s=0.05", "--simulated", "weights_s=0", "--set", "worker.max_running=1")
+    flags = ("--saturate", "--rate", "4", "--requests", "24", "--price", "3.5", "--concurrency", "")
+    status, report = compared(tmp_path, *flags, up=(*step, "--workers", "1"))
+    assert status == 0
+    [found] = report["saturations"]
+    assert 0 < found["rate"] < 20  # an answer takes four steps of 50 ms at least, one answer at a time
+    assert found["why"]
+    assert not found["at_least"]
+    assert all(row["price_per_million_tokens"] > 0 for row in report["rows"])
+    assert "SUSTAINED REQ/S" in capsys.readouterr().out
+
+
 def test_sessions_of_agents_find_what_they_sent_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--agentic", "0.005", "--rate", "5", "--requests", "4", "--speed", "1000", "--concurrency", "", "--tokens")
     status, report = compared(tmp_path, *flags, up=("--simulated", "speed=100", "--simulated", "context_length=16384"))
@@ -96,6 +109,9 @@ def test_a_fleet_that_does_not_start_is_one_line(
         (["--compare", "nonsense"], "not NAME=VALUE,VALUE"),
         (["--agentic", "1", "--words", "5", "--spread", "1"], "--spread: agents have prompts of their own"),
         (["--agentic", "1", "--speed", "1,2"], "--speed: with --agentic, one number"),
+        (["--saturate", "--rate", "1,2"], "--saturate searches a rate"),
+        (["--saturate", "--concurrency", "1"], "--saturate searches a rate"),
+        (["--ttft-p90", "-1"], "--ttft-p90 is 0 to"),
         (["--agentic", "-1"], "--agentic is 0 to 10"),
     ],
 )

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.bench.plan import Point
-from deploy.local.bench.rows import Result, RowKey, Spread, render, render_turns, row_of, spread
+from deploy.local.bench.rows import Result, RowKey, render, render_terms, render_turns, row_of
+from deploy.local.bench.terms import Spread, Terms, spread
 
 POINT = Point("closed", 4, 3)
 DONE = Result(
@@ -81,3 +82,31 @@ def test_answers_that_are_shorter_than_asked_for_are_noted_unless_they_may_be() 
     assert row.short_answers == 2
     assert "concurrency 4: 2 answers have fewer tokens than were asked for: the endpoint ignores" in render([row])
     assert row_of(POINT, [short], 1.0, 0.1, key=RowKey(may_stop=True)).short_answers == 0
+
+
+def test_goodput_counts_requests_within_the_targets_and_a_target_that_is_missed_is_named() -> None:
+    results = [
+        Result("done", first_s=0.1 * number, last_s=0.1 * number + 1.0, gaps_s=(0.1,) * 10, events=11)
+        for number in range(1, 11)
+    ]
+    key = RowKey(terms=Terms({"ttft_p90": 0.45, "itl_p50": 0.2}, gpus=2, price=3.6))
+    row = row_of(POINT, results, 10.0, 0.1, key=key)
+    assert row.missed == {"ttft_p90": 0.9 / 0.45}
+    assert row.good_per_s == 0.4
+    assert row.tokens_per_gpu_hour == 11 * 3600 / 2
+    assert row.price_per_million_tokens == 1e6 * 3.6 * 2 / (11 * 3600)
+    line = render_terms([row]).splitlines()[1].split()
+    assert line == ["concurrency", "4", "0.40", "ttft_p90", "200%", "19,800", "181.82"]
+    assert render_terms([row_of(POINT, results, 10.0, 0.1)]) == ""
+
+
+def test_a_queue_grows_if_first_tokens_come_later_and_later() -> None:
+    point = Point("open", 2.0, 30)
+    calm = [Result("done", first_s=0.1 + 0.1 * (number % 3), sent_at_s=number / 2) for number in range(30)]
+    assert row_of(point, calm, 15.0, 0.1).queue_grows is False
+    late = [Result("done", first_s=0.1 + 0.1 * number, sent_at_s=number / 2) for number in range(30)]
+    row = row_of(point, late[::-1], 15.0, 0.1)
+    assert row.queue_grows is True
+    assert "rate 2: first tokens came later and later" in render([row])
+    assert row_of(POINT, late, 15.0, 0.1).queue_grows is None  # a closed loop has no queue that grows
+    assert row_of(point, late[:5], 15.0, 0.1).queue_grows is None
