@@ -331,8 +331,8 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """Measure loads at an endpoint, or compare fleets that are started for it; see docs/bench.md."""
 
     up: Words = []
-    """The flags of an `up` to start and measure, after --: -- --workers 8 (the API at --url). Its workers are
-    simulated, unless --engine names another engine."""
+    """plot FILE… shows files of bench, AIPerf and GuideLLM next to each other. After --: the flags of an `up` to start
+    and measure, with simulated workers unless --engine names another engine (the API at --url)."""
     compare: Annotated[list[str], "NAME=V,V"] = []
     """A setting in which fleets differ, each started for this bench: policy=round-robin,kv or another flag of `up`,
     worker.max_running=8,32, simulated.speed=1,2, topology=aggregated,store,split,1+3."""

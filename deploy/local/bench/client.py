@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from deploy.local.bench.loads import Ask, prompt_text, prompt_tokens
+from deploy.local.bench.loads import LoadRequest, prompt_text, prompt_tokens
 from deploy.local.bench.rows import Outcome, Result
 from deploy.local.size.token_client import ERROR_LIMIT_BYTES, error_text
 from shared.errors import ProtocolError
@@ -134,7 +134,7 @@ class Client:
         self._timeout_s = timeout_s
         self._ids = ids
 
-    async def ask(self, ask: Ask) -> Result:
+    async def ask(self, ask: LoadRequest) -> Result:
         """Send a request and return its measured result, however it ends."""
         path, data = self._request(ask)
         asking = _Measurement(ask)
@@ -155,7 +155,7 @@ class Client:
         except aiohttp.ClientError as wrong:
             return asking.result("ended early", f"{type(wrong).__name__}: {wrong}")
 
-    def _request(self, ask: Ask) -> tuple[str, bytes]:
+    def _request(self, ask: LoadRequest) -> tuple[str, bytes]:
         """Return the path and the body of a request."""
         body = {**self._body, "max_tokens": ask.output}
         if self._ids:
@@ -167,7 +167,7 @@ class Client:
 class _Measurement:
     """The clock of one request and what has arrived of its answer."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: LoadRequest) -> None:
         self._ask = ask
         self._clock = time.perf_counter  # the event loop's clock has a coarser resolution
         self._sent_s = self._clock()

@@ -46,7 +46,7 @@ SUBAGENTS, SUBAGENT_SHARE = (1, 3), 0.25
 """How many subagents a session starts, and their turns as a share of a session's."""
 
 
-class Ask(Struct, frozen=True):
+class LoadRequest(Struct, frozen=True):
     """One request of a load."""
 
     parts: Sequence[tuple[str, int]]
@@ -59,22 +59,22 @@ class Ask(Struct, frozen=True):
     """The prompt itself, if it was given."""
 
 
-class Turn(Struct, frozen=True):
+class LoadTurn(Struct, frozen=True):
     """One request of a session."""
 
-    ask: Ask
+    ask: LoadRequest
     pause_s: float = 0.0
     """The seconds between the answer of the turn before and this request."""
-    awaited: Sequence[Session] = ()
+    awaited: Sequence[LoadSession] = ()
     """Sessions that start after the answer of the turn before, and end before this request."""
 
 
-class Session(Struct, frozen=True):
+class LoadSession(Struct, frozen=True):
     """Requests that follow each other."""
 
     at_s: float
     """The time of the first request in an open loop, in seconds from the start."""
-    turns: Sequence[Turn]
+    turns: Sequence[LoadTurn]
 
     @property
     def requests(self) -> int:
@@ -99,20 +99,20 @@ class AskShape(Struct, frozen=True):
     """How many different beginnings there are; each request has one of them at random."""
 
 
-def drawn_asks(shape: AskShape, given: Sequence[str], seed: int, load: str) -> Iterator[Ask]:
+def drawn_asks(shape: AskShape, given: Sequence[str], seed: int, load: str) -> Iterator[LoadRequest]:
     """Yield the requests of a load without end: prompts that are `given`, in turn, or that follow from the shape, the
     seed and the load's name. Beginnings are those of the seed, and of `shared_ratio` if that is given."""
     for number in count():
         draw = Random(f"ask {seed} {load} {number}")  # noqa: S311 - a load, no secret
         output = drawn_length(draw, shape.output, shape.spread)
         if given:
-            yield Ask((), output, text=given[number % len(given)])
+            yield LoadRequest((), output, text=given[number % len(given)])
             continue
         length = drawn_length(draw, shape.prompt, shape.spread)
         shared = shape.shared if shape.shared_ratio is None else round(shape.shared_ratio * length)
         shared = min(shared, length)
         beginning = f"opening {seed} {shape.shared_ratio} {draw.randrange(shape.beginnings)}"
-        yield Ask(((beginning, shared), (f"prompt {seed} {load} {number}", length - shared)), output)
+        yield LoadRequest(((beginning, shared), (f"prompt {seed} {load} {number}", length - shared)), output)
 
 
 def drawn_length(draw: Random, mean: float, spread: float) -> int:
@@ -123,17 +123,19 @@ def drawn_length(draw: Random, mean: float, spread: float) -> int:
     return min(LENGTH_LIMIT, max(1, round(draw.lognormvariate(log(mean) - sigma * sigma / 2, sigma))))
 
 
-def trace_sessions(traffic: Traffic, speed: float) -> Iterator[Session]:
+def trace_sessions(traffic: Traffic, speed: float) -> Iterator[LoadSession]:
     """Yield the requests of a trace at its times, divided by `speed`."""
     size, began = traffic.block_size, traffic.rows[0].timestamp
     for row in traffic.rows:
         last = row.input_length - size * (len(row.hash_ids) - 1)
         lengths = [size] * (len(row.hash_ids) - 1) + [last]
         parts = [(f"block {name}", length) for name, length in zip(row.hash_ids, lengths, strict=True)]
-        yield Session((row.timestamp - began) / 1000 / speed, (Turn(Ask(parts, max(1, row.output_length))),))
+        yield LoadSession(
+            (row.timestamp - began) / 1000 / speed, (LoadTurn(LoadRequest(parts, max(1, row.output_length))),)
+        )
 
 
-def agent_sessions(times: Sequence[float], scale: float, speed: float, seed: int) -> list[Session]:
+def agent_sessions(times: Sequence[float], scale: float, speed: float, seed: int) -> list[LoadSession]:
     """Return sessions of agents that begin at these times. `scale` multiplies the published tokens in and out, `speed`
     divides the pauses."""
     made = []
@@ -145,7 +147,7 @@ def agent_sessions(times: Sequence[float], scale: float, speed: float, seed: int
     return made
 
 
-def _with_subagents(draw: Random, session: Session, scale: float, speed: float, name: str) -> Session:
+def _with_subagents(draw: Random, session: LoadSession, scale: float, speed: float, name: str) -> LoadSession:
     """Return a session that may start subagents after one of its turns, and waits for them."""
     if draw.random() >= WITH_SUBAGENTS or len(session.turns) < 2:
         return session
@@ -156,11 +158,11 @@ def _with_subagents(draw: Random, session: Session, scale: float, speed: float, 
         _agent(draw, 0.0, f"{name} subagent {number}", f"subagents' system {name.split()[0]}", own, scale, speed)
         for number in range(draw.randint(*SUBAGENTS))
     ]
-    turns[at] = Turn(turns[at].ask, turns[at].pause_s, made)
-    return Session(session.at_s, turns)
+    turns[at] = LoadTurn(turns[at].ask, turns[at].pause_s, made)
+    return LoadSession(session.at_s, turns)
 
 
-def _agent(draw: Random, at_s: float, name: str, system: str, turns: int, scale: float, speed: float) -> Session:
+def _agent(draw: Random, at_s: float, name: str, system: str, turns: int, scale: float, speed: float) -> LoadSession:
     """Return one agent's turns: each prompt is the one before, with what the answer and the tool have added to it."""
     prompt = TURN_PROMPT * scale
     parts = [(system, max(1, round(SYSTEM_SHARE * prompt)))]
@@ -171,16 +173,16 @@ def _agent(draw: Random, at_s: float, name: str, system: str, turns: int, scale:
         kept = parts if sum(length for _, length in parts) <= COMPACTED * prompt else parts[:1]
         parts = [*kept, (f"turn {name} {turn}", drawn_length(draw, added, 0.5))]
         pause_s = draw.expovariate(1 / TOOL_PAUSE_S) / speed if turn > 1 else 0.0
-        made.append(Turn(Ask(parts, drawn_length(draw, TURN_OUTPUT * scale, 0.5), turn), pause_s))
-    return Session(at_s, made)
+        made.append(LoadTurn(LoadRequest(parts, drawn_length(draw, TURN_OUTPUT * scale, 0.5), turn), pause_s))
+    return LoadSession(at_s, made)
 
 
-def prompt_text(ask: Ask) -> str:
+def prompt_text(ask: LoadRequest) -> str:
     """Return the prompt of a request as text, a word for each unit of length."""
     return ask.text or " ".join(WORDS[each] for name, length in ask.parts for each in _drawn(name, length, len(WORDS)))
 
 
-def prompt_tokens(ask: Ask, ids: Sequence[int]) -> list[int]:
+def prompt_tokens(ask: LoadRequest, ids: Sequence[int]) -> list[int]:
     """Return the prompt of a request as token ids, one for each unit of length."""
     return [ids[each] for name, length in ask.parts for each in _drawn(name, length, len(ids))]
 

@@ -12,7 +12,15 @@ from typing import Any
 from msgspec import Struct
 
 from deploy.local.bench.client import Client, client
-from deploy.local.bench.loads import Ask, AskShape, Session, Turn, agent_sessions, drawn_asks, trace_sessions
+from deploy.local.bench.loads import (
+    AskShape,
+    LoadRequest,
+    LoadSession,
+    LoadTurn,
+    agent_sessions,
+    drawn_asks,
+    trace_sessions,
+)
 from deploy.local.bench.plan import Point, arrivals
 from deploy.local.bench.rows import BenchRow, Result, RowKey, row_of
 from deploy.local.size.token_client import server_version, token_client
@@ -70,7 +78,7 @@ class Measurer:
         warm = list(islice(asks, self._options.warmup))
         if point.scenario == "decode":
             measured = list(islice(asks, point.requests))
-            warm += [Ask(ask.parts, 1, ask.turn, ask.text) for ask in measured]
+            warm += [LoadRequest(ask.parts, 1, ask.turn, ask.text) for ask in measured]
             asks = iter(measured)
         await self._warm_up(point, warm, needed=not rows)
         times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
@@ -81,7 +89,7 @@ class Measurer:
             made = agent_sessions(times, options.agents, options.speed, seed)
             planned, sessions = sum(each.requests for each in made), iter(made)
         else:
-            sessions = (Session(at_s, (Turn(next(asks)),)) for at_s in times)
+            sessions = (LoadSession(at_s, (LoadTurn(next(asks)),)) for at_s in times)
         await self._measure(point, sessions, planned, rows, key)
         self._terminal.clear()
 
@@ -90,7 +98,7 @@ class Measurer:
         output = 1 if point.scenario == "prefill" else shape.output
         return AskShape(shape.prompt, output, shape.spread, shape.shared, point.prefix_ratio, shape.beginnings)
 
-    async def _warm_up(self, point: Point, asks: Sequence[Ask], *, needed: bool) -> None:
+    async def _warm_up(self, point: Point, asks: Sequence[LoadRequest], *, needed: bool) -> None:
         """Send unmeasured requests, a few at a time. Raise Unavailable if an answer is `needed` and none is done."""
         answers: list[Result] = []
         width = max(WARM_AT_ONCE, self._options.warmup)
@@ -100,7 +108,7 @@ class Measurer:
             raise Unavailable(f"{point.name}: no request of the warm-up was answered: {answers[0].reason}")
 
     async def _measure(
-        self, point: Point, sessions: Iterator[Session], planned: int, rows: list[BenchRow], key: RowKey
+        self, point: Point, sessions: Iterator[LoadSession], planned: int, rows: list[BenchRow], key: RowKey
     ) -> None:
         running = _Running(self._one, point, planned, self._terminal, key)
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -124,7 +132,7 @@ class _Running:
         self._terminal = terminal
         self._name = f"{point.name}, {key.variant}, round {key.round}" if key.variant else point.name
 
-    async def run(self, sessions: Iterator[Session]) -> None:
+    async def run(self, sessions: Iterator[LoadSession]) -> None:
         """Send all sessions and wait for their ends."""
         async with asyncio.TaskGroup() as tasks:
             if self._point.loop == "closed":
@@ -137,13 +145,13 @@ class _Running:
                 await asyncio.sleep(start_s + session.at_s - loop.time())
                 tasks.create_task(self._session(session))
 
-    async def _slot(self, sessions: Iterator[Session]) -> None:
+    async def _slot(self, sessions: Iterator[LoadSession]) -> None:
         for session in sessions:
             last = await self._session(session)
             if last.outcome == "refused" and len(self.results) < self._planned:
                 await asyncio.sleep(last.retry_after_s or REFUSED_WAIT_S)
 
-    async def _session(self, session: Session) -> Result:
+    async def _session(self, session: LoadSession) -> Result:
         """Send a session's requests one after the other, and return the last result."""
         result = Result("done")
         for turn in session.turns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +26,13 @@ LABELS_INSIDE = 4
 """The most curves whose names are in each plot; more are below all of them."""
 
 
-def series(rows: Sequence[BenchRow], file: str = "") -> dict[str, list[BenchRow]]:
-    """Return the rows of each curve by its name, which begins with that of the file, if there are several."""
+def series(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
+    """Return the rows of each curve by its name."""
     found: dict[str, list[BenchRow]] = {}
     for row in rows:
         shared = "" if row.prefix_ratio is None else f"{row.prefix_ratio:.0%} shared"
         scenario = "" if row.scenario == "mixed" else row.scenario
-        name = ", ".join(filter(None, (file, row.variant, shared, scenario)))
+        name = ", ".join(filter(None, (row.variant, shared, scenario)))
         found.setdefault(name, []).append(row)
     return found
 
@@ -43,11 +44,11 @@ def draw(curves: Mapping[str, Sequence[BenchRow]], path: Path) -> None:
         for number, (name, rows) in enumerate(curves.items()):
             for percentile, style in (("p50", "-"), ("p99", ":")):
                 label = " ".join(filter(None, (name, percentile)))
-                _curve(axis, rows, lambda row, of=(field, percentile): getattr(getattr(row, of[0]), of[1]), label)
+                _curve(axis, rows, attrgetter(f"{field}.{percentile}"), label)
                 axis.lines[-1].set(linestyle=style, color=f"C{number}")
         axis.set(title=title)
     for number, (name, rows) in enumerate(curves.items()):
-        _curve(axes[-1], rows, lambda row: row.tokens_per_s, name)
+        _curve(axes[-1], rows, attrgetter("tokens_per_s"), name)
         axes[-1].lines[-1].set(color=f"C{number}")
     axes[-1].set(title="tokens/s")
     if len(curves) <= LABELS_INSIDE:

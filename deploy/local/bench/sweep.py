@@ -127,7 +127,7 @@ def bench(options: BenchOptions) -> int:
     text = msgspec.json.format(msgspec.json.encode(report)).decode()
     print(text if options.json else _tables(report, names))
     Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
-    _draw(sweep.rows, options.out)
+    draw_rows(sweep.rows, options.out, f"{options.out}.json is written")
     if interrupted:
         return 130
     return 0 if all(row.outcomes.get("done") for row in sweep.rows) else 1
@@ -144,14 +144,15 @@ def _tables(report: BenchReport, names: Sequence[str]) -> str:
     return "\n".join([*parts, *unsteady(report.rows)])
 
 
-def _draw(rows: Sequence[BenchRow], out: str) -> None:
+def draw_rows(rows: Sequence[BenchRow], out: str, done: str = "") -> None:
+    """Draw curves to `out`.png if matplotlib is there, and say what was `done` before."""
     try:
         from deploy.local.bench import plot  # imported here because matplotlib is optional
     except ImportError:
-        print(f"{out}.json is written; to draw it as well, run `{BIN}pip install matplotlib`", file=sys.stderr)
+        print("; ".join(filter(None, (done, f"to draw it, run `{BIN}pip install matplotlib`"))), file=sys.stderr)
         return
     plot.draw(plot.series(rows), Path(f"{out}.png"))
-    print(f"{out}.json and {out}.png are written", file=sys.stderr)
+    print("; ".join(filter(None, (done, f"{out}.png is drawn"))), file=sys.stderr)
 
 
 def commit(tree: Path) -> str:
@@ -183,7 +184,7 @@ class _Sweep:
                 return
             side_by_side = not self._options.one_at_a_time
             started = {each.name: stack.enter_context(self._started(each)) for each in fleets if side_by_side}
-            for number in range(1, self._options.rounds + 1):
+            for number in range(1, self._options.rounds + 1 if len(fleets) > 1 else 2):
                 for fleet in fleets:
                     place: AbstractContextManager[str] = (
                         nullcontext(started[fleet.name]) if side_by_side else self._started(fleet)

@@ -12,7 +12,7 @@ SHARES = ("p50", "p90", "p99")
 TARGETS = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99")
 FEW = 12
 """Requests with fewer than these say nothing about a queue."""
-GROWTH, GROWTH_SHARE = 1.5, 0.02
+GROWTH, GROWTH_SHARE = 1.5, 0.05
 """A queue grows if first tokens of the last third of requests come later than those of the first third by this factor,
 and by this share of the time in which requests are sent."""
 

@@ -10,9 +10,9 @@ from deploy.local.bench.loads import (
     SESSION_TURNS,
     TURN_OUTPUT,
     TURN_PROMPT,
-    Ask,
     AskShape,
-    Session,
+    LoadRequest,
+    LoadSession,
     agent_sessions,
     drawn_asks,
     prompt_text,
@@ -22,7 +22,7 @@ from deploy.local.bench.loads import (
 from deploy.local.size.traffic import Traffic, TrafficRow
 
 
-def drawn(shape: AskShape, number: int, load: str = "rate 1") -> list[Ask]:
+def drawn(shape: AskShape, number: int, load: str = "rate 1") -> list[LoadRequest]:
     return list(islice(drawn_asks(shape, (), 1, load), number))
 
 
@@ -64,7 +64,7 @@ def test_a_shared_ratio_is_one_of_each_prompts_length_and_some_beginnings_are_dr
 
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_of_one_name_a_shorter_part_is_the_beginning_of_a_longer_one(one: int, other: int) -> None:
-    short, long = (Ask((("a", length),), 1) for length in sorted((one, other)))
+    short, long = (LoadRequest((("a", length),), 1) for length in sorted((one, other)))
     ids = range(300, 900)
     assert prompt_tokens(long, ids)[: min(one, other)] == prompt_tokens(short, ids)
     assert prompt_text(long).split()[: min(one, other)] == prompt_text(short).split()
@@ -86,7 +86,7 @@ def test_equal_names_of_a_trace_are_equal_beginnings_at_its_times() -> None:
     assert third[:16] != first[:16]
 
 
-def length(ask: Ask) -> int:
+def length(ask: LoadRequest) -> int:
     return sum(part for _, part in ask.parts)
 
 
@@ -129,6 +129,6 @@ def test_a_turn_has_the_prompt_before_it_as_its_beginning_and_subagents_are_sess
 
 def test_a_session_counts_the_requests_of_its_subagents() -> None:
     [session] = agent_sessions([3.0], 0.01, 1.0, 3)
-    assert isinstance(session, Session)
+    assert isinstance(session, LoadSession)
     assert session.at_s == 3.0
     assert session.requests >= len(session.turns)
