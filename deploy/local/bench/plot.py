@@ -39,13 +39,20 @@ def series(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
 
 def draw(curves: Mapping[str, Sequence[BenchRow]], path: Path) -> None:
     """Draw latencies and throughput over the load into a PNG file, for each of the named curves."""
+    figure = figure_of(curves)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def figure_of(curves: Mapping[str, Sequence[BenchRow]]) -> Any:
+    """Return the figure of latencies and throughput."""
     figure, axes = pyplot.subplots(1, len(_LATENCIES) + 1, figsize=(4.4 * (len(_LATENCIES) + 1), 3.6))
     for axis, (title, field) in zip(axes, _LATENCIES.items(), strict=False):
         for number, (name, rows) in enumerate(curves.items()):
-            for percentile, style in (("p50", "-"), ("p99", ":")):
+            for percentile, style, fill in (("p50", "-", "full"), ("p99", ":", "none")):
                 label = " ".join(filter(None, (name, percentile)))
                 _curve(axis, rows, attrgetter(f"{field}.{percentile}"), label)
-                axis.lines[-1].set(linestyle=style, color=f"C{number}")
+                axis.lines[-1].set(linestyle=style, fillstyle=fill, color=f"C{number}")
         axis.set(title=title)
     for number, (name, rows) in enumerate(curves.items()):
         _curve(axes[-1], rows, attrgetter("tokens_per_s"), name)
@@ -55,9 +62,12 @@ def draw(curves: Mapping[str, Sequence[BenchRow]], path: Path) -> None:
         axes[0].legend(fontsize="small")
     else:
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    loads = " or ".join(dict.fromkeys(row.load for rows in curves.values() for row in rows))
+    for axis in axes:
+        axis.set(xlabel=loads)
+        axis.set_ylim(bottom=0)  # after all curves: it ends the axis's own scaling
     figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    return figure
 
 
 def _curve(axis: Any, rows: Sequence[BenchRow], value: Callable[[BenchRow], float | None], name: str) -> None:
@@ -67,7 +77,5 @@ def _curve(axis: Any, rows: Sequence[BenchRow], value: Callable[[BenchRow], floa
         if (found := value(row)) is not None:
             seen.setdefault(row.value, []).append(found)
     axis.plot(sorted(seen), [median(seen[x]) for x in sorted(seen)], marker="o", markersize=4, label=name or None)
-    axis.set(xlabel=" or ".join(dict.fromkeys(row.load for row in rows)))
     axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
     axis.grid(visible=True, alpha=0.3)
