@@ -134,7 +134,9 @@ def bench(options: BenchOptions) -> int:
 
 
 def _tables(report: BenchReport, names: Sequence[str]) -> str:
-    parts = [render(report.rows), *([render_turns(report.rows)] if any(row.turns for row in report.rows) else [])]
+    parts = [render(report.rows)]
+    if any(row.turns for row in report.rows):
+        parts += ["", render_turns(report.rows)]
     if terms := render_terms(report.rows):
         parts += ["", terms]
     if report.saturations:
