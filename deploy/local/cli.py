@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from deploy.local import usage
 from deploy.local.install import InstallError
@@ -26,8 +26,6 @@ from shared.installation import COMMAND, install_command, version_text
 if TYPE_CHECKING:
     from deploy.local.show.fleet import FleetConfig
 
-BENCH_LIMIT = 1_000_000
-"""Upper limit of the numbers that `bench` takes."""
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 """Limits of the seconds between two views of `status --watch` and `top`."""
 
@@ -403,25 +401,16 @@ def _top(flags: usage.TopFlags) -> int:
 
 
 def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
-    from deploy.local.bench import plan, sweep
+    from deploy.local.bench import sweep
+    from deploy.local.bench.files import plot_files
+    from deploy.local.bench.flags import bench_options
     from deploy.local.chat.api import connection_to
 
-    at_least = {"words": 1, "output_tokens": 1, "shared_words": 0, "warmup": 0, "timeout_s": 0.001}
-    for name, least in at_least.items():
-        if not least <= getattr(flags, name) <= BENCH_LIMIT:
-            raise ConfigError(f"--{name.replace('_', '-')} is {least} to {BENCH_LIMIT}")
-    if flags.shared_words > flags.words:
-        raise ConfigError("--shared-words must not exceed --words")
-    if not Path(flags.out).parent.is_dir():
-        raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
+    if flags.up[:1] == ["plot"]:
+        return plot_files(flags.up[1:], "plot" if flags.out == usage.BenchFlags().out else flags.out)
     connection_to(url := _url(flags))  # checks the address
-    options = sweep.BenchOptions(
-        **asdict(replace(flags, url=url)),
-        points=plan.points(flags.concurrency or ("" if flags.rate else "1,8,32"), flags.rate, flags.requests),
-        command=" ".join(("headrace", *words)),
-        given=[] if flags.prompts is None else plan.lines(_text(flags.prompts), str(flags.prompts)),
-        api_key=_api_key(flags),
-    )
+    prompts = "" if flags.prompts is None else _text(flags.prompts)
+    options = bench_options(flags, words, url, _api_key(flags), prompts)
     return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
 
 

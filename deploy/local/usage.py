@@ -328,8 +328,18 @@ class ChatFlags(ClientFlags, frozen=True, kw_only=True):
 
 
 class BenchFlags(ClientFlags, frozen=True, kw_only=True):
-    """Measure a sweep of loads; see docs/bench.md."""
+    """Measure loads at an endpoint, or compare fleets that are started for it; see docs/bench.md."""
 
+    up: Words = []
+    """plot FILE… shows files of bench, AIPerf and GuideLLM next to each other. After --: the flags of an `up` to start
+    and measure, with simulated workers unless --engine names another engine (the API at --url)."""
+    compare: Annotated[list[str], "NAME=V,V"] = []
+    """A setting in which fleets differ, each started for this bench: policy=round-robin,kv or another flag of `up`,
+    worker.max_running=8,32, simulated.speed=1,2, topology=aggregated,store,split,1+3."""
+    rounds: int = 3
+    """The number of rounds, in each of which all compared fleets get the same requests."""
+    one_at_a_time: bool = False
+    """Start each fleet for its turn alone, in place of all of them side by side."""
     concurrency: Numbers = ""
     """The numbers of requests in flight; each is one load."""
     rate: Numbers = ""
@@ -340,10 +350,47 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The number of words of each prompt."""
     shared_words: int = 0
     """The number of words that all prompts begin with."""
+    prefix_ratio: Annotated[str, "R,…"] = ""
+    """The share of each prompt that is shared, in place of --shared-words; each is one load."""
+    prefixes: int = 1
+    """The number of different beginnings that are shared; each request has one of them at random."""
+    spread: float = 0.0
+    """The standard deviation of the lengths of prompts and answers, divided by their mean."""
+    scenarios: Annotated[str, "NAME,…"] = "mixed"
+    """What is measured of each load: mixed; prefill (answers of one token); decode (prompts that were sent before)."""
+    trace: File | None = None
+    """The file with requests and their times, in place of drawn ones: Mooncake's JSON lines, Azure's CSV, or a
+    frontend's access log as JSON."""
+    speed: Annotated[str, "S,…"] = "1"
+    """How many times as fast the trace's clock runs, each as one load; or one number for the pauses of agents."""
+    agentic: Annotated[float, "SCALE"] = 0.0
+    """Send sessions of agents, with many turns, pauses for tools and subagents, in place of single requests; 1 has the
+    published lengths, 142,000 tokens in, 0.1 a tenth of them."""
+    tokens: bool = False
+    """Send prompts as token ids to /v1/completions, so that a word is exactly one token."""
     prompts: File | None = None
     """The file with one prompt per line, in place of generated prompts."""
     output_tokens: int = 128
     """The number of tokens of each answer."""
+    saturate: bool = False
+    """Find the highest rate at which all requests are done, targets hold and the queue does not grow, from --rate (1)
+    on."""
+    ttft_p50: float = 0.0
+    """Target of the median time to the first token, in seconds. 0 means none, here and below."""
+    ttft_p90: float = 0.0
+    """Target of the 90th percentile of the time to the first token, in seconds."""
+    ttft_p99: float = 0.0
+    """Target of the 99th percentile of the time to the first token, in seconds."""
+    itl_p50: float = 0.0
+    """Target of the median time between two tokens of an answer, in seconds."""
+    itl_p90: float = 0.0
+    """Target of the 90th percentile of the time between two tokens, in seconds."""
+    itl_p99: float = 0.0
+    """Target of the 99th percentile of the time between two tokens, in seconds."""
+    gpus: int = 1
+    """The GPUs of what is measured."""
+    price: float = 0.0
+    """The price of a GPU hour."""
     may_stop: bool = False
     """Allow shorter answers: send only OpenAI's own fields, without `ignore_eos`."""
     warmup: int = 2

@@ -1,4 +1,4 @@
-"""Sends streamed chat completions, reads their streams and measures each request.
+"""Sends streamed chats or completions, reads their streams and measures each request.
 
     bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error ─▶ [DONE]
 
@@ -8,9 +8,8 @@ The parser raises ProtocolError for a line that is not an SSE field and for data
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,18 +17,17 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from deploy.local.bench.loads import LoadRequest, prompt_text, prompt_tokens
 from deploy.local.bench.rows import Outcome, Result
-from shared.errors import ProtocolError, Unavailable
+from deploy.local.size.token_client import ERROR_LIMIT_BYTES, error_text
+from shared.errors import ProtocolError
 
 CONNECT_LIMIT_S = 10.0
 RETRY_LIMIT_S = 30.0
 """Limit of a Retry-After that is obeyed."""
 REFUSED = (429, 503)
-ERROR_LIMIT_BYTES = 1 << 16
-LIST_LIMIT_BYTES = 16 << 20
-"""The largest list of models that is read."""
-KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 LINE_LIMIT_BYTES = 1 << 20
+_JSON = {"Content-Type": "application/json"}
 _FIELDS = (b":", b"event:", b"id:", b"retry:")
 
 
@@ -40,7 +38,12 @@ class _Delta(Struct):
 
 class _Choice(Struct):
     delta: _Delta | None = None
+    text: str | None = None
     finish_reason: str | None = None
+
+
+class _Details(Struct):
+    cached_tokens: int | None = None
 
 
 class StreamUsage(Struct):
@@ -48,6 +51,12 @@ class StreamUsage(Struct):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """The prompt's tokens that were found in a cache. None if the server does not say it."""
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class _Error(Struct):
@@ -102,32 +111,36 @@ class ChatStream:
         try:
             chunk = _CHUNK.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-            raise ProtocolError(f"not a chat completion chunk: {wrong}") from None
+            raise ProtocolError(f"not a completion chunk: {wrong}") from None
         if chunk.error is not None:
             self.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message
         self.usage = chunk.usage or self.usage
         for choice in chunk.choices:
             self.finished = self.finished or choice.finish_reason is not None
-            if choice.delta is not None and (choice.delta.content or choice.delta.reasoning_content):
+            delta = choice.delta
+            if choice.text or (delta is not None and (delta.content or delta.reasoning_content)):
                 self.texts += 1
 
 
 class Client:
     """A client of one endpoint."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], timeout_s: float, ids: Sequence[int]
+    ) -> None:
         self._http = http
         self._url = url
         self._body = body
         self._timeout_s = timeout_s
+        self._ids = ids
 
-    async def ask(self, prompt: str) -> Result:
+    async def ask(self, ask: LoadRequest) -> Result:
         """Send a request and return its measured result, however it ends."""
-        body = {**self._body, "messages": [{"role": "user", "content": prompt}]}
-        asking = _Measurement()
+        path, data = self._request(ask)
+        asking = _Measurement(ask)
         try:
             async with asyncio.timeout(self._timeout_s):
-                async with self._http.post(f"{self._url}/chat/completions", json=body) as response:
+                async with self._http.post(f"{self._url}/{path}", data=data, headers=_JSON) as response:
                     if response.status != 200:
                         return await asking.refused(response)
                     async for data in response.content.iter_any():
@@ -142,30 +155,20 @@ class Client:
         except aiohttp.ClientError as wrong:
             return asking.result("ended early", f"{type(wrong).__name__}: {wrong}")
 
-    async def models(self) -> list[str]:
-        """Return the models that the endpoint serves. Raise Unavailable."""
-        try:
-            async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._url}/models") as response:
-                if response.status != 200:
-                    said = _message(await response.content.read(ERROR_LIMIT_BYTES)).rstrip(".")
-                    hint = f"; {KEY_HINT}" if response.status == 401 else ""
-                    raise Unavailable(f"{self._url}/models: status {response.status}: {said}{hint}")
-                text = bytearray()
-                async for piece in response.content.iter_any():
-                    text += piece
-                    if len(text) > LIST_LIMIT_BYTES:
-                        raise Unavailable(f"{self._url}/models has more than {LIST_LIMIT_BYTES} bytes")
-                return [str(model["id"]) for model in json.loads(text)["data"]]
-        except (TimeoutError, aiohttp.ClientError) as wrong:
-            raise Unavailable(f"{self._url} does not answer: {wrong or 'too slow'}") from None
-        except (ValueError, KeyError, TypeError):
-            raise Unavailable(f"{self._url}/models does not list models: is it an OpenAI endpoint?") from None
+    def _request(self, ask: LoadRequest) -> tuple[str, bytes]:
+        """Return the path and the body of a request."""
+        body = {**self._body, "max_tokens": ask.output}
+        if self._ids:
+            return "completions", msgspec.json.encode({**body, "prompt": prompt_tokens(ask, self._ids)})
+        messages = [{"role": "user", "content": prompt_text(ask)}]
+        return "chat/completions", msgspec.json.encode({**body, "messages": messages})
 
 
 class _Measurement:
     """The clock of one request and what has arrived of its answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, ask: LoadRequest) -> None:
+        self._ask = ask
         self._clock = time.perf_counter  # the event loop's clock has a coarser resolution
         self._sent_s = self._clock()
         self._first_s: float | None = None
@@ -197,7 +200,7 @@ class _Measurement:
         outcome: Outcome = "refused" if response.status in REFUSED else "failed"
         text = await response.content.read(ERROR_LIMIT_BYTES)
         retry_after_s = _seconds(response.headers.get("Retry-After", ""))
-        return self.result(outcome, f"{response.status}: {_message(text)}", retry_after_s)
+        return self.result(outcome, f"{response.status}: {error_text(text)}", retry_after_s)
 
     def result(self, outcome: Outcome, reason: str = "", retry_after_s: float = 0.0) -> Result:
         usage = self._events.usage
@@ -211,28 +214,27 @@ class _Measurement:
             events=self._events.texts,
             prompt_tokens=None if usage is None else usage.prompt_tokens,
             completion_tokens=None if usage is None else usage.completion_tokens,
+            cached_tokens=None if usage is None else usage.cached_tokens,
             retry_after_s=retry_after_s,
+            sent_at_s=self._sent_s,
+            turn=self._ask.turn,
+            asked_tokens=self._ask.output,
         )
 
 
 @asynccontextmanager
-async def client(url: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str) -> AsyncIterator[Client]:
-    """Yield a client. It opens a connection for each request in flight and keeps it for later requests."""
+async def client(
+    url: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str, ids: Sequence[int] = ()
+) -> AsyncIterator[Client]:
+    """Yield a client. It opens a connection for each request in flight and keeps it for later requests. Prompts are
+    made of the token `ids`; they are text if there are none."""
     connector = aiohttp.TCPConnector(limit=0)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S)
     async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as http:
-        yield Client(http, url, body, timeout_s)
+        yield Client(http, url, body, timeout_s, ids)
 
 
 def _seconds(retry_after: str) -> float:
     """Return the seconds of a Retry-After header; 0 for a date."""
     return min(float(retry_after), RETRY_LIMIT_S) if retry_after.isdecimal() else 0.0
-
-
-def _message(text: bytes) -> str:
-    """Return the message of an OpenAI error object, or the text itself."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:200].decode("utf-8", "replace").strip()

@@ -1,11 +1,10 @@
-"""Plans what `headrace bench` sends and when: points of a sweep, prompts, arrival times. Pure."""
+"""Plans which loads `headrace bench` sends: the points of a sweep, their requests and times. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
 
@@ -19,28 +18,50 @@ OPEN_S = 20.0
 """Seconds that an open loop sends if its number of requests is not given."""
 POINTS_LIMIT, CONCURRENCY_LIMIT, REQUESTS_LIMIT = 64, 65_536, 10_000_000
 
-_TEXT = """
-water river wheel mill stone gate flow dam weir sluice basin valley bridge boat rope oak iron grain bread slow quick
-deep shallow old new bright quiet heavy round turns carries lifts grinds opens closes falls rises
-"""
-_WORDS = _TEXT.split()
+Loop = Literal["closed", "open", "trace"]
+Scenario = Literal["mixed", "prefill", "decode"]
+"""Which part of the work is measured. Prefill: answers have one token. Decode: all prompts are sent before, so that
+they are cached where the prefix cache has room for them."""
 
 
 class Point(Struct, frozen=True):
     """One load of a sweep."""
 
-    loop: Literal["closed", "open"]
+    loop: Loop
     value: float
-    """Closed: number of requests in flight; each slot sends its next request when its last has ended. Open: requests
-    per second, sent at random times (Poisson), however many are still in flight."""
+    """Closed: number of sessions in flight; each slot begins its next session when its last has ended. Open: sessions
+    per second, begun at random times (Poisson), however many are still in flight. Trace: the speed of its clock."""
     requests: int
+    """The number of sessions; each is one request, unless they are agents'."""
+    scenario: Scenario = "mixed"
+    prefix_ratio: float | None = None
+    """The share of each prompt that is shared. None if it is not given as a share."""
+
+    @property
+    def load(self) -> str:
+        """What `value` is."""
+        return {"closed": "concurrency", "open": "rate", "trace": "trace at speed"}[self.loop]
 
     @property
     def name(self) -> str:
-        return f"{'concurrency' if self.loop == 'closed' else 'rate'} {self.value:g}"
+        """The load in words."""
+        return load_name(self.load, self.value, self.scenario, self.prefix_ratio)
 
 
-def points(concurrency: str, rate: str, requests: int) -> list[Point]:
+def load_name(load: str, value: float, scenario: str, prefix_ratio: float | None) -> str:
+    """Return the words for a load."""
+    shared = "" if prefix_ratio is None else f", {prefix_ratio:.0%} shared"
+    return f"{load} {value:g}{shared}{'' if scenario == 'mixed' else f', {scenario}'}"
+
+
+def points(
+    concurrency: str,
+    rate: str,
+    requests: int,
+    *,
+    prefix_ratios: Sequence[float | None] = (None,),
+    scenarios: Sequence[Scenario] = ("mixed",),
+) -> list[Point]:
     """Return the points that the flags ask for. If `requests` is 0, each load gets a suitable number. Raise
     ConfigError."""
     if bool(concurrency) == bool(rate):
@@ -53,21 +74,53 @@ def points(concurrency: str, rate: str, requests: int) -> list[Point]:
     else:
         rates = [_number("--rate", text, least=0.001, whole=False) for text in rate.split(",")]
         found = [Point("open", one, requests or max(LEAST_REQUESTS, int(OPEN_S * one))) for one in rates]
+    found = [
+        Point(point.loop, point.value, point.requests, scenario, ratio)
+        for scenario in scenarios
+        for ratio in prefix_ratios
+        for point in found
+    ]
     if len(found) > POINTS_LIMIT:
         raise ConfigError(f"a sweep has at most {POINTS_LIMIT} points")
     return found
 
 
-def _number(flag: str, text: str, *, least: float, whole: bool) -> float:
+def open_point(rate: float, requests: int, like: Point) -> Point:
+    """Return a point of another rate, with as many requests as suit it if `requests` is 0."""
+    return Point("open", rate, requests or max(LEAST_REQUESTS, int(OPEN_S * rate)), like.scenario, like.prefix_ratio)
+
+
+def trace_points(speeds: str, requests: int) -> list[Point]:
+    """Return a point for each speed of a trace. Raise ConfigError."""
+    found = [_number("--speed", text, least=0.001, whole=False) for text in speeds.split(",")]
+    if len(found) > POINTS_LIMIT:
+        raise ConfigError(f"a sweep has at most {POINTS_LIMIT} points")
+    return [Point("trace", speed, requests) for speed in found]
+
+
+def scenarios_of(text: str) -> list[Scenario]:
+    """Return the scenarios that a flag lists. Raise ConfigError."""
+    found: list[Scenario] = [one for word in text.split(",") for one in get_args(Scenario) if one == word]
+    if len(found) != len(text.split(",")):
+        raise ConfigError(f"--scenarios {text}: must be of {', '.join(get_args(Scenario))}, separated by commas")
+    return found
+
+
+def prefix_ratios_of(text: str) -> list[float | None]:
+    """Return the shares that `--prefix-ratio` lists; one None if it is empty. Raise ConfigError."""
+    if not text:
+        return [None]
+    return [_number("--prefix-ratio", word, least=0, whole=False, most=1) for word in text.split(",")]
+
+
+def _number(flag: str, text: str, *, least: float, whole: bool, most: float = CONCURRENCY_LIMIT) -> float:
     try:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not least <= number <= CONCURRENCY_LIMIT or (whole and number != int(number)):
+    if not least <= number <= most or (whole and number != int(number)):
         kind = "whole numbers" if whole else "numbers"
-        raise ConfigError(
-            f"{flag}: {text!r}: must be {kind} from {least:g} to {CONCURRENCY_LIMIT}, separated by commas"
-        )
+        raise ConfigError(f"{flag}: {text!r}: must be {kind} from {least:g} to {most:g}, separated by commas")
     return number
 
 
@@ -79,18 +132,6 @@ def arrivals(rate: float, requests: int, seed: int) -> list[float]:
         times.append(at_s)
         at_s += draw.expovariate(rate)
     return times
-
-
-def prompts(words: int, shared_words: int, given: Sequence[str], seed: int) -> Iterator[str]:
-    """Yield prompts without end: those `given` in turn, or generated ones of `words` words that share the first
-    `shared_words`."""
-    if given:
-        for number in count():
-            yield given[number % len(given)]
-    opening = Random(f"opening {seed}").choices(_WORDS, k=shared_words)  # noqa: S311
-    for number in count():
-        rest = Random(f"prompt {seed} {number}").choices(_WORDS, k=words - shared_words)  # noqa: S311
-        yield " ".join((*opening, *rest))
 
 
 def lines(text: str, name: str) -> list[str]:

@@ -1,7 +1,9 @@
-"""`headrace bench`: runs a sweep of loads against an OpenAI endpoint; writes a table, PREFIX.json and PREFIX.png.
+"""`headrace bench`: measures loads at an endpoint or at fleets that it starts; writes a table, PREFIX.json and .png.
 
-Each point of the sweep sends unmeasured requests to warm up, then measured ones: in a closed loop (--concurrency) or an
-open one (--rate). If the user interrupts, what has been measured so far is written.
+    an endpoint      each load of the sweep once
+    own fleets       rounds: in each, all fleets get the same requests one after the other
+
+If the user interrupts, what has been measured so far is written.
 """
 
 from __future__ import annotations
@@ -14,22 +16,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
 import uvloop
 from msgspec import Struct
 
-from deploy.local.bench.client import Client, client
-from deploy.local.bench.plan import Point, arrivals, prompts
-from deploy.local.bench.rows import BenchRow, Result, render, row_of
+from deploy.local.bench.loads import AskShape
+from deploy.local.bench.measure import LoadOptions, Measurer, measurer
+from deploy.local.bench.plan import Point, open_point
+from deploy.local.bench.ratios import Ratio, ratios, render_ratios, unsteady
+from deploy.local.bench.rows import BenchRow, RowKey, render, render_terms, render_turns
+from deploy.local.bench.saturation import RateSearch, Saturation, render_saturations, saturation_of, why_not
+from deploy.local.bench.terms import TARGETS, Terms
+from deploy.local.bench.variants import Variant
+from deploy.local.size.started_up import running_up
+from deploy.local.size.traffic import Traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import BenchFlags
-from shared.errors import ConfigError, Unavailable
-from shared.installation import BIN
-
-REFUSED_WAIT_S = 0.5
-"""Wait of a closed loop's slot after a refusal without Retry-After."""
+from shared.errors import ConfigError
+from shared.installation import BIN, PACKAGED, TREE
+from shared.version import VERSION
 
 
 class BenchOptions(BenchFlags, frozen=True, kw_only=True):
@@ -37,128 +45,178 @@ class BenchOptions(BenchFlags, frozen=True, kw_only=True):
 
     points: list[Point]
     command: str
+    fleets: Sequence[Variant] = ()
+    """The fleets to start and measure in place of the endpoint at `url`."""
+    traffic: Traffic | None = None
+    """The requests of the trace."""
     given: Sequence[str] = ()
     """Prompts to send instead of generated ones."""
-    api_key: str = ""
+    key: str = ""
+    """The API key; empty if there is none."""
+
+    @property
+    def load(self) -> LoadOptions:
+        """What all loads have in common."""
+        return LoadOptions(
+            model=self.model,
+            api_key=self.key,
+            shape=AskShape(self.words, self.output_tokens, self.spread, self.shared_words, None, self.prefixes),
+            given=self.given,
+            tokens=self.tokens,
+            may_stop=self.may_stop,
+            warmup=self.warmup,
+            timeout_s=self.timeout_s,
+            seed=self.seed,
+            traffic=self.traffic,
+            agents=self.agentic,
+            speed=float(self.speed) if self.agentic else 1.0,
+        )
+
+    def key_of(self, variant: str, number: int) -> RowKey:
+        """Return what rows of a fleet in a round have in common."""
+        targets = {name: limit for name in TARGETS if (limit := getattr(self, name))}
+        return RowKey(variant, number, self.may_stop, Terms(targets, self.gpus, self.price))
 
 
-class Report(Struct, frozen=True):
+class BenchReport(Struct, frozen=True):
     """The content of the JSON file."""
 
     benchmark: str
     machine: str
+    versions: dict[str, str]
+    commit: str
+    """The checkout's commit, with + if files differ from it. Empty in a package."""
     command: str
     url: str
+    """Empty if the fleets were this bench's own."""
     model: str
     when: str
     interrupted: bool
     rows: list[BenchRow]
+    ratios: list[Ratio] = []
+    saturations: list[Saturation] = []
     goals: list[str] = []
 
 
 def bench(options: BenchOptions) -> int:
-    """Run the sweep and return the exit status. Raise Unavailable if the endpoint cannot be measured at all."""
+    """Measure and return the exit status. Raise Unavailable if the endpoint cannot be measured at all, or a fleet does
+    not start."""
     sweep = _Sweep(options)
     interrupted = False
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(sweep.run())
+        sweep.run()
     except KeyboardInterrupt:
         interrupted = True
     if not sweep.rows:
         return 130
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    named = (options.command, options.url, sweep.model, when)
-    report = Report("headrace bench", machine, *named, interrupted, sweep.rows)
+    names = [fleet.name for fleet in options.fleets]
+    report = BenchReport(
+        benchmark="headrace bench",
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, {platform.node()}",
+        versions={"headrace": VERSION, "python": platform.python_version(), **sweep.versions},
+        commit="" if PACKAGED else commit(TREE),
+        command=options.command,
+        url="" if options.fleets else options.url,
+        model=sweep.model,
+        when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        interrupted=interrupted,
+        rows=sweep.rows,
+        ratios=ratios(sweep.rows, names),
+        saturations=sweep.saturations,
+    )
     text = msgspec.json.format(msgspec.json.encode(report)).decode()
-    print(text if options.json else render(sweep.rows))
+    print(text if options.json else _tables(report, names))
     Path(f"{options.out}.json").write_text(text + "\n", encoding="utf-8")
-    _draw(sweep.rows, options.out)
+    draw_rows(sweep.rows, options.out, f"{options.out}.json is written")
     if interrupted:
         return 130
     return 0 if all(row.outcomes.get("done") for row in sweep.rows) else 1
 
 
-def _draw(rows: Sequence[BenchRow], out: str) -> None:
+def _tables(report: BenchReport, names: Sequence[str]) -> str:
+    parts = [render(report.rows)]
+    if any(row.turns for row in report.rows):
+        parts += ["", render_turns(report.rows)]
+    if terms := render_terms(report.rows):
+        parts += ["", terms]
+    if report.saturations:
+        parts += ["", render_saturations(report.saturations)]
+    if report.ratios:
+        parts += ["", render_ratios(report.ratios, names[0])]
+    return "\n".join([*parts, *unsteady(report.rows)])
+
+
+def draw_rows(rows: Sequence[BenchRow], out: str, done: str = "") -> None:
+    """Draw curves to `out`.png if matplotlib is there, and say what was `done` before."""
     try:
         from deploy.local.bench import plot  # imported here because matplotlib is optional
     except ImportError:
-        print(f"{out}.json is written; to draw it as well, run `{BIN}pip install matplotlib`", file=sys.stderr)
+        print("; ".join(filter(None, (done, f"to draw it, run `{BIN}pip install matplotlib`"))), file=sys.stderr)
         return
-    plot.draw(rows, Path(f"{out}.png"))
-    print(f"{out}.json and {out}.png are written", file=sys.stderr)
+    plot.draw(plot.series(rows), Path(f"{out}.png"))
+    print("; ".join(filter(None, (done, f"{out}.png is drawn"))), file=sys.stderr)
+
+
+def commit(tree: Path) -> str:
+    """Return the commit of a checkout. Empty if git does not say it."""
+    words = ["git", "-C", str(tree), "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty=+"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 class _Sweep:
-    """Runs all points one after the other; `rows` has what was measured so far."""
+    """Runs all loads at all fleets; `rows` has what was measured so far."""
 
     def __init__(self, options: BenchOptions) -> None:
         self.rows: list[BenchRow] = []
         self.model = options.model
+        self.versions: dict[str, str] = {}
+        self.saturations: list[Saturation] = []
         self._options = options
         self._terminal = Terminal()
-        self._prompts = prompts(options.words, options.shared_words, options.given, options.seed)
 
-    async def run(self) -> None:
-        options = self._options
-        if not self.model:
-            async with client(options.url, {}, timeout_s=options.timeout_s, api_key=options.api_key) as one:
-                served = await one.models()
-            if not served:
-                raise Unavailable(f"{options.url} serves no model")
-            self.model = served[0]
-        body = {
-            "model": self.model,
-            "max_tokens": options.output_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": 0,
-            **({} if options.may_stop else {"ignore_eos": True}),
-        }
-        async with client(options.url, body, timeout_s=options.timeout_s, api_key=options.api_key) as one:
-            for point in options.points:
-                await self._warm_up(one, point)
-                await self._measure(one, point)
-                self._terminal.clear()
+    def run(self) -> None:
+        """Measure all loads."""
+        fleets = self._options.fleets
+        with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            if not fleets:
+                runner.run(self._measure(self._options.url, self._options.key_of("", 1)))
+                return
+            side_by_side = not self._options.one_at_a_time
+            started = {each.name: stack.enter_context(self._started(each)) for each in fleets if side_by_side}
+            for number in range(1, self._options.rounds + 1 if len(fleets) > 1 else 2):
+                for fleet in fleets:
+                    place: AbstractContextManager[str] = (
+                        nullcontext(started[fleet.name]) if side_by_side else self._started(fleet)
+                    )
+                    with place as url:
+                        runner.run(self._measure(url, self._options.key_of(fleet.name, number)))
 
-    async def _warm_up(self, one: Client, point: Point) -> None:
-        """Send the unmeasured requests. Raise Unavailable if none is answered before the first point."""
-        answers = await asyncio.gather(*(one.ask(next(self._prompts)) for _ in range(self._options.warmup)))
-        if answers and not self.rows and not any(answer.outcome == "done" for answer in answers):
-            raise Unavailable(f"{point.name}: no request of the warm-up was answered: {answers[0].reason}")
+    @contextmanager
+    def _started(self, fleet: Variant) -> Iterator[str]:
+        with running_up(fleet.words, self._terminal, fleet.name or "this bench") as (url, _):
+            yield url
 
-    async def _measure(self, one: Client, point: Point) -> None:
-        results: list[Result] = []
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                if point.loop == "closed":
-                    numbers = iter(range(point.requests))
-                    for _ in range(int(point.value)):
-                        tasks.create_task(self._slot(one, point, numbers, results))
+    async def _measure(self, url: str, key: RowKey) -> None:
+        async with measurer(url, self._options.load, self._terminal) as one:
+            self.model = one.model
+            if one.version:
+                self.versions["server"] = one.version
+            for point in self._options.points:
+                if self._options.saturate:
+                    await self._saturate(one, point, key)
                 else:
-                    loop = asyncio.get_running_loop()
-                    start_s = loop.time()
-                    for at_s in arrivals(point.value, point.requests, self._options.seed):
-                        await asyncio.sleep(start_s + at_s - loop.time())
-                        tasks.create_task(self._ask(one, point, results))
-        finally:
-            if results:
-                seconds = time.perf_counter() - began_s
-                self.rows.append(row_of(point, results, seconds, (time.process_time() - began_cpu_s) / seconds))
+                    await one.run(point, self.rows, key)
 
-    async def _slot(self, one: Client, point: Point, numbers: Iterator[int], results: list[Result]) -> None:
-        for _ in numbers:
-            result = await self._ask(one, point, results)
-            if result.outcome == "refused" and len(results) < point.requests:
-                await asyncio.sleep(result.retry_after_s or REFUSED_WAIT_S)
-
-    async def _ask(self, one: Client, point: Point, results: list[Result]) -> Result:
-        result = await one.ask(next(self._prompts))
-        results.append(result)
-        self._terminal.progress(point.name, len(results) / point.requests)
-        return result
+    async def _saturate(self, one: Measurer, point: Point, key: RowKey) -> None:
+        """Find the highest rate that is sustained, from that of a point on."""
+        search, began = RateSearch(point.value), len(self.rows)
+        while (rate := search.next()) is not None:
+            await one.run(open_point(rate, self._options.requests, point), self.rows, key)
+            search.add(rate, sustained=not why_not(self.rows[-1]))
+        self.saturations.append(saturation_of(search, self.rows[began:]))
 
 
 def run_aiperf(options: BenchOptions) -> int:
@@ -171,9 +229,9 @@ def run_aiperf(options: BenchOptions) -> int:
         )
     if not options.model or not options.tokenizer:
         raise ConfigError("--driver aiperf needs --model, and --tokenizer with a directory or a name on the hub")
-    if options.given:
-        raise ConfigError("--driver aiperf makes its own prompts; remove --prompts")
-    if options.api_key:
+    if options.given or options.traffic is not None:
+        raise ConfigError("--driver aiperf makes its own prompts; remove --prompts and --trace")
+    if options.key:
         raise ConfigError("--driver aiperf takes a key only as a flag, which `ps` shows; give no API key")
     for point in options.points:
         status = subprocess.run([program, *aiperf_arguments(options, point)], check=False).returncode

@@ -21,7 +21,6 @@ from statistics import median
 import uvloop
 from msgspec import Struct
 
-from deploy.local.bench.client import client
 from deploy.local.size.grid import Place, TimeGrid
 from deploy.local.size.profile_file import (
     FILE_LIMIT_BYTES,
@@ -106,7 +105,7 @@ def _endpoint(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[str
 
 
 async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Terminal) -> Profile:
-    async with client(url, {}, timeout_s=60.0, api_key=options.api_key) as one:
+    async with token_client(url, "", options.api_key) as one:
         served = await one.models()
     model = options.model or (served[0] if served else "")
     if model not in served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +20,9 @@ CONNECT_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 600.0
 LINE_LIMIT_BYTES = 1 << 20
 ERROR_LIMIT_BYTES = 1 << 16
+LIST_LIMIT_BYTES = 16 << 20
+"""The largest list of models that is read."""
+KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 PLAIN_TEXT = "water river wheel mill stone gate flow dam weir basin valley bridge boat rope oak iron grain bread " * 8
 FALLBACK_IDS = range(300, 900)
 """The ids that prompts are made of where the endpoint has no /tokenize."""
@@ -65,7 +69,27 @@ class TokenClient:
         self._url = url
         self._root = url.removesuffix("/v1")
         self._model = model
-        self._ids: Sequence[int] = FALLBACK_IDS
+        self.ids: Sequence[int] = FALLBACK_IDS
+        """The ids that prompts are made of."""
+
+    async def models(self) -> list[str]:
+        """Return the models that the endpoint serves. Raise Unavailable."""
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._url}/models") as response:
+                if response.status != 200:
+                    said = error_text(await response.content.read(ERROR_LIMIT_BYTES)).rstrip(".")
+                    hint = f"; {KEY_HINT}" if response.status == 401 else ""
+                    raise Unavailable(f"{self._url}/models: status {response.status}: {said}{hint}")
+                text = bytearray()
+                async for piece in response.content.iter_any():
+                    text += piece
+                    if len(text) > LIST_LIMIT_BYTES:
+                        raise Unavailable(f"{self._url}/models has more than {LIST_LIMIT_BYTES} bytes")
+                return [str(model["id"]) for model in json.loads(text)["data"]]
+        except (TimeoutError, aiohttp.ClientError) as wrong:
+            raise Unavailable(f"{self._url} does not answer: {wrong or 'too slow'}") from None
+        except (ValueError, KeyError, TypeError):
+            raise Unavailable(f"{self._url}/models does not list models: is it an OpenAI endpoint?") from None
 
     async def learn_ids(self) -> None:
         """Ask which token ids are plain words, so that each token of an answer has text."""
@@ -79,7 +103,7 @@ class TokenClient:
         except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
             return
         if response.status == 200 and len(set(found)) > 8:
-            self._ids = sorted(set(found))
+            self.ids = sorted(set(found))
 
     async def version(self) -> str:
         """Return the version that the endpoint says at /version; empty if it says none."""
@@ -92,7 +116,7 @@ class TokenClient:
 
     def prompt(self, seed: str, tokens: int) -> list[int]:
         """Return a prompt that follows from its seed."""
-        return Random(seed).choices(self._ids, k=tokens)  # noqa: S311 - a load, no secret
+        return Random(seed).choices(self.ids, k=tokens)  # noqa: S311 - a load, no secret
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
         """Ask for exactly that many tokens. Raise Unavailable."""
@@ -160,6 +184,14 @@ class _Stream:
             tokens=self._usage.completion_tokens,
             cached_tokens=None if details is None else details.cached_tokens,
         )
+
+
+def error_text(text: bytes) -> str:
+    """Return the message of an OpenAI error object, or the text itself."""
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:200].decode("utf-8", "replace").strip()
 
 
 async def server_version(url: str, api_key: str) -> str:

@@ -1,8 +1,8 @@
 """The load of a plan: a trace's requests, or requests that are drawn from a rate and lengths. Pure.
 
 A request's prompt is a run of named blocks; equal names mean equal prompts up to and with that block. Lines of
-Mooncake's format have the names (`hash_ids`, blocks of 512 tokens); in Azure's CSV no two prompts have a beginning in
-common.
+Mooncake's format have the names (`hash_ids`, blocks of 512 tokens); in Azure's CSV, and in logs of our own frontends,
+no two prompts have a beginning in common.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ MOONCAKE_BLOCK = 512
 MADE_BLOCK = 64
 """The tokens of a block of requests that are drawn."""
 TOKENS_LIMIT = 1 << 24
+LOGGED_END = "request ended"
+"""The message of a frontend's line for each request (docs/logs.md)."""
 REQUESTS_LIMIT = 100_000
 
 
@@ -94,11 +96,13 @@ def _length(draw: Random, mean: int, spread: float) -> int:
 
 
 def read_traffic(text: str, name: str, requests: int) -> Traffic:
-    """Return the first `requests` requests of a trace, JSON lines or CSV. Raise ConfigError, which names the line."""
-    csv_head = text.lstrip().startswith("TIMESTAMP")
+    """Return the first `requests` requests of a trace: Mooncake's JSON lines, Azure's CSV, or a frontend's log as JSON
+    with its access log. Raise ConfigError, which names the line."""
+    begin = text[:4096].lstrip()
+    reader = _azure if begin.startswith("TIMESTAMP") else _log if begin.startswith('{"time"') else _mooncake
     rows = list[TrafficRow]()
-    for number, row in _azure(text, name) if csv_head else _mooncake(text, name):
-        _check_row(row, rows[-1] if rows else None, f"{name}:{number}", csv_head)
+    for number, row in reader(text, name):
+        _check_row(row, rows[-1] if rows else None, f"{name}:{number}", reader is not _mooncake)
         rows.append(row)
         if len(rows) == requests:
             break
@@ -106,7 +110,7 @@ def read_traffic(text: str, name: str, requests: int) -> Traffic:
         raise ConfigError(f"{name}: a trace has at least two requests, this one {len(rows)}")
     if rows[-1].timestamp <= rows[0].timestamp:
         raise ConfigError(f"{name}: all {len(rows)} requests come at the same time")
-    return Traffic(MADE_BLOCK if csv_head else MOONCAKE_BLOCK, rows)
+    return Traffic(MOONCAKE_BLOCK if reader is _mooncake else MADE_BLOCK, rows)
 
 
 def _check_row(row: TrafficRow, before: TrafficRow | None, where: str, without_names: bool) -> None:
@@ -141,5 +145,39 @@ def _azure(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
         except (ValueError, IndexError):
             raise ConfigError(f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens") from None
         began = began or when
-        blocks = [next(names) for _ in range(-(-max(0, min(prompt, TOKENS_LIMIT)) // MADE_BLOCK))]
-        yield number, TrafficRow(1000 * (when - began).total_seconds(), prompt, output, blocks)
+        yield number, _unshared(1000 * (when - began).total_seconds(), prompt, output, names)
+
+
+class _Fields(Struct, frozen=True):
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Line(Struct, frozen=True):
+    time: datetime
+    message: str = ""
+    fields: _Fields = _Fields()
+
+
+def _log(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
+    """Read the lines of requests that were answered with tokens, in the order in which these began."""
+    names = iter(range(1, 1 << 60))
+    found: list[tuple[float, int, _Fields]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            read = msgspec.json.decode(line, type=_Line)
+        except msgspec.MsgspecError as wrong:
+            raise ConfigError(f"{name}:{number}: {wrong}") from None
+        if read.message == LOGGED_END and read.fields.prompt_tokens and read.fields.output_tokens:
+            found.append((1000 * (read.time.timestamp() - read.fields.seconds), number, read.fields))
+    for at_ms, number, fields in sorted(found, key=lambda each: each[0]):
+        yield number, _unshared(at_ms, fields.prompt_tokens, fields.output_tokens, names)
+
+
+def _unshared(at_ms: float, prompt: int, output: int, names: Iterator[int]) -> TrafficRow:
+    """Return a request whose blocks no other one has."""
+    blocks = -(-max(0, min(prompt, TOKENS_LIMIT)) // MADE_BLOCK)
+    return TrafficRow(at_ms, prompt, output, [next(names) for _ in range(blocks)])

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from deploy.local.bench.plan import LEAST_REQUESTS, Point, arrivals, lines, points, prompts
+from deploy.local.bench.plan import (
+    LEAST_REQUESTS,
+    Point,
+    arrivals,
+    lines,
+    points,
+    prefix_ratios_of,
+    scenarios_of,
+)
 from shared.errors import ConfigError
 
 
@@ -50,18 +54,29 @@ def test_arrivals_are_random_at_their_rate_and_the_same_for_the_same_seed() -> N
     assert times != arrivals(50.0, 10_000, 2)
 
 
-@given(words=st.integers(1, 60), shared=st.integers(0, 60), seed=st.integers(0, 100))
-def test_made_up_prompts_have_their_length_and_share_their_opening_alone(words: int, shared: int, seed: int) -> None:
-    shared = min(shared, words)
-    found = [prompt.split() for prompt in islice(prompts(words, shared, (), seed), 3)]
-    assert [len(prompt) for prompt in found] == [words] * 3
-    assert len({tuple(prompt[:shared]) for prompt in found}) == 1
-    if words - shared > 40:
-        assert len({tuple(prompt) for prompt in found}) == 3
+def test_a_load_is_measured_in_each_scenario_with_each_share_of_the_prompt_that_is_shared() -> None:
+    found = points("", "2", 8, prefix_ratios=prefix_ratios_of("0.1,0.9"), scenarios=scenarios_of("mixed,decode"))
+    assert [point.name for point in found] == [
+        "rate 2, 10% shared",
+        "rate 2, 90% shared",
+        "rate 2, 10% shared, decode",
+        "rate 2, 90% shared, decode",
+    ]
+    assert prefix_ratios_of("") == [None]
 
 
-def test_given_prompts_come_in_turn_without_end() -> None:
-    given = lines("one\n\n two\n", "file")
-    assert list(islice(prompts(512, 0, given, 0), 3)) == ["one", " two", "one"]
+@pytest.mark.parametrize("text", ["1.1", "-0.1", "x", "0.5,"])
+def test_a_share_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--prefix-ratio: .* must be numbers from 0 to 1, separated by commas"):
+        prefix_ratios_of(text)
+
+
+def test_an_unknown_scenario_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--scenarios mixed,both: must be of mixed, prefill, decode"):
+        scenarios_of("mixed,both")
+
+
+def test_a_file_without_prompts_is_refused() -> None:
+    assert lines("one\n\n two\n", "file") == ["one", " two"]
     with pytest.raises(ConfigError, match="file: contains no prompt"):
         lines("\n \n", "file")

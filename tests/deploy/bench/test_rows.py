@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.bench.plan import Point
-from deploy.local.bench.rows import Result, Spread, render, row_of, spread
+from deploy.local.bench.rows import Result, RowKey, render, render_terms, render_turns, row_of
+from deploy.local.bench.terms import Spread, Terms, spread
 
 POINT = Point("closed", 4, 3)
 DONE = Result(
@@ -53,3 +54,59 @@ def test_percentiles_are_values_that_were_seen_in_order(seconds: list[float]) ->
     for percentile, share in ((found.p50, 0.5), (found.p90, 0.9), (found.p99, 0.99)):
         assert percentile in seconds
         assert sum(value <= percentile for value in seconds) >= share * len(seconds)
+
+
+def test_turns_of_sessions_are_summed_up_in_groups_that_grow() -> None:
+    results = [
+        Result("done", first_s=1 / turn, events=1, prompt_tokens=100, cached_tokens=min(100, 2 * turn), turn=turn)
+        for turn in range(1, 41)
+    ]
+    row = row_of(POINT, results, 1.0, 0.1, planned=40)
+    assert [(each.first, each.last, each.requests) for each in row.turns] == [
+        (1, 1, 1),
+        (2, 4, 3),
+        (5, 16, 12),
+        (17, 40, 24),
+    ]
+    assert row.turns[1].first_token_s.p50 == 1 / 3
+    assert row.turns[1].cached_ratio == 0.06
+    assert render_turns([row]).splitlines()[2].split() == [
+        *("concurrency", "4", "2", "to", "4", "3", "100", "333.3", "500.0", "500.0", "6%")
+    ]
+    assert row_of(POINT, results[:1], 1.0, 0.1).turns == []
+
+
+def test_answers_that_are_shorter_than_asked_for_are_noted_unless_they_may_be() -> None:
+    short = Result("done", first_s=0.1, events=2, completion_tokens=2, asked_tokens=5)
+    row = row_of(POINT, [short, short], 1.0, 0.1)
+    assert row.short_answers == 2
+    assert "concurrency 4: 2 answers have fewer tokens than were asked for: the endpoint ignores" in render([row])
+    assert row_of(POINT, [short], 1.0, 0.1, key=RowKey(may_stop=True)).short_answers == 0
+
+
+def test_goodput_counts_requests_within_the_targets_and_a_target_that_is_missed_is_named() -> None:
+    results = [
+        Result("done", first_s=0.1 * number, last_s=0.1 * number + 1.0, gaps_s=(0.1,) * 10, events=11)
+        for number in range(1, 11)
+    ]
+    key = RowKey(terms=Terms({"ttft_p90": 0.45, "itl_p50": 0.2}, gpus=2, price=3.6))
+    row = row_of(POINT, results, 10.0, 0.1, key=key)
+    assert row.missed == {"ttft_p90": 0.9 / 0.45}
+    assert row.good_per_s == 0.4
+    assert row.tokens_per_gpu_hour == 11 * 3600 / 2
+    assert row.price_per_million_tokens == 1e6 * 3.6 * 2 / (11 * 3600)
+    line = render_terms([row]).splitlines()[1].split()
+    assert line == ["concurrency", "4", "0.40", "ttft_p90", "200%", "19,800", "181.82"]
+    assert render_terms([row_of(POINT, results, 10.0, 0.1)]) == ""
+
+
+def test_a_queue_grows_if_first_tokens_come_later_and_later() -> None:
+    point = Point("open", 2.0, 30)
+    calm = [Result("done", first_s=0.1 + 0.1 * (number % 3), sent_at_s=number / 2) for number in range(30)]
+    assert row_of(point, calm, 15.0, 0.1).queue_grows is False
+    late = [Result("done", first_s=0.1 + 0.1 * number, sent_at_s=number / 2) for number in range(30)]
+    row = row_of(point, late[::-1], 15.0, 0.1)
+    assert row.queue_grows is True
+    assert "rate 2: first tokens came later and later" in render([row])
+    assert row_of(POINT, late, 15.0, 0.1).queue_grows is None  # a closed loop has no queue that grows
+    assert row_of(point, late[:5], 15.0, 0.1).queue_grows is None

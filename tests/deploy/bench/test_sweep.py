@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from deploy.local.bench import client
 from deploy.local.bench.plan import Point
 from deploy.local.bench.sweep import BenchOptions, aiperf_arguments
 from deploy.local.cli import main
+from deploy.local.size import token_client
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +113,7 @@ async def serving() -> AsyncIterator[Server]:
     app = web.Application()
     app.router.add_get("/v1/models", server.list_models)
     app.router.add_post("/v1/chat/completions", server.chat)
+    app.router.add_post("/v1/completions", server.chat)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", int(server.url.rpartition(":")[2].removesuffix("/v1"))).start()
@@ -174,6 +175,27 @@ async def test_an_open_loop_sends_at_its_rate_whatever_comes_back(tmp_path: Path
     assert (row["load"], row["value"], row["outcomes"]) == ("rate", 200, {"done": 40})
     assert Counter(one["messages"][0]["content"] for one in server.asked) == {"one": 21, "two": 21}
     assert not any("ignore_eos" in one for one in server.asked)
+
+
+async def test_a_trace_is_sent_at_its_times_with_beginnings_that_are_equal_where_its_names_are(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [(0, 600, 3, [1, 2]), (200, 700, 4, [1, 3]), (400, 100, 5, [4])]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    trace.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    async with serving() as server:
+        flags = ("--trace", str(trace), "--speed", "1,4", "--warmup", "0", "--tokens")
+        status, report = await bench(server, tmp_path, *flags)
+    assert status == 0
+    assert [(row["load"], row["value"], row["outcomes"]) for row in report["rows"]] == [
+        ("trace at speed", 1, {"done": 3}),
+        ("trace at speed", 4, {"done": 3}),
+    ]
+    assert report["rows"][0]["seconds"] >= 0.4
+    assert [one["max_tokens"] for one in server.asked] == [3, 4, 5] * 2
+    prompts = [one["prompt"] for one in server.asked]
+    assert [len(prompt) for prompt in prompts] == [600, 700, 100] * 2
+    assert prompts[0][:512] == prompts[1][:512]
+    assert prompts[0][512:] != prompts[1][512:600]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +261,7 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
 async def test_a_list_of_models_that_is_too_long_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "LIST_LIMIT_BYTES", 10)
+    monkeypatch.setattr(token_client, "LIST_LIMIT_BYTES", 10)
     async with serving() as server:
         assert await bench(server, tmp_path) == (1, {})
     assert "/v1/models has more than 10 bytes" in capsys.readouterr().err
@@ -256,6 +278,11 @@ async def test_a_list_of_models_that_is_too_long_is_one_line(
         ("--prompts", "/nowhere"),
         ("--api-key-file", "/nowhere"),
         ("--out", "/nowhere/bench"),
+        ("--trace", "/nowhere"),
+        ("--trace", __file__),
+        ("--trace", __file__, "--rate", "1"),
+        ("--trace", "/dev/null"),
+        ("--speed", "2"),
     ],
 )
 def test_flags_that_make_no_sense_are_wrong_usage(flags: tuple[str, ...]) -> None:

@@ -54,9 +54,32 @@ def test_a_trace_of_azure_is_read_and_shares_nothing() -> None:
     assert not set(made.rows[0].hash_ids) & set(made.rows[1].hash_ids)
 
 
+def log_line(second: int, seconds: float, prompt: int, output: int, message: str = "request ended") -> str:
+    fields = {"operation": "chat", "status": 200, "seconds": seconds, "prompt_tokens": prompt, "output_tokens": output}
+    line = {"time": f"2026-11-24T04:09:{second:02}.500Z", "level": "info", "message": message, "fields": fields}
+    return json.dumps(line)
+
+
+def test_a_log_of_a_frontend_is_read_in_the_order_in_which_requests_began() -> None:
+    lines = [
+        log_line(10, 1.0, 100, 20),
+        log_line(11, 5.0, 300, 40),
+        log_line(12, 0.5, 7, 0),  # refused, or an embedding
+        log_line(13, 1.0, 9, 9, "the engine is lost"),
+        '{"time":"2026-11-24T04:09:14.000Z","level":"info","message":"ready"}',
+    ]
+    made = read_traffic("\n".join(lines), "t", 100)
+    assert [(row.input_length, row.output_length) for row in made.rows] == [(300, 40), (100, 20)]
+    assert made.rows[1].timestamp - made.rows[0].timestamp == pytest.approx(3000)
+    assert not set(made.rows[0].hash_ids) & set(made.rows[1].hash_ids)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("", "t: a trace has at least two requests, this one 0"),
+        (log_line(1, 1.0, 5, 5) + "\n" + log_line(2, 1.0, 5, 5)[:-9], "t:2: "),
+        (log_line(1, 1.0, 5, 5), "t: a trace has at least two requests, this one 1"),
         (line(0) + "\n" + line(1)[:-5], "t:2: "),
         (line(0, prompt=0), "t:1: 0 tokens in"),
         (line(0, output=-1), "t:1: 1000 tokens in and -1 out"),

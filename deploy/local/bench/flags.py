@@ -1,0 +1,110 @@
+"""Checks the flags of `headrace bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import asdict, replace
+
+from deploy.local.bench import plan
+from deploy.local.bench.plan import Point
+from deploy.local.bench.sweep import BenchOptions
+from deploy.local.bench.terms import TARGETS
+from deploy.local.bench.variants import variants
+from deploy.local.size.traffic import REQUESTS_LIMIT, Traffic, read_traffic
+from deploy.local.usage import BenchFlags
+from shared.errors import ConfigError
+
+LIMIT = 1_000_000
+"""Upper limit of numbers that have none of their own."""
+LIMITS = {
+    "words": (1, LIMIT),
+    "output_tokens": (1, LIMIT),
+    "shared_words": (0, LIMIT),
+    "warmup": (0, LIMIT),
+    "timeout_s": (0.001, LIMIT),
+    "spread": (0, 10),
+    "prefixes": (1, LIMIT),
+    "rounds": (1, 100),
+    "agentic": (0, 10),
+    "gpus": (1, 65_536),
+    "price": (0, LIMIT),
+    **dict.fromkeys(TARGETS, (0, LIMIT)),
+}
+TRACE_LIMIT_BYTES = 1 << 30
+NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts", "agentic")
+NOT_WITH_AGENTS = ("prefix_ratio", "shared_words", "prompts", "spread")
+"""Flags of the requests that a trace, or agents' sessions, have themselves."""
+
+
+def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, prompts: str) -> BenchOptions:
+    """Return the options of a bench. `words` is its command line, `prompts` the text of the file with prompts. Raise
+    ConfigError."""
+    for name, (least, most) in LIMITS.items():
+        if not least <= getattr(flags, name) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {least} to {most}")
+    if flags.shared_words > flags.words:
+        raise ConfigError("--shared-words must not exceed --words")
+    if flags.shared_words and flags.prefix_ratio:
+        raise ConfigError("--shared-words and --prefix-ratio say the same: give one of the two")
+    if not Path(flags.out).parent.is_dir():
+        raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
+    own = bool(flags.compare or flags.up)
+    if own and flags.url:
+        raise ConfigError("--url measures an endpoint, --compare and flags after -- start fleets: give one of the two")
+    if own and flags.driver == "aiperf":
+        raise ConfigError("--driver aiperf measures an endpoint: leave out --compare and flags after --")
+    if flags.saturate and (flags.concurrency or flags.trace is not None or "," in flags.rate):
+        raise ConfigError("--saturate searches a rate, from one --rate on: leave out --concurrency and --trace")
+    traffic = None if flags.trace is None else _traffic(flags, flags.trace)
+    return BenchOptions(
+        **asdict(replace(flags, url=url)),
+        points=_points(flags, traffic),
+        traffic=traffic,
+        command=" ".join(("headrace", *words)),
+        fleets=variants(flags.compare, flags.up) if own else (),
+        given=plan.lines(prompts, str(flags.prompts)) if flags.prompts is not None else (),
+        key=key,
+    )
+
+
+def _points(flags: BenchFlags, traffic: Traffic | None) -> list[Point]:
+    scenarios = plan.scenarios_of(flags.scenarios)
+    if traffic is not None:
+        if scenarios != ["mixed"]:
+            raise ConfigError("--scenarios: a trace has lengths of its own")
+        return plan.trace_points(flags.speed, len(traffic.rows))
+    if flags.speed != BenchFlags().speed and not flags.agentic:
+        raise ConfigError("--speed needs --trace or --agentic")
+    if flags.agentic:
+        _check_agentic(flags)
+    return plan.points(
+        flags.concurrency or ("" if flags.rate or flags.saturate else "1,8,32"),
+        flags.rate or ("1" if flags.saturate else ""),
+        flags.requests,
+        prefix_ratios=plan.prefix_ratios_of(flags.prefix_ratio),
+        scenarios=scenarios,
+    )
+
+
+def _traffic(flags: BenchFlags, file: Path) -> Traffic:
+    """Read a trace. Raise ConfigError."""
+    if given := next((name for name in NOT_WITH_TRACE if getattr(flags, name)), None):
+        raise ConfigError(f"--{given.replace('_', '-')}: a trace has requests and times of its own")
+    try:
+        if file.stat().st_size > TRACE_LIMIT_BYTES:
+            raise ConfigError(f"--trace {file}: has more than {TRACE_LIMIT_BYTES} bytes")
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as wrong:
+        raise ConfigError(f"--trace {file}: {wrong.strerror}") from None
+    return read_traffic(text, str(file), flags.requests or REQUESTS_LIMIT)
+
+
+def _check_agentic(flags: BenchFlags) -> None:
+    if given := next((name for name in NOT_WITH_AGENTS if getattr(flags, name)), None):
+        raise ConfigError(f"--{given.replace('_', '-')}: agents have prompts of their own")
+    if flags.scenarios != BenchFlags().scenarios:
+        raise ConfigError("--scenarios: agents have answers of their own")
+    if len(plan.trace_points(flags.speed, 1)) > 1:
+        raise ConfigError("--speed: with --agentic, one number")
