@@ -119,9 +119,10 @@ def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
 
 def _assumed(roofline: Roofline) -> list[str]:
     done = roofline.achieved
+    part = done.memory[roofline.weight_bits < 16]
     return [
         f"rates of the GPU: {roofline.gpu.source}",
-        f"{done.memory:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
+        f"{part:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
     ]
 
 

@@ -43,6 +43,8 @@ class PublicRows(Struct, frozen=True):
     sources: dict[str, dict[str, str]]
     configs: dict[str, dict[str, Any]]
     rows: list[PublicRow]
+    held_out: list[PublicRow]
+    """Rows on other GPUs, looked up after the terms were set."""
 
 
 ROWS = msgspec.json.decode(PUBLIC.read_bytes(), type=PublicRows)
@@ -75,8 +77,16 @@ def test_the_time_a_token_of_published_rows_is_met_within_twenty_percent_in_the_
     errors = [error_of(row) for row in ROWS.rows]
     assert len(errors) >= 40
     assert {row.gpu for row in ROWS.rows} == {"H100", "H200"}
-    assert median(errors) <= 0.20
-    assert {row.source for row in ROWS.rows} == ROWS.sources.keys()
+    assert median(errors) <= 0.16
+    for gpu in ("H100", "H200"):
+        assert round(median(error_of(row) for row in ROWS.rows if row.gpu == gpu), 2) <= 0.20
+    assert {row.source for row in [*ROWS.rows, *ROWS.held_out]} == ROWS.sources.keys()
+
+
+def test_rows_on_other_gpus_with_a_newer_engine_are_met_within_thirty_percent() -> None:
+    errors = [error_of(row) for row in ROWS.held_out if row.source == "accelmark-0.20"]
+    assert len(errors) == 3
+    assert max(errors) <= 0.30
 
 
 def test_the_rows_that_the_fractions_come_from_are_met_within_seven_percent() -> None:
@@ -118,7 +128,7 @@ def test_fewer_bits_make_room_and_steps_shorter_and_a_quantised_config_says_so(t
     flags = EstimateFlags(model=config(tmp_path), gpu="H100", batch="1")
     plain, eight = estimate_of(flags), estimate_of(msgspec.structs.replace(flags, dtype="fp8"))
     assert eight.kv_tokens > plain.kv_tokens
-    assert eight.loads[0].itl_s < 0.7 * plain.loads[0].itl_s
+    assert eight.loads[0].itl_s < 0.75 * plain.loads[0].itl_s
     config(tmp_path, quantization_config={"quant_method": "fp8"})
     assert estimate_of(flags).weights_gb == eight.weights_gb
     config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
@@ -186,7 +196,7 @@ def test_a_model_that_does_not_fit_is_refused_with_how_much_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
-    assert "141.1 GB of each H200, 14.2 GB more than 0.9 of its 141 GB" in refused(capsys, model, "--gpu", "H200")
+    assert "141.1 GB of each H200, 5.4 GB more than 0.9 of its 150.8 GB" in refused(capsys, model, "--gpu", "H200")
     said = refused(capsys, model, "--gpu", "H200", "--tensor-parallel", "2", "--prompt", "400000")
     assert "fewer than one sequence has" in said
     limited = config(tmp_path, max_position_embeddings=4096)
