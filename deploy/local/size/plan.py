@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +20,9 @@ from queue import SimpleQueue
 import msgspec
 
 from deploy.local.size.flags import numbers, positives
-from deploy.local.size.plan_report import PlanReport, Prices, render, report_of, up_flags
+from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
+from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
+from deploy.local.size.plan_report import PlanReport, Prices, order_of, render, report_of
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_profile
 from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, Targets, settings_of
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic, read_traffic
@@ -42,16 +44,47 @@ def plan(flags: PlanFlags) -> int:
     """Print the plan and return the exit status: 1 if nothing meets the targets. Raise ConfigError or Unavailable."""
     made = plan_of(flags, Terminal())
     print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else render(made))
-    if made.best is None:
-        return 1
-    Path(flags.out).write_text(up_flags(made), encoding="utf-8")
-    print(f"{flags.out} is written: up @{flags.out}", file=sys.stderr)
-    return 0
+    _write(made, Path(flags.out), [] if flags.measured is None else _measured(flags.measured))
+    return 1 if made.best is None else 0
+
+
+def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
+    """Write the page and the picture, and the files of the best fleet if there is one."""
+    texts = {".html": page(made, measured)}
+    if made.best is not None:
+        order = order_of(made.best, made)
+        texts |= {
+            ".up": "\n".join(up_words(order)) + "\n",
+            ".compose.yaml": compose_overlay(order),
+            ".values.yaml": chart_values(order),
+        }
+    for ending, text in texts.items():
+        (out if ending == ".up" else out.with_suffix(ending)).write_text(text, encoding="utf-8")
+    try:
+        from deploy.local.size import plan_plot  # imported here because matplotlib is optional
+
+        plan_plot.draw(made, measured, out.with_suffix(".png"))
+        texts[".png"] = ""
+    except ImportError:
+        pass
+    names = [out.name if ending == ".up" else out.with_suffix(ending).name for ending in texts]
+    print(f"{', '.join(names)}: written" + (f"; up @{out}" if made.best is not None else ""), file=sys.stderr)
+
+
+def _measured(file: Path) -> list[Measured]:
+    """Return the loads of a file that `bench` has written. Raise ConfigError."""
+    try:
+        rows = msgspec.json.decode(_content(file, FILE_LIMIT_BYTES), type=BenchFile).rows
+    except msgspec.MsgspecError as wrong:
+        raise ConfigError(f"--measured {file}: no file of `headrace bench`: {wrong}") from None
+    return [measured_of(row) for row in rows]
 
 
 def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
     """Run fleets until the answer is known. Raise ConfigError or Unavailable."""
     _check(flags)
+    if flags.measured is not None:
+        _measured(flags.measured)  # before anything is run
     profile = _profile(flags.profile)
     targets = Targets({name: limit for name in TARGETS if (limit := getattr(flags, name))})
     kv_tokens = flags.kv_tokens or profile.kv_tokens

@@ -1,11 +1,10 @@
-"""What `headrace plan` says: each fleet that was simulated, the answer, and the flags of `up` for it. Pure."""
+"""What `headrace plan` says: each fleet that was simulated, and the answer. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
+from deploy.local.size.plan_files import FleetOrder, step_tokens
 from deploy.local.size.profile_file import Profile
 from deploy.local.size.search import FleetCandidate, FleetSearch, Targets
 from deploy.local.size.traffic import Traffic
@@ -38,6 +37,10 @@ class PlanRow(Struct, frozen=True):
     """The tokens of answers in an hour, for each GPU."""
     price_a_million_tokens: float
     gpu_hours_a_million_requests: float
+    store_bytes: int
+    """The bytes of the block store."""
+    step_tokens: int
+    """The tokens of a prompt that take the time of one step."""
     result: VirtualResult
 
 
@@ -56,12 +59,11 @@ class PlanReport(Struct, frozen=True):
     """Which target leaves the least room."""
     rows: list[PlanRow]
     """All fleets, the best first."""
-    store_bytes: int
 
 
 def report_of(search: FleetSearch, profile: Profile, traffic: Traffic, prices: Prices, targets: Targets) -> PlanReport:
     """Return the report of a search that has ended."""
-    rows = [row_of(candidate, result, prices, targets) for candidate, result in search.results.items()]
+    rows = [row_of(candidate, result, prices, targets, profile) for candidate, result in search.results.items()]
     rows.sort(key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
     first = rows[0]
     return PlanReport(
@@ -73,11 +75,12 @@ def report_of(search: FleetSearch, profile: Profile, traffic: Traffic, prices: P
         best=first if first.meets else None,
         binds=max(first.of_target, key=lambda name: first.of_target[name]),
         rows=rows,
-        store_bytes=first.fleet.setting.store_tokens * prices.kv_token_bytes,
     )
 
 
-def row_of(candidate: FleetCandidate, result: VirtualResult, prices: Prices, targets: Targets) -> PlanRow:
+def row_of(
+    candidate: FleetCandidate, result: VirtualResult, prices: Prices, targets: Targets, profile: Profile
+) -> PlanRow:
     """Return the row of a fleet."""
     gpus = candidate.workers * prices.gpus_a_worker
     price = gpus * prices.gpu_hour
@@ -92,6 +95,8 @@ def row_of(candidate: FleetCandidate, result: VirtualResult, prices: Prices, tar
         tokens_a_gpu_hour=tokens_an_hour / gpus,
         price_a_million_tokens=1e6 * price / tokens_an_hour,
         gpu_hours_a_million_requests=1e6 * gpus / max(1e-9, 3600 * result.requests_per_s),
+        store_bytes=candidate.setting.store_tokens * prices.kv_token_bytes,
+        step_tokens=step_tokens(profile.prefill, candidate.setting.step_s),
         result=result,
     )
 
@@ -132,24 +137,13 @@ def _cells(row: PlanRow, made: PlanReport) -> list[object]:
     ]
 
 
-def up_flags(made: PlanReport) -> str:
-    """Return the flags of `up` for the answer, one word a line."""
-    assert made.best is not None
-    fleet, setting = made.best.fleet, made.best.fleet.setting
-    words: list[str] = []
-    started = [] if "://" in made.server or made.server == "up" else made.server.split(" ")
-    words += started
-    if fleet.prefill:
-        words += ["--prefill", str(fleet.prefill), "--decode", str(fleet.workers - fleet.prefill)]
-    else:
-        words += ["--workers", str(fleet.workers)]
-    words += ["--policy", setting.policy, "--kvbm-bytes", str(made.store_bytes)]
-    words += [part for each in _worker_settings(setting.max_running, setting.step_s, started) for part in each]
-    return "\n".join(words) + "\n"
-
-
-def _worker_settings(max_running: int, step_s: float, started: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the settings of workers. vLLM has its own limit of sequences, and of a step's tokens."""
-    if "vllm" in started:
-        return [("--set", f"worker.vllm.max_num_seqs={max_running}")]
-    return [("--set", f"worker.max_running={max_running}"), ("--set", f"worker.step_s={step_s:g}")]
+def order_of(row: PlanRow, made: PlanReport) -> FleetOrder:
+    """Return how a fleet is started."""
+    return FleetOrder(
+        fleet=row.fleet,
+        model=made.model,
+        started=[] if "://" in made.server or made.server == "up" else made.server.split(" "),
+        store_bytes=row.store_bytes,
+        gpus_a_worker=row.gpus // row.fleet.workers,
+        step_tokens=row.step_tokens,
+    )
