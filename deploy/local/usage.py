@@ -414,8 +414,9 @@ class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
 class PlanFlags(Struct, frozen=True, kw_only=True):
     """Find the cheapest fleet that meets targets, by simulating it with measured times; see docs/sizing.md."""
 
-    profile: File = Path("profile.json")
-    """The file that `profile` has written."""
+    profile: Annotated[list[str], "FILE"] = []
+    """The file that `profile` has written (profile.json). Several, such as those of two tensor-parallel sizes, are all
+    tried: the cheapest by GPUs is the answer."""
     trace: File | None = None
     """The trace with the requests, Mooncake's JSON lines or Azure's CSV (drawn from --rate and lengths)."""
     rate: float = 0.0
@@ -446,8 +447,8 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     """Target of the 99th percentile of the time between two tokens, in seconds."""
     price: float = 0.0
     """The price of a GPU hour."""
-    gpus_a_worker: int = 1
-    """The GPUs of each worker, as it was when it was profiled."""
+    gpus_a_worker: Annotated[str, "N,…"] = ""
+    """The GPUs of each worker, for each profile in turn (by the vLLM flags in the profile, or 1)."""
     most: int = 16
     """The most workers of a fleet."""
     policies: Annotated[str, "NAME,…"] = "kv"

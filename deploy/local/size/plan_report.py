@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from deploy.local.size.plan_files import FleetOrder, step_tokens
@@ -27,6 +29,8 @@ class PlanRow(Struct, frozen=True):
     """One fleet that was simulated."""
 
     fleet: FleetCandidate
+    server: str
+    """What was profiled: an address, or the flags of an `up`."""
     name: str
     gpus: int
     price_an_hour: float
@@ -48,8 +52,6 @@ class PlanReport(Struct, frozen=True):
     """The answer, and what it was chosen from."""
 
     model: str
-    server: str
-    """What was profiled: an address, or the flags of an `up`."""
     requests: int
     requests_per_s: float
     targets: dict[str, float]
@@ -61,20 +63,23 @@ class PlanReport(Struct, frozen=True):
     """All fleets, the best first."""
 
 
-def report_of(search: FleetSearch, profile: Profile, traffic: Traffic, prices: Prices, targets: Targets) -> PlanReport:
-    """Return the report of a search that has ended."""
-    rows = [row_of(candidate, result, prices, targets, profile) for candidate, result in search.results.items()]
-    rows.sort(key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
-    first = rows[0]
+def rows_of(search: FleetSearch, profile: Profile, prices: Prices, targets: Targets) -> list[PlanRow]:
+    """Return a row for each fleet of a search that has ended."""
+    return [row_of(candidate, result, prices, targets, profile) for candidate, result in search.results.items()]
+
+
+def report_of(rows: Sequence[PlanRow], model: str, traffic: Traffic, targets: Targets) -> PlanReport:
+    """Return the report of all fleets that were run."""
+    ordered = sorted(rows, key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
+    first = ordered[0]
     return PlanReport(
-        model=profile.subject.model,
-        server=profile.subject.server,
+        model=model,
         requests=len(traffic.rows),
         requests_per_s=traffic.rate,
         targets=dict(targets.limits),
         best=first if first.meets else None,
         binds=max(first.of_target, key=lambda name: first.of_target[name]),
-        rows=rows,
+        rows=ordered,
     )
 
 
@@ -87,7 +92,8 @@ def row_of(
     tokens_an_hour = max(1e-9, 3600 * result.output_tokens_per_s)
     return PlanRow(
         fleet=candidate,
-        name=candidate.name,
+        server=profile.subject.server,
+        name=candidate.name if prices.gpus_a_worker == 1 else f"{candidate.name}, {prices.gpus_a_worker} GPUs each",
         gpus=gpus,
         price_an_hour=price,
         meets=targets.worst(result) <= 1,
@@ -142,7 +148,7 @@ def order_of(row: PlanRow, made: PlanReport) -> FleetOrder:
     return FleetOrder(
         fleet=row.fleet,
         model=made.model,
-        started=[] if "://" in made.server or made.server == "up" else made.server.split(" "),
+        started=[] if "://" in row.server or row.server == "up" else row.server.split(" "),
         store_bytes=row.store_bytes,
         gpus_a_worker=row.gpus // row.fleet.workers,
         step_tokens=row.step_tokens,

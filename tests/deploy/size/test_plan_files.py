@@ -118,7 +118,7 @@ def row(gpus: int, worst: float, *, given_up: bool = False) -> PlanRow:
         given_up=given_up,
     )
     fleet = FleetCandidate(gpus, 0, FleetSetting(False, "kv", 16, 0.25, 0))
-    return PlanRow(fleet, fleet.name, gpus, 0.0, worst <= 1, {"ttft_p90": worst}, 1, 1, 1, 0, 64, result)
+    return PlanRow(fleet, "up", fleet.name, gpus, 0.0, worst <= 1, {"ttft_p90": worst}, 1, 1, 1, 0, 64, result)
 
 
 def test_the_front_has_fleets_of_which_none_is_both_cheaper_and_better() -> None:
