@@ -468,10 +468,10 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     jobs: int = 0
     """The fleets that are simulated at the same time (one for each core)."""
     out: Annotated[str, "FILE"] = "plan.up"
-    """The file with the flags of `up` for the answer: up @plan.up. Beside it: a page with all fleets (.html, and .png
+    """The file with the flags of `up` for the answer: up @plan.up. Next to it: a page with all fleets (.html, and .png
     with matplotlib), an overlay of compose (.compose.yaml), values of the chart (.values.yaml)."""
     measured: File | None = None
-    """A file of `bench`, whose figures the page shows beside those of the answer."""
+    """A file of `bench`, whose figures the page shows next to those of the answer."""
     json: bool = False
     """Print one JSON object in place of the table."""
 

@@ -18,7 +18,7 @@ from deploy.local.size.plan_report import PlanReport, PlanRow, order_of
 
 WIDTH, HEIGHT, LEFT, BELOW = 720, 360, 64, 44
 TALLEST = 3.0
-"""Fleets that are worse than so many times their target are drawn at that height."""
+"""A fleet whose worst figure is more than N times its target is drawn at this height, N."""
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --back: #fff; --good: #00695c; --bad: #b3261e; --line: #8a8a8a }
 @media (prefers-color-scheme: dark) { :root { --ink: #eee; --back: #161616; --good: #6fd7c6; --bad: #ffb4ab } }

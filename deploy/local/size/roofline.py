@@ -54,7 +54,7 @@ class Achieved(Struct, frozen=True):
     arithmetic: float
     """The part of the arithmetic rate in prompts and large batches."""
     layer_s: float
-    """The time that each layer adds to a step beside its matrices: the start of attention, and small kernels."""
+    """The time that each layer adds to a step after its matrices: the start of attention, and small kernels."""
     sequence_s: float
     """The time that each sequence adds to each layer, without its KV."""
     first_s: float
