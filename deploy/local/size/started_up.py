@@ -1,4 +1,4 @@
-"""Starts an `up` with one worker for `headrace profile`, and stops it again."""
+"""Starts an `up` for `headrace profile`, by default with one worker, and stops it again."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ _OURS = (
 
 
 @contextmanager
-def started_up(words: Sequence[str], terminal: Terminal) -> Iterator[tuple[str, Path]]:
-    """Yield the URL of an `up` with these flags and one worker, and its state directory. Raise ConfigError for flags
-    that are not the caller's to choose, Unavailable if it does not start."""
+def started_up(
+    words: Sequence[str], terminal: Terminal, fleet: Sequence[str] = ONE_WORKER
+) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of an `up` with these flags and those of its `fleet`, and its state directory. Raise ConfigError
+    for flags that are not the caller's to choose, Unavailable if it does not start."""
     ours = next((word for word in words if word.split("=")[0] in _OURS), None)
     if ours is not None:
         raise ConfigError(f"{ours}: `profile` starts one worker, and chooses this flag itself")
     with tempfile.TemporaryDirectory(prefix="headrace-profile-") as home:
         state, port = StateDirectory(Path(home)), _free_port()
-        flags = ("--port", str(port), "--state", home, *ONE_WORKER, *words)
+        flags = ("--port", str(port), "--state", home, *fleet, *words)
         process = subprocess.Popen(command("up", *flags), env=_variables(), stdout=subprocess.PIPE, text=True)
         try:
             url = _ready_url(process)
