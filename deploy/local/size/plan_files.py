@@ -100,12 +100,12 @@ def compose_overlay(order: FleetOrder) -> str:
 
 def chart_values(order: FleetOrder) -> str:
     """Return values of deploy/kubernetes/headrace."""
-    fleet, each = order.fleet, {"settings": order.settings}
+    fleet, each = order.fleet, dict[str, object](settings=order.settings)
     if order.engine:
         each["engine"] = order.engine
     if order.on_gpu:
         each["gpus"] = order.gpus_a_worker
-    sets = {"worker": {"replicas": fleet.workers, **each}}
+    sets: dict[str, object] = {"worker": {"replicas": fleet.workers, **each}}
     if fleet.prefill:
         sets = {
             "prefill": {"role": "prefill", "replicas": fleet.prefill, **each},
