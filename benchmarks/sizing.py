@@ -49,7 +49,7 @@ _LATE_LIMIT_S = 600.0
 
 
 class SizingRow(Struct, frozen=True):
-    """One load."""
+    """One figure of one load."""
 
     load: float
     """The rate as a share of the capacity."""
@@ -83,9 +83,9 @@ def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path) -> V
     )
 
 
-def prompt_of(row: TrafficRow, asked: TokenClient) -> list[int]:
-    """Return a prompt's tokens, which follow from the names of its blocks."""
-    tokens = [token for name in row.hash_ids for token in asked.prompt(f"block {name}", MADE_BLOCK)]
+def prompt_of(row: TrafficRow, asked: TokenClient, load: str) -> list[int]:
+    """Return a prompt's tokens, which follow from the names of its blocks. No two loads have tokens in common."""
+    tokens = [token for name in row.hash_ids for token in asked.prompt(f"{load} {name}", MADE_BLOCK)]
     return tokens[: row.input_length]
 
 
@@ -95,7 +95,7 @@ async def replayed(traffic: Traffic, url: str, model: str) -> tuple[list[TimedAn
         await asked.learn_ids()
         for worker in range(4 * WORKERS):  # each has been asked before
             await asked.ask(asked.prompt(f"warm-up {worker}", 2 * MADE_BLOCK), 8)
-        prompts = [prompt_of(row, asked) for row in traffic.rows]
+        prompts = [prompt_of(row, asked, f"{traffic.rate}") for row in traffic.rows]
         began_s = time.perf_counter()
 
         async def one(row: TrafficRow, prompt: Sequence[int]) -> TimedAnswer:

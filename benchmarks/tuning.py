@@ -39,7 +39,7 @@ from services.virtual.run import percentiles
 from services.virtual.store import StoreSizes
 from shared.messages.cards import Role
 
-REQUESTS, QUICK_REQUESTS = 1000, 120
+REQUESTS, QUICK_REQUESTS = 600, 120
 KV_TOKENS, SMALL_KV_TOKENS = 600_000, 60_000
 """The tokens of KV that a worker has room for: 80 GB, and little enough that tiers matter."""
 
