@@ -391,6 +391,8 @@ class EstimateFlags(Struct, frozen=True, kw_only=True):
     """The numbers of sequences at once (1, 8, 32, 128 and the largest)."""
     memory_share: float = 0.9
     """The share of each GPU's memory for weights and KV."""
+    aiconfigurator: File | None = None
+    """The program of NVIDIA's aiconfigurator 0.12, in an environment of its own; its times get a column."""
     json: bool = False
     """Print one JSON object in place of the table."""
 

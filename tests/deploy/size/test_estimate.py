@@ -153,6 +153,25 @@ def test_json_has_the_same_figures_and_where_they_come_from(tmp_path: Path, caps
     assert f"{made['kv_tokens']:,} tokens of KV" in capsys.readouterr().out
 
 
+def test_aiconfigurators_times_get_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "aiconfigurator"
+    said = "  Generation lat.:  1252.238 ms\\n  TPOT:             4.911 ms\\n"  # as version 0.12.0 says it
+    program.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\nprintf "{said}"\n', encoding="utf-8")
+    program.chmod(0o755)
+    words = [config(tmp_path), "--gpu", "H200", "--batch", "1", "--aiconfigurator", str(program)]
+    assert main(["estimate", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loads"][0]["aiconfigurator_itl_s"] == pytest.approx(0.004911)
+    asked = (tmp_path / "asked").read_text(encoding="utf-8")
+    assert "--system h200_sxm --backend vllm --isl 2048 --osl 256 --batch-size 1 --tp-size 1" in asked
+    assert main(["estimate", *words]) == 0
+    assert "AICONFIGURATOR" in capsys.readouterr().out
+    program.write_text("#!/bin/sh\necho no data for this >&2\nexit 1\n", encoding="utf-8")
+    assert "no data for this" in refused(capsys, *words)
+    program.unlink()
+    assert "No such file" in refused(capsys, *words)
+    assert "it has no H100-NVL" in refused(capsys, *[word.replace("H200", "H100-NVL") for word in words])
+
+
 def test_an_unknown_gpu_lists_those_that_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, config(tmp_path), "--gpu", "H300")
     assert "--gpu H300: not known" in said
