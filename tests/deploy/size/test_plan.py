@@ -168,7 +168,10 @@ def test_of_two_profiles_the_one_that_takes_fewer_gpus_is_the_answer(
     assert "give as many numbers from 1 to 1024 as profiles: 2" in capsys.readouterr().err
 
 
-def test_targets_that_nothing_meets_end_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_targets_that_nothing_meets_end_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     profile = str(write_profile(tmp_path))
     words = ["plan", "--profile", profile, "--rate", "4", "--requests", "40", "--itl-p99", "0.001", "--most", "2"]
     assert main(words) == 1
