@@ -149,7 +149,9 @@ def make_profile(file: Path, words: Sequence[str], *, quick: bool) -> None:
 
 def main() -> None:
     """Profile, predict, replay and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--quick", action="store_true", help="half a minute a load, few points")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--profile", type=Path, help="a profile to use, or to make")

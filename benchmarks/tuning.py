@@ -197,7 +197,9 @@ def tables(rows: Sequence[TuningRow]) -> dict[str, str]:
 
 def main() -> None:
     """Print all tables, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests in place of {REQUESTS}")
     parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
     parser.add_argument("--json", action="store_true", help="print JSON")

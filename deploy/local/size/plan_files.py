@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.search import FleetCandidate
-from shared.config import PREFIX
 
+PREFIX = "HEADRACE_"
+"""The beginning of the variables that set a service's settings."""
 POOL_EXTRA_MIB = 64
 """MiB that the volume of the block store has beyond the pool."""
 
