@@ -155,7 +155,7 @@ def _picture(made: PlanReport, front: Sequence[PlanRow]) -> Iterator[str]:
     if len(front) > 1:
         line = " ".join(f"{x:.0f},{y:.0f}" for x, y in (place(row.gpus, worst_of(row)) for row in front))
         yield f'<polyline points="{line}" fill="none" stroke="currentColor" opacity=".6"/>'
-    for number, row in enumerate(made.rows):
+    for number, row in sorted(enumerate(made.rows), key=lambda each: each[1] in front):  # the front lies above
         x, y = place(row.gpus, worst_of(row))
         kind = ("front" if row in front else "other") + ("" if row.meets else " misses")
         said = escape(_spoken(row), quote=True)
