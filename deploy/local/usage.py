@@ -438,6 +438,8 @@ class EstimateFlags(Struct, frozen=True, kw_only=True):
     """The numbers of sequences at once (1, 8, 32, 128 and the largest)."""
     memory_share: float = 0.9
     """The share of each GPU's memory for weights and KV."""
+    aiconfigurator: File | None = None
+    """The program of NVIDIA's aiconfigurator 0.12, in an environment of its own; its times get a column."""
     json: bool = False
     """Print one JSON object in place of the table."""
 
@@ -461,8 +463,9 @@ class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
 class PlanFlags(Struct, frozen=True, kw_only=True):
     """Find the cheapest fleet that meets targets, by simulating it with measured times; see docs/sizing.md."""
 
-    profile: File = Path("profile.json")
-    """The file that `profile` has written."""
+    profile: Annotated[list[str], "FILE"] = []
+    """The file that `profile` has written (profile.json). Several, such as those of two tensor-parallel sizes, are all
+    tried: the cheapest by GPUs is the answer."""
     trace: File | None = None
     """The trace with the requests, Mooncake's JSON lines or Azure's CSV (drawn from --rate and lengths)."""
     rate: float = 0.0
@@ -493,8 +496,8 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     """Target of the 99th percentile of the time between two tokens, in seconds."""
     price: float = 0.0
     """The price of a GPU hour."""
-    gpus_a_worker: int = 1
-    """The GPUs of each worker, as it was when it was profiled."""
+    gpus_a_worker: Annotated[str, "N,…"] = ""
+    """The GPUs of each worker, for each profile in turn (by the vLLM flags in the profile, or 1)."""
     most: int = 16
     """The most workers of a fleet."""
     policies: Annotated[str, "NAME,…"] = "kv"
@@ -514,7 +517,10 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     jobs: int = 0
     """The fleets that are simulated at the same time (one for each core)."""
     out: Annotated[str, "FILE"] = "plan.up"
-    """The file with the flags of `up` for the answer: up @plan.up."""
+    """The file with the flags of `up` for the answer: up @plan.up. Next to it: a page with all fleets (.html, and .png
+    with matplotlib), an overlay of compose (.compose.yaml), values of the chart (.values.yaml)."""
+    measured: File | None = None
+    """A file of `bench`, whose figures the page shows next to those of the answer."""
     json: bool = False
     """Print one JSON object in place of the table."""
 

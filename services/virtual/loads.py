@@ -165,18 +165,26 @@ def unshared(requests: int, draw: Random) -> LoadTrace:
     return LoadTrace("unshared", _BLOCK_SIZE, made)
 
 
-def chats(requests: int, draw: Random) -> LoadTrace:
-    """Make conversations of about eight turns, 20 s apart, that share only a system prompt of one block."""
-    return _conversations("chats", requests, draw, common_tokens=64, turns=8, pause_s=20.0, added=(100, 800))
+def chats(requests: int, draw: Random, size: int = _BLOCK_SIZE) -> LoadTrace:
+    """Make conversations of about eight turns, 20 s apart, that share only a system prompt of 64 tokens."""
+    return _conversations("chats", requests, draw, size, common_tokens=64, turns=8, pause_s=20.0, added=(100, 800))
 
 
-def agents(requests: int, draw: Random) -> LoadTrace:
+def agents(requests: int, draw: Random, size: int = _BLOCK_SIZE) -> LoadTrace:
     """Make agents of about fifteen calls, 4 s apart, after one system prompt of 8,192 tokens."""
-    return _conversations("agents", requests, draw, common_tokens=8192, turns=15, pause_s=4.0, added=(50, 1500))
+    return _conversations("agents", requests, draw, size, common_tokens=8192, turns=15, pause_s=4.0, added=(50, 1500))
 
 
 def _conversations(
-    name: str, requests: int, draw: Random, *, common_tokens: int, turns: int, pause_s: float, added: tuple[int, int]
+    name: str,
+    requests: int,
+    draw: Random,
+    size: int,
+    *,
+    common_tokens: int,
+    turns: int,
+    pause_s: float,
+    added: tuple[int, int],
 ) -> LoadTrace:
     """Make conversations whose turns add a number of tokens between the bounds `added`.
 
@@ -184,26 +192,26 @@ def _conversations(
     the engine's own answer.
     """
     arrivals, names = _arrivals(draw, requests_each=turns), count()
-    common = _take(names, common_tokens)
+    common = _take(names, common_tokens, size)
     made: list[TraceRequest] = []
     while len(made) < 2 * requests:
         now_s, tokens, known = next(arrivals), common_tokens, list(common)
         for _ in range(max(1, round(draw.expovariate(1 / turns)))):
             tokens += draw.randint(*added)
             output = draw.randint(30, 300)
-            known += _take(names, tokens - len(known) * _BLOCK_SIZE)
+            known += _take(names, tokens - len(known) * size, size)
             made.append(TraceRequest(0, now_s, list(known), tokens, output))
             tokens += output
-            known = known[: made[-1].prompt_tokens // _BLOCK_SIZE]
+            known = known[: made[-1].prompt_tokens // size]
             now_s += draw.expovariate(1 / pause_s)
     made.sort(key=lambda each: each.arrival_s)
     # The first quarter has too few conversations under way, the last has no new ones.
     made = made[requests // 2 : requests // 2 + requests]
-    return LoadTrace(name, _BLOCK_SIZE, [replace(each, number=number) for number, each in enumerate(made)])
+    return LoadTrace(name, size, [replace(each, number=number) for number, each in enumerate(made)])
 
 
-def _take(names: Iterator[int], tokens: int) -> list[int]:
-    return [next(names) for _ in range(-(-tokens // _BLOCK_SIZE))]
+def _take(names: Iterator[int], tokens: int, size: int = _BLOCK_SIZE) -> list[int]:
+    return [next(names) for _ in range(-(-tokens // size))]
 
 
 def _arrivals(draw: Random, requests_each: int = 1) -> Iterator[float]:

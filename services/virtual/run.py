@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from pathlib import Path
 
-from services.virtual.fleet import Late, SimulatedFleet
+from services.virtual.fleet import HOP_S, Late, SimulatedFleet
 from services.virtual.journeys import TokenGaps
 from services.virtual.loads import LoadTrace, read_trace
 from services.virtual.store import StoreSizes
@@ -41,16 +41,17 @@ def run(wanted: VirtualRun) -> VirtualResult:
         for _ in range(number):
             fleet.join(step_s, role, longest_s=wanted.step_s)
     fleet.run()
-    return _summed_up(fleet, gaps)
+    return _summed_up(fleet, gaps, max(0.0, wanted.overhead_s - HOP_S))
 
 
-def _summed_up(fleet: SimulatedFleet, gaps: TokenGaps) -> VirtualResult:
+def _summed_up(fleet: SimulatedFleet, gaps: TokenGaps, before_s: float) -> VirtualResult:
+    """Return what came of a run. `before_s` is the part of each first token that is not simulated."""
     ended = [journey for journey in fleet.journeys if journey.end_s >= 0 and not journey.failed]
     begun = [journey for journey in fleet.journeys if journey.first_token_s >= 0]
     prompt_tokens = sum(journey.request.prompt_tokens for journey in begun)
     lasted_s = max(fleet.clock.now_s, 1e-9)
     return VirtualResult(
-        ttft_s=percentiles([journey.ttft_s for journey in begun]),
+        ttft_s=percentiles([journey.ttft_s + before_s for journey in begun]),
         itl_s=percentiles(gaps.all_s),
         requests_per_s=len(ended) / lasted_s,
         output_tokens_per_s=sum(journey.request.output_tokens for journey in ended) / lasted_s,

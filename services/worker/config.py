@@ -282,6 +282,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds that a step with parts of prompts should take at most. 0 means 0.25, or on a GPU 0.1. Other answers of
     the worker pause for that long. Shorter steps compute fewer tokens of prompts a second; a step has room for 16
     tokens of one, or a block. Other roles than aggregated have shorter steps."""
+    step_tokens: Annotated[int, Meta(ge=16, le=8192)] = 8192
+    """Most tokens that a step computes, however short it would be. vLLM has `max_num_batched_tokens` for it."""
     max_waiting: Positive = 256
     """Most attempts in the queue; if there are more, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20

@@ -25,6 +25,8 @@ class VirtualRun(Struct, frozen=True, kw_only=True, tag=True):
     max_running: int = 64
     step_s: float = 0.25
     """The time that a step with parts of prompts should take at most."""
+    overhead_s: float = 0.0
+    """The time of a first token that no step takes, messages included."""
     kv_tokens: int
     """The tokens of KV for which each worker has room."""
     store_tokens: int = 0

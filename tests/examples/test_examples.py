@@ -93,6 +93,20 @@ def read(url: str) -> str:
     return ""
 
 
+def test_a_fleet_is_measured_planned_and_started(examples: Examples) -> None:
+    run, bench, plan = examples.commands("sized-fleet")
+    folder, quick = examples.folder / "sized-fleet", "--longest 256 --most 2 --limit-s 20"
+    simulated = run.replace("./run.sh", f'PROFILE="{quick}" ./run.sh --engine simulated')
+    with examples.running("sized-fleet", f"env {simulated}") as started:
+        started.wait_for("ready ")
+        examples.do("sized-fleet", bench)
+        assert "the cheapest that meets them: " in examples.do("sized-fleet", plan)
+    assert "Planned and measured" in (folder / "plan.html").read_text(encoding="utf-8")
+    made = {file.name for file in folder.iterdir()} - {"README.md", "run.sh"}
+    endings = ("up", "html", "png", "compose.yaml", "values.yaml")
+    assert made == {"profile.json", "measured.json", "measured.png", *(f"plan.{ending}" for ending in endings)}
+
+
 @needs_openssl
 def test_only_a_key_and_the_certificate_let_a_client_in(examples: Examples, tmp_path: Path) -> None:
     run, ask = examples.commands("keys-and-tls")

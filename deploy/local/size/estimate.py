@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from deploy.local.size.aiconfigurator import decode_s
 from deploy.local.size.flags import numbers
 from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
 from deploy.local.size.shape import shape_of
@@ -37,6 +38,8 @@ class LoadEstimate(Struct, frozen=True):
     output_tokens_per_s: float
     """The output of all sequences in that load."""
     binds: str
+    aiconfigurator_itl_s: float | None = None
+    """What aiconfigurator says of `itl_s`. None if it was not asked."""
 
 
 class Estimate(Struct, frozen=True):
@@ -114,14 +117,17 @@ def estimate_of(flags: EstimateFlags) -> Estimate:
 def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
     step = roofline.decode(batch, flags.prompt + flags.output / 2)
     loaded_s = roofline.loaded_s(batch, flags.prompt, flags.output, flags.cached)
-    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, step.binds)
+    asked = flags.aiconfigurator
+    other_s = asked and decode_s(asked, Path(flags.model), roofline, batch, flags.prompt, flags.output)
+    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, step.binds, other_s or None)
 
 
 def _assumed(roofline: Roofline) -> list[str]:
     done = roofline.achieved
+    part = done.memory[roofline.weight_bits < 16]
     return [
-        f"rates of the GPU: {roofline.gpu.source}",
-        f"{done.memory:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
+        f"figures of the GPU: {roofline.gpu.source}",
+        f"{part:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
     ]
 
 
@@ -170,11 +176,16 @@ def _render(made: Estimate) -> str:
         f"room for {made.kv_tokens:,} tokens of KV: {made.largest_batch:,} sequences of {made.prompt} + {made.output}",
         f"first token of a lone prompt of {made.prompt} tokens{cached}: {1000 * made.ttft_s:.0f} ms",
         "",
-        table("BATCH  MS A TOKEN  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  BINDS", _cells(made)),
+        table(_columns(made), _cells(made)),
         "",
         *(f"note: {text}" for text in made.assumed),
     ]
     return "\n".join(lines)
+
+
+def _columns(made: Estimate) -> str:
+    other = "  AICONFIGURATOR" if made.loads[0].aiconfigurator_itl_s is not None else ""
+    return f"BATCH  MS A TOKEN{other}  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  BINDS"
 
 
 def _cells(made: Estimate) -> list[Sequence[object]]:
@@ -182,6 +193,7 @@ def _cells(made: Estimate) -> list[Sequence[object]]:
         (
             load.batch,
             f"{1000 * load.itl_s:.1f}",
+            *(() if load.aiconfigurator_itl_s is None else (f"{1000 * load.aiconfigurator_itl_s:.1f}",)),
             f"{1000 * load.loaded_itl_s:.1f}",
             f"{load.output_tokens_per_s:,.0f}",
             f"{load.output_tokens_per_s / made.gpus:,.0f}",

@@ -7,22 +7,26 @@ services.virtual, one for each core.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from math import inf, prod
 from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 
 from deploy.local.size.flags import numbers, positives
-from deploy.local.size.plan_report import PlanReport, Prices, render, report_of, up_flags
+from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
+from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
+from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_profile
-from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, Targets, settings_of
+from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, FleetSetting, Targets, settings_of
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic, read_traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags
@@ -36,56 +40,118 @@ TRACE_LIMIT_BYTES = 1 << 30
 TARGETS = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99")
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 WORKERS_LIMIT = 256
+GPUS_LIMIT = 1024
 
 
 def plan(flags: PlanFlags) -> int:
     """Print the plan and return the exit status: 1 if nothing meets the targets. Raise ConfigError or Unavailable."""
     made = plan_of(flags, Terminal())
     print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else render(made))
-    if made.best is None:
-        return 1
-    Path(flags.out).write_text(up_flags(made), encoding="utf-8")
-    print(f"{flags.out} is written: up @{flags.out}", file=sys.stderr)
-    return 0
+    _write(made, Path(flags.out), [] if flags.measured is None else _measured(flags.measured))
+    return 1 if made.best is None else 0
+
+
+def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
+    """Write the page and the picture, and the files of the best fleet if there is one."""
+    texts = {".html": page(made, measured)}
+    if made.best is not None:
+        order = order_of(made.best, made)
+        texts |= {
+            ".up": "\n".join(up_words(order)) + "\n",
+            ".compose.yaml": compose_overlay(order),
+            ".values.yaml": chart_values(order),
+        }
+    for ending, text in texts.items():
+        (out if ending == ".up" else out.with_suffix(ending)).write_text(text, encoding="utf-8")
+    try:
+        from deploy.local.size import plan_plot  # imported here because matplotlib is optional
+
+        plan_plot.draw(made, measured, out.with_suffix(".png"))
+        texts[".png"] = ""
+    except ImportError:
+        pass
+    names = [out.name if ending == ".up" else out.with_suffix(ending).name for ending in texts]
+    print(f"{', '.join(names)}: written" + (f"; up @{out}" if made.best is not None else ""), file=sys.stderr)
+
+
+def _measured(file: Path) -> list[Measured]:
+    """Return the loads of a file that `bench` has written. Raise ConfigError."""
+    try:
+        rows = msgspec.json.decode(_content(file, FILE_LIMIT_BYTES), type=BenchFile).rows
+    except msgspec.MsgspecError as wrong:
+        raise ConfigError(f"--measured {file}: no file of `headrace bench`: {wrong}") from None
+    return [measured_of(row) for row in rows]
 
 
 def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
     """Run fleets until the answer is known. Raise ConfigError or Unavailable."""
     _check(flags)
-    profile = _profile(flags.profile)
+    if flags.measured is not None:
+        _measured(flags.measured)  # before anything is run
+    files = [Path(name) for name in flags.profile or ["profile.json"]]
+    profiles = [_profile(file) for file in files]
+    if others := {profile.subject.model for profile in profiles} - {profiles[0].subject.model}:
+        raise ConfigError(f"the profiles are of different models: {profiles[0].subject.model}, {', '.join(others)}")
+    gpus = _gpus(flags.gpus_a_worker, profiles)
     targets = Targets({name: limit for name in TARGETS if (limit := getattr(flags, name))})
-    kv_tokens = flags.kv_tokens or profile.kv_tokens
-    if not kv_tokens:
-        raise ConfigError(f"{flags.profile} does not say how many tokens of KV a worker has room for: give --kv-tokens")
     traffic = _traffic(flags)
-    longest = max(row.input_length + row.output_length for row in traffic.rows)
-    if longest > kv_tokens:
-        raise ConfigError(f"a request has {longest} tokens, and a worker has room for {kv_tokens} tokens of KV")
-    settings = settings_of(
+    runs = [_first_run(flags, *each, traffic, targets) for each in zip(files, profiles, strict=True)]
+    jobs, rows, most = flags.jobs or os.cpu_count() or 1, list[PlanRow](), inf
+    with tempfile.TemporaryDirectory(prefix="headrace-plan-") as folder:
+        load = Path(folder) / "load.jsonl"
+        load.write_bytes(traffic.lines())
+        for profile, each, run in zip(profiles, gpus, runs, strict=True):
+            if most < each:
+                continue  # one worker of it takes more GPUs than a fleet that is known to do
+            search = FleetSearch(_settings(flags, profile), int(min(flags.most, most // each)), targets, width=jobs)
+            _search(search, msgspec.structs.replace(run, trace=str(load)), jobs, terminal)
+            rows += rows_of(search, profile, Prices(flags.price, each, flags.kv_token_bytes), targets)
+            most = min([row.gpus for row in rows if row.meets], default=inf)
+    return report_of(rows, profiles[0].subject.model, traffic, targets)
+
+
+def _settings(flags: PlanFlags, profile: Profile) -> list[FleetSetting]:
+    return settings_of(
         splits=flags.roles,
         policies=flags.policies.split(","),
         max_running=numbers(flags.max_running or str(profile.subject.most), "--max-running", most=65_535)[::-1],
         step_s=positives(flags.step_s, "--step-s"),
         store_tokens=[int(size * 1e9 / flags.kv_token_bytes) for size in positives(flags.store_gb, "--store-gb")],
     )
-    jobs = flags.jobs or os.cpu_count() or 1
-    search = FleetSearch(settings, flags.most, targets, width=jobs)
-    with tempfile.TemporaryDirectory(prefix="headrace-plan-") as folder:
-        load = Path(folder) / "load.jsonl"
-        load.write_bytes(traffic.lines())
-        late_s, late_most = _late(targets, len(traffic.rows))
-        run = VirtualRun(
-            trace=str(load),
-            block_size=traffic.block_size,
-            times=str(flags.profile.absolute()),
-            workers=0,
-            kv_tokens=kv_tokens,
-            late_s=late_s,
-            late_most=late_most,
-        )
-        _search(search, run, jobs, terminal)
-    prices = Prices(flags.price, flags.gpus_a_worker, flags.kv_token_bytes)
-    return report_of(search, profile, traffic, prices, targets)
+
+
+def _first_run(flags: PlanFlags, file: Path, profile: Profile, traffic: Traffic, targets: Targets) -> VirtualRun:
+    """Return what all runs with a profile have in common. Raise ConfigError if a request has no room."""
+    kv_tokens = flags.kv_tokens or profile.kv_tokens
+    if not kv_tokens:
+        raise ConfigError(f"{file} does not say how many tokens of KV a worker has room for: give --kv-tokens")
+    longest = max(row.input_length + row.output_length for row in traffic.rows)
+    if longest > kv_tokens:
+        raise ConfigError(f"a request has {longest} tokens, and a worker has room for {kv_tokens} tokens of KV")
+    late_s, late_most = _late(targets, len(traffic.rows))
+    return VirtualRun(
+        trace="",
+        block_size=traffic.block_size,
+        times=str(file.absolute()),
+        workers=0,
+        overhead_s=profile.overhead_s,
+        kv_tokens=kv_tokens,
+        late_s=late_s,
+        late_most=late_most,
+    )
+
+
+def _gpus(given: str, profiles: Sequence[Profile]) -> list[int]:
+    """Return the GPUs of a worker of each profile. Raise ConfigError."""
+    if not given:
+        sizes = [re.findall(r"\b(?:tensor|pipeline)_parallel_size=(\d+)", each.subject.server) for each in profiles]
+        return [prod(map(int, found)) for found in sizes]
+    words = given.split(",")
+    if len(words) == len(profiles) and all(word.isdecimal() and 1 <= int(word) <= GPUS_LIMIT for word in words):
+        return [int(word) for word in words]
+    raise ConfigError(
+        f"--gpus-a-worker {given}: give as many numbers from 1 to {GPUS_LIMIT} as profiles: {len(profiles)}"
+    )
 
 
 def _search(search: FleetSearch, run: VirtualRun, jobs: int, terminal: Terminal) -> None:
@@ -217,7 +283,6 @@ def _check(flags: PlanFlags) -> None:
         "spread": (0, 10),
         "rate": (0, 1e6),
         "price": (0, 1e9),
-        "gpus_a_worker": (1, 1024),
         "most": (1, WORKERS_LIMIT),
         "kv_tokens": (0, 1 << 40),
         "kv_token_bytes": (1, 1 << 30),

@@ -1,4 +1,4 @@
-"""What `headrace plan` says: each fleet that was simulated, the answer, and the flags of `up` for it. Pure."""
+"""What `headrace plan` says: each fleet that was simulated, and the answer. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from deploy.local.size.plan_files import FleetOrder, step_tokens
 from deploy.local.size.profile_file import Profile
 from deploy.local.size.search import FleetCandidate, FleetSearch, Targets
 from deploy.local.size.traffic import Traffic
@@ -28,6 +29,8 @@ class PlanRow(Struct, frozen=True):
     """One fleet that was simulated."""
 
     fleet: FleetCandidate
+    server: str
+    """What was profiled: an address, or the flags of an `up`."""
     name: str
     gpus: int
     price_an_hour: float
@@ -38,6 +41,10 @@ class PlanRow(Struct, frozen=True):
     """The tokens of answers in an hour, for each GPU."""
     price_a_million_tokens: float
     gpu_hours_a_million_requests: float
+    store_bytes: int
+    """The bytes of the block store."""
+    step_tokens: int
+    """The tokens of a prompt that take the time of one step."""
     result: VirtualResult
 
 
@@ -45,8 +52,6 @@ class PlanReport(Struct, frozen=True):
     """The answer, and what it was chosen from."""
 
     model: str
-    server: str
-    """What was profiled: an address, or the flags of an `up`."""
     requests: int
     requests_per_s: float
     targets: dict[str, float]
@@ -56,35 +61,39 @@ class PlanReport(Struct, frozen=True):
     """Which target leaves the least room."""
     rows: list[PlanRow]
     """All fleets, the best first."""
-    store_bytes: int
 
 
-def report_of(search: FleetSearch, profile: Profile, traffic: Traffic, prices: Prices, targets: Targets) -> PlanReport:
-    """Return the report of a search that has ended."""
-    rows = [row_of(candidate, result, prices, targets) for candidate, result in search.results.items()]
-    rows.sort(key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
-    first = rows[0]
+def rows_of(search: FleetSearch, profile: Profile, prices: Prices, targets: Targets) -> list[PlanRow]:
+    """Return a row for each fleet of a search that has ended."""
+    return [row_of(candidate, result, prices, targets, profile) for candidate, result in search.results.items()]
+
+
+def report_of(rows: Sequence[PlanRow], model: str, traffic: Traffic, targets: Targets) -> PlanReport:
+    """Return the report of all fleets that were run."""
+    ordered = sorted(rows, key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
+    first = ordered[0]
     return PlanReport(
-        model=profile.subject.model,
-        server=profile.subject.server,
+        model=model,
         requests=len(traffic.rows),
         requests_per_s=traffic.rate,
         targets=dict(targets.limits),
         best=first if first.meets else None,
         binds=max(first.of_target, key=lambda name: first.of_target[name]),
-        rows=rows,
-        store_bytes=first.fleet.setting.store_tokens * prices.kv_token_bytes,
+        rows=ordered,
     )
 
 
-def row_of(candidate: FleetCandidate, result: VirtualResult, prices: Prices, targets: Targets) -> PlanRow:
+def row_of(
+    candidate: FleetCandidate, result: VirtualResult, prices: Prices, targets: Targets, profile: Profile
+) -> PlanRow:
     """Return the row of a fleet."""
     gpus = candidate.workers * prices.gpus_a_worker
     price = gpus * prices.gpu_hour
     tokens_an_hour = max(1e-9, 3600 * result.output_tokens_per_s)
     return PlanRow(
         fleet=candidate,
-        name=candidate.name,
+        server=profile.subject.server,
+        name=candidate.name if prices.gpus_a_worker == 1 else f"{candidate.name}, {prices.gpus_a_worker} GPUs each",
         gpus=gpus,
         price_an_hour=price,
         meets=targets.worst(result) <= 1,
@@ -92,6 +101,8 @@ def row_of(candidate: FleetCandidate, result: VirtualResult, prices: Prices, tar
         tokens_a_gpu_hour=tokens_an_hour / gpus,
         price_a_million_tokens=1e6 * price / tokens_an_hour,
         gpu_hours_a_million_requests=1e6 * gpus / max(1e-9, 3600 * result.requests_per_s),
+        store_bytes=candidate.setting.store_tokens * prices.kv_token_bytes,
+        step_tokens=step_tokens(profile.prefill, candidate.setting.step_s),
         result=result,
     )
 
@@ -132,24 +143,13 @@ def _cells(row: PlanRow, made: PlanReport) -> list[object]:
     ]
 
 
-def up_flags(made: PlanReport) -> str:
-    """Return the flags of `up` for the answer, one word a line."""
-    assert made.best is not None
-    fleet, setting = made.best.fleet, made.best.fleet.setting
-    words: list[str] = []
-    started = [] if "://" in made.server or made.server == "up" else made.server.split(" ")
-    words += started
-    if fleet.prefill:
-        words += ["--prefill", str(fleet.prefill), "--decode", str(fleet.workers - fleet.prefill)]
-    else:
-        words += ["--workers", str(fleet.workers)]
-    words += ["--policy", setting.policy, "--kvbm-bytes", str(made.store_bytes)]
-    words += [part for each in _worker_settings(setting.max_running, setting.step_s, started) for part in each]
-    return "\n".join(words) + "\n"
-
-
-def _worker_settings(max_running: int, step_s: float, started: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the settings of workers. vLLM has its own limit of sequences, and of a step's tokens."""
-    if "vllm" in started:
-        return [("--set", f"worker.vllm.max_num_seqs={max_running}")]
-    return [("--set", f"worker.max_running={max_running}"), ("--set", f"worker.step_s={step_s:g}")]
+def order_of(row: PlanRow, made: PlanReport) -> FleetOrder:
+    """Return how a fleet is started."""
+    return FleetOrder(
+        fleet=row.fleet,
+        model=made.model,
+        started=[] if "://" in row.server or row.server == "up" else row.server.split(" "),
+        store_bytes=row.store_bytes,
+        gpus_a_worker=row.gpus // row.fleet.workers,
+        step_tokens=row.step_tokens,
+    )

@@ -220,9 +220,9 @@ class Sweep:
         )
 
     async def _learn_overhead(self) -> None:
-        """Measure what a first token takes without its step: that of the shortest prompt, less one decode step."""
+        """Measure what a first token takes without its step: that of a prompt of one token, less one decode step."""
         await self._whole(self._asked.prompt("warm-up", SHORTEST), ANSWER_TOKENS)
-        firsts = [await self._first_s(SHORTEST) for _ in range(MORE_REPETITIONS)]
+        firsts = [await self._first_s(1) for _ in range(MORE_REPETITIONS)]
         step_s = median([await self._decode_s((1, SHORTEST)) for _ in range(REPETITIONS)])
         self._overhead_s = max(0.0, median(firsts) - step_s)
 

@@ -1,11 +1,14 @@
 """A roofline of a model on GPUs: memory for KV, time to the first token, time a token. Pure.
 
-    step  = layer x layers + sequence x batch + max(weights ÷ memory rate, arithmetic ÷ arithmetic rate)
-                  + KV of all sequences ÷ memory rate + two all-reduces a layer, if several GPUs share it
+    step  = (layer + sequence x batch) x layers
+            + max(weights ÷ memory rate + each x matrices, arithmetic ÷ arithmetic rate)
+            + KV of all sequences ÷ memory rate + two all-reduces a layer, if several GPUs share it
     prompt = arithmetic ÷ arithmetic rate + all-reduces
     first = fixed + prompt, but at least the weights ÷ memory rate
 
-Rates are the published ones times the `Achieved` fractions, which were measured with one model on one GPU.
+Rates are the published ones times the `Achieved` fractions. Those of memory, and `each`, follow from the times of
+single multiplications and attentions that NVIDIA measured on an H200 and an H100 (`TABLES`); the other figures from one
+model on one GPU.
 
 In a steady load each sequence of a batch also waits for the prompts of others: while one answer has `output` tokens,
 `batch` new prompts are computed, so that a token takes `step + batch ÷ output x prompt`.
@@ -21,6 +24,8 @@ from shared.errors import ConfigError
 GB = 1e9
 _TABLE_BITS = 16.0
 """Bits of the parameters of embedding and head, which quantised models leave as they are."""
+_LAYER_MATRICES = 4
+"""The multiplications of a layer: queries with keys and values, output, gate with up, down."""
 
 
 class GpuFacts(Struct, frozen=True):
@@ -40,42 +45,53 @@ class GpuFacts(Struct, frozen=True):
 class Achieved(Struct, frozen=True):
     """What an engine reaches of the published figures, and what it takes in addition."""
 
-    memory: float
-    """The part of the memory's rate at which weights and KV are read in decode steps."""
+    memory: tuple[float, float]
+    """The part of the memory's rate at which matrices are read in decode steps: of 16 bits, of fewer."""
+    each_s: tuple[float, float]
+    """The time that each matrix takes in addition to the reading: the start of its kernels, and their last wave."""
+    kv: tuple[float, float]
+    """The part of the memory's rate at which KV is read: of 16 bits, of fewer."""
     arithmetic: float
     """The part of the arithmetic rate in prompts and large batches."""
     layer_s: float
-    """The time that each layer adds to a step, for its small kernels and its share of the engine's own work."""
+    """The time that each layer adds to a step after its matrices: the start of attention, and small kernels."""
     sequence_s: float
-    """The time that each sequence adds to a step, without its KV."""
+    """The time that each sequence adds to each layer, without its KV."""
     first_s: float
     """The fixed time of a prompt."""
     source: str
 
 
+TABLES = "the measured tables of NVIDIA's aiconfigurator-core 0.12, vLLM 0.24 on H200 and H100"
 ENGINES: dict[str, Achieved] = {
     "vllm": Achieved(
-        memory=0.80,
+        memory=(0.82, 0.69),
+        each_s=(3.7e-6, 6.2e-6),
+        kv=(0.86, 0.63),
         arithmetic=0.61,
-        layer_s=26e-6,
-        sequence_s=4e-6,
+        layer_s=17e-6,
+        sequence_s=0.065e-6,
         first_s=7e-3,
-        source="vLLM 0.32 on one H200, an 8B Llama shape in bfloat16: benchmarks/results/vllm_gpu_engines.json",
+        source=f"{TABLES}; vLLM 0.32 on one H200, an 8B Llama shape: benchmarks/results/vllm_gpu_engines.json",
     ),
     "native": Achieved(
-        memory=0.80,
+        memory=(0.82, 0.82),
+        each_s=(3.7e-6, 3.7e-6),
+        kv=(0.86, 0.86),
         arithmetic=0.53,
-        layer_s=14e-6,
-        sequence_s=8e-6,
+        layer_s=4e-6,
+        sequence_s=0.5e-6,
         first_s=0.0,
         source="the native engine on one H200, an 8B Llama shape in bfloat16: benchmarks/results/vllm_gpu_engines.json",
     ),
 }
-"""The fractions by engine. `memory` is that of the matrices of a step alone: 15.0 GB in 3.92 ms of 4.8 TB/s."""
-REDUCE_S = 6.5e-6
-"""The time of a small all-reduce: NCCL in a CUDA graph between two H200s."""
+"""The fractions by engine. Least squares over the tables' multiplications of 1 to 128 rows by matrices of 0.6 M to
+400 M parameters are off by 6 % (16 bits) and 9 % (8 bits) in the median; over attentions of 128 to 32,768 tokens by
+6 and 4 %."""
+REDUCE_S = 4.8e-6
+"""The time of a small all-reduce: vLLM's own in a CUDA graph, 4.4 µs between two GPUs, 5.2 among eight (`TABLES`)."""
 LINK = 0.6
-"""The part of the link's rate that large all-reduces reach: pulled by a kernel, between the same two GPUs."""
+"""The part of the link's rate that large all-reduces reach: pulled by a kernel, between two H200s."""
 
 
 class GpuSplit(Struct, frozen=True):
@@ -164,15 +180,17 @@ class Roofline(Struct, frozen=True):
         """Return a token's way through all stages, with `batch` sequences of `context` tokens in flight."""
         shape, split, done = self.shape, self.split, self.achieved
         at_once = max(1.0, batch / split.pipeline)
-        read_s = split.tensor * self.gpu.bandwidth_gb_s * GB * done.memory
-        weights = shape.touched_weights(at_once) * self.weight_bits + shape.table_weights * _TABLE_BITS
+        rate, few = self.gpu.bandwidth_gb_s * GB, self.weight_bits < 16
+        decoder_s = shape.touched_weights(at_once) * self.weight_bits / 8 / split.tensor / rate / done.memory[few]
+        head_s = shape.table_weights * _TABLE_BITS / 8 / split.tensor / rate / done.memory[0]
+        each_s = _LAYER_MATRICES * shape.layers * done.each_s[few] + done.each_s[0]
         kv = at_once * context * shape.layers * self._layer_kv_bytes
         return StepParts(
-            weights_s=weights / 8 / read_s,
+            weights_s=decoder_s + head_s + each_s,
             arithmetic_s=self._matmuls_s(at_once, at_once),
-            kv_s=kv / (self.gpu.bandwidth_gb_s * GB * done.memory),
+            kv_s=kv / rate / done.kv[self.kv_bits < 16],
             links_s=self._links_s(at_once),
-            rest_s=done.layer_s * shape.layers + done.sequence_s * at_once,
+            rest_s=(done.layer_s + done.sequence_s * at_once) * shape.layers,
         )
 
     def first_s(self, prompt: float, cached: float = 0.0) -> float:

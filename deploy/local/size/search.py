@@ -7,7 +7,7 @@
 A setting may still do with fewer workers unless its first tokens already came too late with more. Times between tokens
 say nothing of that kind: fewer workers may have longer queues, and fewer prompts between the steps of their answers.
 Fleets that are larger than one that meets the targets are left out. Prices are by worker, so that the cheapest fleet is
-the one with the fewest workers.
+the one with the fewest workers. Each profile has a search of its own, up to the GPUs of what is known to do.
 """
 
 from __future__ import annotations

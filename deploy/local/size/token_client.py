@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -37,6 +38,8 @@ class TimedAnswer(Struct, frozen=True):
     tokens: int
     cached_tokens: int | None
     """The prompt's tokens that were found in a cache. None if the server does not say it."""
+    gaps_s: tuple[float, ...] = ()
+    """The times between pieces of the answer."""
 
 
 class _Details(Struct):
@@ -183,6 +186,7 @@ class _Stream:
             last_s=self._times_s[-1],
             tokens=self._usage.completion_tokens,
             cached_tokens=None if details is None else details.cached_tokens,
+            gaps_s=tuple(after - before for before, after in pairwise(self._times_s)),
         )
 
 

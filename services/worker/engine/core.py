@@ -141,6 +141,7 @@ class EngineCore:
             max_running=settings.max_running,
             step_s=min(step_s, PREFILL_STEP_S) if settings.role == "prefill" else step_s,
             short_step_s=DECODE_STEP_S if settings.role == "decode" else inf,
+            max_step_tokens=settings.step_tokens,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,
             offload=settings.kvbm.offload,

@@ -13,7 +13,8 @@ of 128, 15 GB of bf16 weights) on one H200. Measured there: the matmuls of a ste
 400 TFLOP/s (4 x 4096 x 32 FLOP a pair), and 0.5 ms in addition to the model.
 
 Or by a table of measured times. A step's prefills are looked up as one of all their tokens at their mean context, its
-decodes as their number at their mean context, and the two are added; so mixed steps come out somewhat too long.
+decodes as their number at their mean context. A step with both reads the weights once: it takes the sum, less the
+shortest decode step of the table.
 
 Copies of blocks to and from a kvbm's pool run during the steps and slow none. Measured on that GPU: 51 to 54 GB/s a
 direction, by DMA; steps during copies took 1 to 9 % longer, which is left out here.
@@ -98,6 +99,8 @@ class Table:
     def __init__(self, prefill: _Grid, decode: _Grid) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._shared_s = min(decode.at(1, 0), prefill.at(1, 0))
+        """What each step takes for its weights and its start. A step with prefills and decodes takes it once."""
 
     @staticmethod
     def parse(content: bytes, name: str) -> Table:
@@ -115,10 +118,19 @@ class Table:
         """Return the seconds of a step's prefills and decodes, as the module says."""
         seconds = 0.0
         if step.prefilled:
-            seconds += self._prefill.at(step.prefilled, step.before / step.prefilled)
+            seconds += self._prefill_s(step.prefilled, step.before / step.prefilled)
         if step.decodes:
-            seconds += self._decode.at(step.decodes, step.attended / step.decodes)
+            decodes_s = self._decode.at(step.decodes, step.attended / step.decodes)
+            seconds += max(0.0, decodes_s - self._shared_s) if step.prefilled else decodes_s
         return seconds
+
+    def _prefill_s(self, tokens: int, context: float) -> float:
+        """Return the seconds of prefills. Fewer tokens than were measured take their part of what goes beyond
+        `shared_s`."""
+        least = self._prefill.least
+        if tokens >= least:
+            return self._prefill.at(tokens, context)
+        return self._shared_s + tokens / least * (self._prefill.at(least, context) - self._shared_s)
 
 
 class _ProfileFile(Struct):
@@ -151,6 +163,11 @@ class _Grid:
         for (x, y), seconds in self._seconds.items():
             if not (0 <= x < float("inf") and 0 <= y < float("inf") and 0 < seconds < float("inf")):
                 raise ValueError(f"{name}: [{x:g}, {y:g}, {seconds:g}] is out of range")
+
+    @property
+    def least(self) -> float:
+        """The lowest value in the first direction."""
+        return self._xs[0]
 
     def at(self, x: float, y: float) -> float:
         """Return seconds, never less than the shortest of the measured times around the place."""

@@ -43,6 +43,8 @@ class PublicRows(Struct, frozen=True):
     sources: dict[str, dict[str, str]]
     configs: dict[str, dict[str, Any]]
     rows: list[PublicRow]
+    held_out: list[PublicRow]
+    """Rows on other GPUs, looked up after the terms were set."""
 
 
 ROWS = msgspec.json.decode(PUBLIC.read_bytes(), type=PublicRows)
@@ -75,8 +77,16 @@ def test_the_time_a_token_of_published_rows_is_met_within_twenty_percent_in_the_
     errors = [error_of(row) for row in ROWS.rows]
     assert len(errors) >= 40
     assert {row.gpu for row in ROWS.rows} == {"H100", "H200"}
-    assert median(errors) <= 0.20
-    assert {row.source for row in ROWS.rows} == ROWS.sources.keys()
+    assert median(errors) <= 0.16
+    for gpu in ("H100", "H200"):
+        assert round(median(error_of(row) for row in ROWS.rows if row.gpu == gpu), 2) <= 0.20
+    assert {row.source for row in [*ROWS.rows, *ROWS.held_out]} == ROWS.sources.keys()
+
+
+def test_rows_on_other_gpus_with_a_newer_engine_are_met_within_thirty_percent() -> None:
+    errors = [error_of(row) for row in ROWS.held_out if row.source == "accelmark-0.20"]
+    assert len(errors) == 3
+    assert max(errors) <= 0.30
 
 
 def test_the_rows_that_the_fractions_come_from_are_met_within_seven_percent() -> None:
@@ -118,7 +128,7 @@ def test_fewer_bits_make_room_and_steps_shorter_and_a_quantised_config_says_so(t
     flags = EstimateFlags(model=config(tmp_path), gpu="H100", batch="1")
     plain, eight = estimate_of(flags), estimate_of(msgspec.structs.replace(flags, dtype="fp8"))
     assert eight.kv_tokens > plain.kv_tokens
-    assert eight.loads[0].itl_s < 0.7 * plain.loads[0].itl_s
+    assert eight.loads[0].itl_s < 0.75 * plain.loads[0].itl_s
     config(tmp_path, quantization_config={"quant_method": "fp8"})
     assert estimate_of(flags).weights_gb == eight.weights_gb
     config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
@@ -141,6 +151,25 @@ def test_json_has_the_same_figures_and_where_they_come_from(tmp_path: Path, caps
     assert len(made["assumed"]) == 2
     assert main(["estimate", str(tmp_path / "config.json"), "--gpu", "H200"]) == 0
     assert f"{made['kv_tokens']:,} tokens of KV" in capsys.readouterr().out
+
+
+def test_aiconfigurators_times_get_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "aiconfigurator"
+    said = "  Generation lat.:  1252.238 ms\\n  TPOT:             4.911 ms\\n"  # as version 0.12.0 says it
+    program.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\nprintf "{said}"\n', encoding="utf-8")
+    program.chmod(0o755)
+    words = [config(tmp_path), "--gpu", "H200", "--batch", "1", "--aiconfigurator", str(program)]
+    assert main(["estimate", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loads"][0]["aiconfigurator_itl_s"] == pytest.approx(0.004911)
+    asked = (tmp_path / "asked").read_text(encoding="utf-8")
+    assert "--system h200_sxm --backend vllm --isl 2048 --osl 256 --batch-size 1 --tp-size 1" in asked
+    assert main(["estimate", *words]) == 0
+    assert "AICONFIGURATOR" in capsys.readouterr().out
+    program.write_text("#!/bin/sh\necho no data for this >&2\nexit 1\n", encoding="utf-8")
+    assert "no data for this" in refused(capsys, *words)
+    program.unlink()
+    assert "No such file" in refused(capsys, *words)
+    assert "it has no H100-NVL" in refused(capsys, *[word.replace("H200", "H100-NVL") for word in words])
 
 
 def test_an_unknown_gpu_lists_those_that_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +215,7 @@ def test_a_model_that_does_not_fit_is_refused_with_how_much_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
-    assert "141.1 GB of each H200, 14.2 GB more than 0.9 of its 141 GB" in refused(capsys, model, "--gpu", "H200")
+    assert "141.1 GB of each H200, 5.4 GB more than 0.9 of its 150.8 GB" in refused(capsys, model, "--gpu", "H200")
     said = refused(capsys, model, "--gpu", "H200", "--tensor-parallel", "2", "--prompt", "400000")
     assert "fewer than one sequence has" in said
     limited = config(tmp_path, max_position_embeddings=4096)

@@ -54,7 +54,7 @@ def write_profile(folder: Path, speed: float = 1.0, **changes: object) -> Path:
 def random_case(folder: Path, seed: int) -> PlanFlags:
     draw = Random(seed)
     return PlanFlags(
-        profile=write_profile(folder, draw.uniform(0.4, 1.5)),
+        profile=[str(write_profile(folder, draw.uniform(0.4, 1.5)))],
         rate=draw.uniform(2, 12),
         requests=60,
         prompt_tokens=draw.choice([500, 1500, 4000]),
@@ -88,7 +88,7 @@ def best_of_all(flags: PlanFlags, folder: Path) -> tuple[int, float] | None:
     limits = {name: limit for name in ("ttft_p90", "itl_p99") if (limit := getattr(flags, name))}
     targets = Targets(limits)
     base = VirtualRun(
-        trace=str(load), block_size=made.block_size, times=str(flags.profile), workers=0, kv_tokens=KV_TOKENS
+        trace=str(load), block_size=made.block_size, times=flags.profile[0], workers=0, kv_tokens=KV_TOKENS
     )
     found = []
     for workers, policy, most, step_s in product(range(1, 6), ("kv", "round-robin"), (64, 8), (0.25, 0.05)):
@@ -143,7 +143,35 @@ def test_a_plan_with_roles_says_what_it_costs_and_writes_flags_that_up_accepts(
     assert "the cheapest that meets them: " in capsys.readouterr().out
 
 
-def test_targets_that_nothing_meets_end_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_two_profiles_the_one_that_takes_fewer_gpus_is_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "--rate", "6", "--requests", "40", "--prompt-tokens", "1000", "--output-tokens", "50"]
+    for number, speed in ((1, 0.4), (2, 0.7)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        subject = {"model": "made", "machine": "none", "versions": {}, "longest": 8192, "most": 64}
+        server = f"--engine vllm --model made --set worker.vllm.tensor_parallel_size={number}"
+        words += ["--profile", str(write_profile(folder, speed, subject={**subject, "server": server}))]
+    assert main([*words, "--itl-p50", "0.0095", "--json"]) == 0  # one GPU is too slow whatever the number of workers
+    made = json.loads(capsys.readouterr().out)
+    assert made["best"]["gpus"] == 2 * made["best"]["fleet"]["workers"]
+    assert "2 GPUs each" in made["best"]["name"]
+    flags = parse(["up", "@plan.up"])
+    assert isinstance(flags, UpFlags)
+    assert "worker.vllm.tensor_parallel_size=2" in flags.set
+    assert main([*words, "--itl-p50", "0.05", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["best"]["gpus"] == made["best"]["fleet"]["workers"]
+    assert main([*words, "--itl-p50", "0.05", "--gpus-a-worker", "1"]) == 2
+    assert "give as many numbers from 1 to 1024 as profiles: 2" in capsys.readouterr().err
+
+
+def test_targets_that_nothing_meets_end_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     profile = str(write_profile(tmp_path))
     words = ["plan", "--profile", profile, "--rate", "4", "--requests", "40", "--itl-p99", "0.001", "--most", "2"]
     assert main(words) == 1

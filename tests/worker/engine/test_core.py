@@ -443,6 +443,21 @@ def test_steps_with_parts_of_prompts_are_short_where_others_wait_for_them(
     assert 0.9 * longest_s < max(steps_s) <= longest_s
 
 
+def test_no_step_has_more_tokens_than_the_setting_says() -> None:
+    settings = WorkerConfig(model="m", engine="simulated", step_tokens=48)
+    layout = KvLayout(dtype="float32", layers=1, kv_heads=1, head_dim=1, block_size=16)
+    facts = Ready(1 << 12, 1000, (), 16, 256, layout)
+    core = EngineCore.of(EngineConfig.of(settings, "m", "w", parent_pid=0), facts)
+    core.opening()
+    core.handle(Submit("a", 1, "f", pack_tokens([7] * 200), 200, Sampling(max_tokens=1), 60.0), 0.0)
+    sizes = list[int]()
+    while (works := core.begin(0.0)[1]) is not None:
+        sizes.append(sum(work.end - work.start for work in works))
+        core.finish([Drawn(1) if work.draws else None for work in works], 1e-6)
+    assert max(sizes) == 48
+    assert sum(sizes) == 200
+
+
 def test_a_probe_is_answered_when_it_is_computed_and_counts_for_no_client() -> None:
     engine = Engine()
     engine.submit("r", [1, 2, 3])

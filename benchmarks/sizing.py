@@ -1,0 +1,199 @@
+"""What `headrace profile` and a simulated fleet predict, against two real workers under the same requests.
+
+    profile of one worker ─▶ virtual fleet of two ─▶ predicted ─┐
+                     └─▶ rate at 0.5 and 0.8 of its capacity ─┐  ├─▶ table, goals
+                                `up` with two workers ◀─ replay ─▶ measured
+
+    python -m benchmarks.sizing [--quick] [--json] [--profile FILE] [--minutes M] [--loads 0.5,0.8] [-- FLAGS of up]
+
+The capacity is what the virtual fleet does of requests that all come at once. Prompts are tokens, made of the names of
+their blocks, so that equal names are cached. Without FLAGS the workers are native ones with the bundled model on the
+CPU, each with its share of the cores, in the profile too. --quick: half a minute a load, few points. Run it on a quiet
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.report import Goal, report
+from deploy.local.size.profile_file import Profile, decode_profile
+from deploy.local.size.started_up import command, started_up
+from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
+from deploy.local.size.traffic import MADE_BLOCK, Lengths, Traffic, TrafficRow, drawn_traffic
+from deploy.local.terminal import Terminal
+from services.virtual.run import percentiles, run
+from shared.messages.virtual import Percentiles, VirtualResult, VirtualRun
+
+WORKERS = 2
+FLEET = ("--workers", str(WORKERS), "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
+LENGTHS = Lengths(rate=1.0, requests=2, prompt=192, output=32, spread=0.5, shared=64, seed=1)
+GOALS = {"ttft_p50": 0.10, "ttft_p90": 0.20, "itl_p50": 0.10, "tokens_per_s": 0.05}
+"""The most by which each prediction may be off, as a share of what was measured."""
+ALL_AT_ONCE = 1000.0
+"""A rate that keeps all workers busy, in requests a second."""
+CAPACITY_REQUESTS = 200
+_LATE_LIMIT_S = 600.0
+
+
+class SizingRow(Struct, frozen=True):
+    """One figure of one load."""
+
+    load: float
+    """The rate as a share of the capacity."""
+    requests: int
+    rate: float
+    figure: str
+    predicted: float
+    measured: float
+    off: float
+    """The predicted figure divided by the measured one, less 1."""
+
+
+def traffic_of(rate: float, requests: int) -> Traffic:
+    """Return the requests of a load."""
+    return drawn_traffic(msgspec.structs.replace(LENGTHS, rate=rate, requests=max(2, requests)))
+
+
+def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path) -> VirtualResult:
+    """Run the requests through a virtual fleet with the measured times."""
+    load = folder / f"{time.monotonic_ns()}.jsonl"
+    load.write_bytes(traffic.lines())
+    return run(
+        VirtualRun(
+            trace=str(load),
+            block_size=traffic.block_size,
+            times=str(file),
+            workers=WORKERS,
+            overhead_s=profile.overhead_s,
+            kv_tokens=profile.kv_tokens,
+        )
+    )
+
+
+def prompt_of(row: TrafficRow, asked: TokenClient, load: str) -> list[int]:
+    """Return a prompt's tokens, which follow from the names of its blocks. No two loads have tokens in common."""
+    tokens = [token for name in row.hash_ids for token in asked.prompt(f"{load} {name}", MADE_BLOCK)]
+    return tokens[: row.input_length]
+
+
+async def replayed(traffic: Traffic, url: str, model: str) -> tuple[list[TimedAnswer], float]:
+    """Send the requests at their times; return the answers, and the seconds from the first to the last end."""
+    async with token_client(url, model, "") as asked:
+        await asked.learn_ids()
+        for worker in range(4 * WORKERS):  # each has been asked before
+            await asked.ask(asked.prompt(f"warm-up {worker}", 2 * MADE_BLOCK), 8)
+        prompts = [prompt_of(row, asked, f"{traffic.rate}") for row in traffic.rows]
+        began_s = time.perf_counter()
+
+        async def one(row: TrafficRow, prompt: Sequence[int]) -> TimedAnswer:
+            await asyncio.sleep(began_s + row.timestamp / 1000 - time.perf_counter())
+            return await asked.ask(prompt, row.output_length)
+
+        async with asyncio.timeout(traffic.rows[-1].timestamp / 1000 + _LATE_LIMIT_S):
+            answers = await asyncio.gather(*map(one, traffic.rows, prompts))
+        return answers, time.perf_counter() - began_s
+
+
+def rows_of(load: float, traffic: Traffic, planned: VirtualResult, seen: Measurement) -> list[SizingRow]:
+    """Return a row for each figure."""
+    pairs = {
+        **{f"ttft_{share}": (getattr(planned.ttft_s, share), getattr(seen.ttft_s, share)) for share in _SHARES},
+        **{f"itl_{share}": (getattr(planned.itl_s, share), getattr(seen.itl_s, share)) for share in _SHARES},
+        "tokens_per_s": (planned.output_tokens_per_s, seen.tokens_per_s),
+    }
+    return [
+        SizingRow(load, len(traffic.rows), traffic.rate, name, guess, found, guess / max(found, 1e-9) - 1)
+        for name, (guess, found) in pairs.items()
+    ]
+
+
+_SHARES = ("p50", "p90", "p99")
+
+
+class Measurement(Struct, frozen=True):
+    """What was measured of a load."""
+
+    ttft_s: Percentiles
+    itl_s: Percentiles
+    tokens_per_s: float
+
+
+def measurement_of(answers: Sequence[TimedAnswer], seconds: float) -> Measurement:
+    """Sum up the answers of one load."""
+    return Measurement(
+        percentiles([answer.first_s - answer.sent_s for answer in answers]),
+        percentiles([gap for answer in answers for gap in answer.gaps_s]),
+        sum(answer.tokens for answer in answers) / seconds,
+    )
+
+
+def make_profile(file: Path, words: Sequence[str], *, quick: bool) -> None:
+    """Run `headrace profile`; a file that is there already goes on."""
+    size = ("--longest", "512", "--most", "4") if quick else ("--longest", "1024", "--most", "16")
+    limit = ("--limit-s", "120" if quick else "1800")
+    subprocess.run(command("profile", *size, *limit, "--out", str(file), "--", *words), check=False)
+
+
+def main() -> None:
+    """Profile, predict, replay and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--quick", action="store_true", help="half a minute a load, few points")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--profile", type=Path, help="a profile to use, or to make")
+    parser.add_argument("--minutes", type=float, help="minutes of each load (10)")
+    parser.add_argument("--loads", default="0.5,0.8", help="shares of the capacity")
+    parser.add_argument("up", nargs="*", help="flags of up, after --")
+    flags = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // WORKERS)
+    words = flags.up or ["--set", f"worker.threads={threads}"]
+    minutes = flags.minutes or (0.5 if flags.quick else 10.0)
+    terminal, rows = Terminal(), list[SizingRow]()
+    with tempfile.TemporaryDirectory(prefix="headrace-sizing-") as home:
+        folder = Path(home)
+        file = (flags.profile or folder / "profile.json").absolute()
+        if not file.exists():
+            make_profile(file, words, quick=flags.quick)
+        profile = decode_profile(file.read_bytes(), str(file))
+        capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
+        terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
+        with running_up((*FLEET, *words), terminal, "this sizing") as (url, _):
+            for load in (float(text) for text in flags.loads.split(",")):
+                traffic = traffic_of(load * capacity, int(load * capacity * 60 * minutes))
+                planned = predicted(traffic, profile, file, folder)
+                answers, seconds = asyncio.run(replayed(traffic, url, profile.subject.model))
+                rows += rows_of(load, traffic, planned, measurement_of(answers, seconds))
+    goals = [
+        Goal(f"{row.figure} at {row.load:g}, off by", abs(row.off), "share", goal, abs(row.off) <= goal)
+        for row in rows
+        if (goal := GOALS.get(row.figure)) is not None
+    ]
+    if flags.json:
+        made = report("sizing", sys.argv[1:], goals, rows)
+        print(json.dumps(msgspec.to_builtins(made), indent=1))
+        return
+    for row in rows:
+        met = {True: "met", False: "missed"}.get(abs(row.off) <= GOALS[row.figure], "") if row.figure in GOALS else ""
+        scale, unit = (1, "") if row.figure == "tokens_per_s" else (1000, " ms")
+        print(
+            f"load {row.load:g} ({row.rate:.2f}/s, {row.requests} requests)  {row.figure:13} predicted "
+            f"{row.predicted * scale:9.1f}{unit}  measured {row.measured * scale:9.1f}{unit}  {row.off:+.0%}  {met}"
+        )
+
+
+if __name__ == "__main__":
+    main()

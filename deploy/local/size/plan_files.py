@@ -1,0 +1,143 @@
+"""Writes a planned fleet as flags of `up`, as an overlay of deploy/compose and as values of the chart. Pure.
+
+A plan knows the flags of the `up` that was profiled, and not where the model is for others: compose and the chart have
+models of their own, so that both files say in a comment which one was profiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+from msgspec import Struct
+
+from deploy.local.size.search import FleetCandidate
+
+PREFIX = "HEADRACE_"
+"""The beginning of the variables that set a service's settings."""
+POOL_EXTRA_MIB = 64
+"""MiB that the volume of the block store has beyond the pool."""
+
+
+class FleetOrder(Struct, frozen=True):
+    """One fleet, as it is to be started."""
+
+    fleet: FleetCandidate
+    model: str
+    started: Sequence[str]
+    """The flags of the `up` that was profiled. Empty if an endpoint was."""
+    store_bytes: int
+    gpus_a_worker: int
+    step_tokens: int
+    """The tokens of a prompt that take one step's time, which bounds vLLM's steps."""
+
+    @property
+    def engine(self) -> str:
+        """The engine that was profiled; empty if it is not known."""
+        words = [part for word in self.started for part in word.split("=", 1)]
+        return words[words.index("--engine") + 1] if "--engine" in words[:-1] else "native" if words else ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a worker takes GPUs."""
+        return "cuda" in " ".join(self.started).replace("=", " ").split()
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The settings of workers. vLLM has limits of its own."""
+        mine = self.fleet.setting
+        if self.engine == "vllm":
+            return {"vllm": {"max_num_seqs": mine.max_running, "max_num_batched_tokens": self.step_tokens}}
+        return {"max_running": mine.max_running, "step_s": mine.step_s}
+
+
+def step_tokens(prefill: Sequence[tuple[float, float, float]], step_s: float) -> int:
+    """Return how many tokens of a prompt take `step_s` seconds, by measured times of (tokens, context, seconds)."""
+    least = min(context for _, context, _ in prefill)
+    points = sorted((tokens, seconds) for tokens, context, seconds in prefill if context == least)
+    for (x0, s0), (x1, s1) in pairwise(points):
+        if s0 < step_s <= s1:
+            return max(1, int(x0 + (step_s - s0) / (s1 - s0) * (x1 - x0)))
+    return int(points[0][0] if step_s <= points[0][1] else points[-1][0])
+
+
+def up_words(order: FleetOrder) -> list[str]:
+    """Return the flags of `up`."""
+    fleet, words = order.fleet, list(order.started)
+    if fleet.prefill:
+        words += ["--prefill", str(fleet.prefill), "--decode", str(fleet.workers - fleet.prefill)]
+    else:
+        words += ["--workers", str(fleet.workers)]
+    words += ["--policy", fleet.setting.policy, "--kvbm-bytes", str(order.store_bytes)]
+    for path, value in _leaves(order.settings, "worker"):
+        words += ["--set", f"{path}={value}"]
+    return words
+
+
+def compose_overlay(order: FleetOrder) -> str:
+    """Return an overlay of deploy/compose/compose.yaml."""
+    fleet, names = order.fleet, {"worker": order.fleet.workers - order.fleet.prefill}
+    files = ["compose.yaml", "compose.roles.yaml"] if fleet.prefill else ["compose.yaml"]
+    if fleet.prefill:
+        names["prefill"] = fleet.prefill
+    variables = {PREFIX + path.replace(".", "_").upper(): str(value) for path, value in _plain(order)}
+    lines = [
+        f"# Written by `headrace plan`: {fleet.name}",
+        f"#   docker compose {' '.join(f'-f {file}' for file in files)} -f THIS FILE up --build",
+        f"# The model is that of the workers' settings; {order.model} was profiled.",
+        "services:",
+        f"  router: {{environment: {{{PREFIX}POLICY: {_text(fleet.setting.policy)}}}}}",
+    ]
+    for name, number in names.items():
+        lines += [f"  {name}:", f"    environment: {_text(variables)}", f"    deploy: {{replicas: {number}}}"]
+    if not order.store_bytes:
+        return "\n".join([*lines, "  kvbm: {deploy: {replicas: 0}}"]) + "\n"
+    size = f"size={-(-order.store_bytes // (1 << 20)) + POOL_EXTRA_MIB}m"
+    options = f"{size},mode=0700,uid=10001,gid=10001,huge=${{POOL_HUGE:-within_size}}"
+    lines += [f"  kvbm: {{environment: {{{PREFIX}POOL_SIZE_BYTES: {_text(str(order.store_bytes))}}}}}"]
+    return "\n".join([*lines, f"volumes: {{pool: {{driver_opts: {{o: {_text(options)}}}}}}}"]) + "\n"
+
+
+def chart_values(order: FleetOrder) -> str:
+    """Return values of deploy/kubernetes/headrace."""
+    fleet, each = order.fleet, dict[str, object](settings=order.settings)
+    if order.engine:
+        each["engine"] = order.engine
+    if order.on_gpu:
+        each["gpus"] = order.gpus_a_worker
+    sets: dict[str, object] = {"worker": {"replicas": fleet.workers, **each}}
+    if fleet.prefill:
+        sets = {
+            "prefill": {"role": "prefill", "replicas": fleet.prefill, **each},
+            "decode": {"role": "decode", "replicas": fleet.workers - fleet.prefill, **each},
+        }
+    store = {"enabled": True, "poolBytes": order.store_bytes} if order.store_bytes else {"enabled": False}
+    values = {"router": {"settings": {"policy": fleet.setting.policy}}, "kvbm": store, "workers": sets}
+    head = (
+        f"# Written by `headrace plan`: {fleet.name}\n"
+        f"#   helm upgrade --install headrace deploy/kubernetes/headrace -f THIS FILE -f YOURS\n"
+        f"# Yours say where the model is (workerDefaults.model); {order.model} was profiled.\n"
+    )
+    return head + msgspec.json.format(msgspec.json.encode(values)).decode() + "\n"  # JSON is YAML
+
+
+def _plain(order: FleetOrder) -> list[tuple[str, object]]:
+    """Return the settings of workers as paths and values for the environment, in which a table is NAME=VALUE pairs."""
+    settings: dict[str, object] = {**order.settings} if order.store_bytes else {**order.settings, "kvbm.pool": ""}
+    return [
+        (path, ",".join(f"{name}={each}" for name, each in value.items()) if isinstance(value, dict) else value)
+        for path, value in settings.items()
+    ]
+
+
+def _leaves(table: Mapping[str, object], path: str) -> list[tuple[str, object]]:
+    found = list[tuple[str, object]]()
+    for name, value in table.items():
+        found += _leaves(value, f"{path}.{name}") if isinstance(value, dict) else [(f"{path}.{name}", value)]
+    return found
+
+
+def _text(value: object) -> str:
+    """Return a value as JSON, which YAML reads."""
+    return msgspec.json.encode(value).decode()
