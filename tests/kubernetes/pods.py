@@ -21,8 +21,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deploy.local.stack import servers
 from tests.integration.stack import eventually
@@ -150,7 +151,8 @@ class Pod:
         for each in container.get("env", []):
             value = each["value"] if "value" in each else self._value_from(each["valueFrom"])
             own[each["name"]] = self._rewritten(re.sub(r"\$\((\w+)\)", lambda found: own[found[1]], value), mounts)
-        environment = {"PATH": os.environ["PATH"], **VARIABLES, **self._cluster.links(self.template), **own}
+        links = {**self._cluster.links(self.template), **self._cluster.api}
+        environment = {"PATH": os.environ["PATH"], **VARIABLES, **links, **own}
         program = PROGRAMS[words[0]]() if words[0] in PROGRAMS else words[0]
         command = [str(program), *(self._rewritten(word, mounts) for word in words[1:])]
         log = self._cluster.folder / f"{self.name}.{container['name']}.log"
@@ -188,6 +190,10 @@ class Cluster:
         self.manifests = manifests
         self.folder = folder
         self.secrets = secrets
+        self.api: dict[str, str] = {}
+        """The variables by which the kubelet names the API server to each pod; `account` is what pods show it."""
+        self.account: dict[str, str] = {}
+        """The token of service accounts by `token`, and the authority of the API server by `ca.crt`."""
         self._started: list[Pod] = []
         self._kept: dict[str, str] = {}
         """The addresses of servers by the names of their pods."""
@@ -217,8 +223,9 @@ class Cluster:
         for pod in sorted(itertools.chain(*self.pods.values()), key=lambda pod: "-frontend-" in pod.name):
             pod.wait_ready()
 
-    def roll(self, key: str) -> None:
-        """Put a new pod in the place of each pod of a workload."""
+    def roll(self, key: str, steady: Callable[[Pod], bool] = lambda _: True) -> None:
+        """Put a new pod in the place of each pod of a workload. `steady` stands for its minReadySeconds: whether they
+        are over for a pod."""
         surges = self.manifests[key]["kind"] == "Deployment"
         for index, former in enumerate(list(self.pods[key])):
             if not surges:
@@ -227,6 +234,7 @@ class Cluster:
             added = self._start(key, index)
             self.pods[key].append(added)
             added.wait_ready()
+            eventually(lambda pod=added: steady(pod), limit_s=READY_LIMIT_S, what=f"{added.name} is steady")  # type: ignore[misc]
             if surges:
                 former.stop()
                 self.pods[key].remove(former)
@@ -272,6 +280,19 @@ class Cluster:
                 content = self.secrets[volume["secret"]["secretName"]]
                 items = volume["secret"].get("items") or [{"key": name, "path": name} for name in content]
                 yield volume["name"], {each["path"]: content[each["key"]] for each in items}
+            elif "projected" in volume:
+                yield volume["name"], self._projected(volume["projected"]["sources"])
+
+    def _projected(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the files of a token and of the authority."""
+        found: dict[str, str] = {}
+        for source in sources:
+            if token := source.get("serviceAccountToken"):
+                found[token["path"]] = self.account["token"]
+            else:
+                assert source["configMap"]["name"] == "kube-root-ca.crt", source
+                found |= {each["path"]: self.account[each["key"]] for each in source["configMap"]["items"]}
+        return found
 
     def close(self) -> None:
         for pod in self._started:

@@ -20,6 +20,7 @@ Value = str | int | float | bool | list[str]
 Settings = Mapping[str, "Value | Mapping[str, Value]"]
 """The content of a TOML file: keys and one level of tables."""
 
+LOOPBACK = "127.0.0.1"
 SERVICE_DRAIN_S = 40.0
 """Seconds from SIGTERM to SIGKILL for a service. Above the services' own limits: a service drains, then ends by
 itself."""
@@ -109,6 +110,8 @@ class UpOptions(Struct, frozen=True):
     namespace: str = "default"
     single: bool = False
     """True if the services are one process, which needs no servers: one frontend, one router, one worker."""
+    observe_host: str = LOOPBACK
+    """The address of services' /health and KV events. If it is not of loopback, other machines follow the events."""
     access: AccessFiles = AccessFiles()
     log_level: str = "info"
     overrides: Mapping[ServiceName, Sequence[Setting]] = {}
@@ -232,7 +235,7 @@ def plan(
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store))
-    for index, (name, role) in enumerate(_workers(options)):
+    for index, (name, role) in enumerate(named_workers(options)):
         settings = common | worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
         service(program, "worker", settings, hands_over=bool(role))
@@ -295,10 +298,13 @@ def _service(
 ) -> tuple[Launch, dict[Path, str]]:
     """Return the launch of a service that is observed at `port`, and its file."""
     file = state_dir.run / f"{program.name}.toml"
-    observe: dict[str, Value] = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
+    host = options.observe_host
+    events = str(state_dir.run) if host == LOOPBACK else ""
+    observe: dict[str, Value] = {"host": host, "port": port, "events": events, "log_level": options.log_level}
     flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
     arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
-    return Launch(program, arguments, f"http://127.0.0.1:{port}"), {file: toml({**settings, "observe": observe})}
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return Launch(program, arguments, url), {file: toml({**settings, "observe": observe})}
 
 
 def _servers(options: UpOptions, state_dir: StateDirectory) -> list[Launch]:
@@ -359,7 +365,7 @@ def _names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
-def _workers(options: UpOptions) -> list[tuple[str, str]]:
+def named_workers(options: UpOptions) -> list[tuple[str, str]]:
     """Return the name and the role of each worker; the role is empty if each does all."""
     if not options.prefill and not options.decode:
         return [(f"worker-{index}", "") for index in range(options.workers)]
