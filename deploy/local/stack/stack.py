@@ -232,7 +232,7 @@ def plan(
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store))
-    for index, (name, role) in enumerate(_workers(options)):
+    for index, (name, role) in enumerate(worker_names(options)):
         settings = common | worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
         service(program, "worker", settings, hands_over=bool(role))
@@ -275,13 +275,31 @@ def plan_attached(
     *,
     python: str,
 ) -> tuple[Launch, dict[Path, str]]:
-    """Return one more program of a stack that runs, with its files: a worker for a server that runs already. `attached`
-    has its settings, `port` is to observe it."""
+    """Return one more worker of a stack that runs, with its files: one for a server that runs already. `attached` has
+    its settings, `port` is to observe it."""
     one = replace(options, workers=1)
-    settings = {**stack.common, **worker_settings(one, 0, "", state_dir, 1), "attached": attached}
+    return plan_worker(one, stack, state_dir, name, port, python=python, more={"attached": attached})
+
+
+def plan_worker(
+    options: UpOptions,
+    stack: Stack,
+    state_dir: StateDirectory,
+    name: str,
+    port: int,
+    *,
+    python: str,
+    index: int = 0,
+    role: str = "",
+    cores: int = 1,
+    more: Settings | None = None,
+) -> tuple[Launch, dict[Path, str]]:
+    """Return one more worker of a stack that runs, with its files: that with the number `index`, and with `more`
+    settings."""
+    settings = {**stack.common, **worker_settings(options, index, role, state_dir, cores), **(more or {})}
     program = Program(name, 1, SERVICE_DRAIN_S, needed=False)
-    launch, files = _service(one, state_dir, program, "worker", settings, port, python)
-    return replace(launch, added=True), files
+    launch, files = _service(options, state_dir, program, "worker", settings, port, python)
+    return replace(launch, added=True, hands_over=bool(role)), files
 
 
 def _service(
@@ -359,7 +377,7 @@ def _names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
-def _workers(options: UpOptions) -> list[tuple[str, str]]:
+def worker_names(options: UpOptions) -> list[tuple[str, str]]:
     """Return the name and the role of each worker; the role is empty if each does all."""
     if not options.prefill and not options.decode:
         return [(f"worker-{index}", "") for index in range(options.workers)]
