@@ -99,12 +99,12 @@ class Autoscaler:
             models = [row.model for row in found.overview.models]
             self._policy = policy_of(self._flags, times_of(self._flags, models, kv_tokens(found)), now.alive.keys())
             self._ordered = {role: now.alive.get(role, 0) for role in self._policy.bounds}
-        before, clock = self._state.wanted, datetime.now().astimezone()
+        before, clock = self._state.wanted or self._ordered, datetime.now().astimezone()
         minute = 60 * clock.hour + clock.minute
         decision, self._state = decide(self._policy, self._state, now, time.monotonic(), minute)
         for role, number in decision.wanted.items():
             self._metrics.wanted.labels(role).set(number)
-        changed = before not in ({}, decision.wanted)
+        changed = before != decision.wanted
         lines = [f"{spelled(before)} -> {spelled(decision.wanted)}: {decision.reason}"] if changed else []
         self._say(*lines, *decision.notes)
         if self._flags.dry_run:

@@ -27,6 +27,8 @@ FULL = 0.9
 """The largest share of its time for which a worker is planned to be busy with prompts."""
 LATE = 0.1
 """The share of first tokens that may be late."""
+STEP_S = 0.25
+"""The longest step with parts of prompts: the setting `step_s` of workers."""
 SPARE = 1.28
 """Standard deviations above the mean number of sequences for which there is room: nine times of ten."""
 
@@ -68,8 +70,9 @@ class WorkerTimes(Struct, frozen=True):
     max_running: int
 
     def prompt_s(self, mix: RequestMix) -> float:
-        """Return the time of one prompt."""
-        return interpolated(self.prefill, max(1.0, mix.prompt_tokens - mix.cached_tokens), mix.cached_tokens)
+        """Return the time of one prompt, in as many steps as workers make of it."""
+        seconds = interpolated(self.prefill, max(1.0, mix.prompt_tokens - mix.cached_tokens), mix.cached_tokens)
+        return seconds + int(seconds / STEP_S) * interpolated(self.prefill, 1.0, mix.cached_tokens)
 
     def step_s(self, sequences: float, context: float) -> float:
         """Return the time of a step that only decodes."""

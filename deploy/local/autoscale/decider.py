@@ -38,6 +38,11 @@ STUCK = 3.0
 MIX_S = 300.0
 """The time after which a request counts a third in the mean."""
 
+FORGOTTEN = 1e-6
+"""The weight of requests below which their mean says nothing."""
+LONGEST = 1e8
+"""The most tokens of a mean request."""
+
 
 class WorkerBounds(Struct, frozen=True):
     """How many workers of one role there may be."""
@@ -218,12 +223,12 @@ def _faded(old: TrafficCounts, new: TrafficCounts, after_s: float) -> TrafficCou
 
 def _mean(counts: TrafficCounts) -> RequestMix | None:
     """Return the mean request. None if there has been none."""
-    if counts.prompts <= 0:
+    if counts.prompts < FORGOTTEN:
         return None
-    prompt = max(1.0, counts.prompt_tokens / counts.prompts)
+    prompt = min(max(1.0, counts.prompt_tokens / counts.prompts), LONGEST)
     cached = min(0.95 * prompt, counts.cached_tokens / counts.prompts)
-    output = counts.answer_tokens / counts.answers if counts.answers > 0 else 1.0
-    return RequestMix(prompt, max(0.0, cached), max(1.0, output))
+    output = counts.answer_tokens / counts.answers if counts.answers > FORGOTTEN else 1.0
+    return RequestMix(prompt, max(0.0, cached), min(max(1.0, output), LONGEST))
 
 
 def _queue(seen: FleetSeen, mix: RequestMix | None, rate: float, policy: ScalePolicy) -> float:

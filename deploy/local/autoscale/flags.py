@@ -58,7 +58,7 @@ def policy_of(flags: AutoscaleFlags, times: WorkerTimes, there: Collection[Worke
         total=flags.total,
         start_s=flags.start_s,
         cool_down_s=flags.cool_down,
-        window_s=max(60.0, 4 * flags.every),
+        window_s=max(4 * flags.every, min(60.0, flags.cool_down)),
         headroom=flags.headroom,
     )
 

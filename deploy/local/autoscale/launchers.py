@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -23,15 +23,15 @@ SERVICES: dict[WorkerRole, str] = {"aggregated": "worker", "decode": "worker", "
 async def scale_up(socket: Path, workers: Workers, first: Sequence[int]) -> str:
     """Ask the `up` that listens at a socket for so many workers. Those that are too many drain, then stop, in the order
     of the process ids `first`."""
-    question = msgspec.json.encode(WantedWorkers({**workers}, [*first]))
+    question = msgspec.json.encode(WantedWorkers({str(role): number for role, number in workers.items()}, [*first]))
     try:
         with ExitStack() as opened:
             async with asyncio.timeout(UP_LIMIT_S):
                 path = reachable(str(socket), opened)
                 reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
-                writer.write(question + b"\n")
-                line = await reader.readline()
-                writer.close()
+                with closing(writer):
+                    writer.write(question + b"\n")
+                    line = await reader.readline()
         return msgspec.json.decode(line, type=ScaleAnswer).failed
     except TimeoutError:
         return f"`up` did not answer within {UP_LIMIT_S:g} s"

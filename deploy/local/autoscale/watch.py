@@ -19,6 +19,7 @@ _TOTALS = ("prompts", "refused", "asked_tokens", "answers", "answer_tokens")
 def seen(found: Look, before: Mapping[str, Sample], now: Mapping[str, Sample]) -> FleetSeen:
     """Return what was seen. `before` and `now` are what each frontend has counted since its start: at the last look,
     and at this one."""
+    now = {name: each for name, each in now.items() if _is_finite(each)}
     rows = found.overview.instances
     frontends = {row.instance: row.age_s for row in rows if row.service == "frontend"}
     over_s = max((each.at_s - before[name].at_s for name, each in now.items() if name in before), default=0.0)
@@ -32,9 +33,6 @@ def seen(found: Look, before: Mapping[str, Sample], now: Mapping[str, Sample]) -
         for field in _TOTALS:
             grown[field] += max(0.0, each.totals.get(field, 0.0) - first.totals.get(field, 0.0))
         grown["cached"] += max(0.0, sum(each.cached.values()) - sum(first.cached.values()))
-    in_flight = sum(each.inflight for each in now.values())
-    if not all(map(isfinite, [*grown.values(), in_flight])):
-        complete, in_flight, grown = False, 0.0, dict.fromkeys(grown, 0.0)
     served = {name for row in found.overview.models for name in row.instances}
     workers = [row for row in rows if row.service == "worker"]
     ready = [row for row in workers if row.instance in served and not row.state]
@@ -43,12 +41,16 @@ def seen(found: Look, before: Mapping[str, Sample], now: Mapping[str, Sample]) -
     return FleetSeen(
         complete=complete and all(row.load is not None for row in ready),
         counts=TrafficCounts(over_s, *counts),
-        in_flight=int(in_flight),
+        in_flight=int(sum(each.inflight for each in now.values())),
         waiting_tokens=sum(max(0, load.waiting_tokens) for load in loads),
         held=sum(load.running + load.waiting for load in loads),
         serving=_by_role(ready),
         alive=_by_role(workers),
     )
+
+
+def _is_finite(counted: Sample) -> bool:
+    return all(map(isfinite, (counted.inflight, *counted.totals.values(), *counted.cached.values())))
 
 
 def kv_tokens(found: Look) -> float:
