@@ -77,6 +77,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             return _profile(flags)
         case usage.PlanFlags() as flags:
             return _plan(flags)
+        case usage.HeatFlags() as flags:
+            return _heat(flags)
         case usage.AutoscaleFlags() as flags:
             return _autoscale(flags)
         case usage.NewKeyFlags() | usage.KeysFileFlags() as flags:
@@ -461,6 +463,13 @@ def _plan(flags: usage.PlanFlags) -> int:
     from deploy.local.size.plan import plan
 
     return plan(flags)
+
+
+def _heat(flags: usage.HeatFlags) -> int:
+    from deploy.local.show.heat import show
+
+    with _fleet(flags) as config:
+        return show(config, flags.top, flags.png, as_json=flags.json)
 
 
 def _autoscale(flags: usage.AutoscaleFlags) -> int:
