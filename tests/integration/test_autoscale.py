@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -24,7 +25,7 @@ LIMIT_S = 180.0
 STEP_S = 0.02
 TOKENS = 40
 SUBJECT = {"model": "tiny", "server": "", "machine": "", "versions": {}, "longest": 512, "most": 4}
-TIMES = {
+TIMES: dict[str, Any] = {
     "subject": SUBJECT,
     "prefill": [(16, 0, STEP_S), (512, 0, 0.04)],
     "decode": [(1, 0, STEP_S), (4, 0, STEP_S), (1, 512, STEP_S), (4, 512, STEP_S)],

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from deploy.local.autoscale.capacity import ScaleGoals, WorkerTimes
+from deploy.local.autoscale.capacity import ScaleGoals, WorkerRole, WorkerTimes
 from deploy.local.autoscale.decider import ScalePolicy, WorkerBounds
 from deploy.local.size.profile_file import decode_profile
 from services.virtual.loads import LoadTrace
@@ -34,7 +34,7 @@ class Trial:
         profile = decode_profile(file.read_bytes(), str(file))
         self.load, self._step_s = load, step_time(str(file))
         times = WorkerTimes(profile.prefill, profile.decode, 0.0, KV_TOKENS, profile.subject.most)
-        bounds = {"aggregated": WorkerBounds(1, MOST)}
+        bounds: dict[WorkerRole, WorkerBounds] = {"aggregated": WorkerBounds(1, MOST)}
         self.policy = ScalePolicy(
             times, ScaleGoals(TTFT_S, ITL_S), bounds, start_s=START_S, cool_down_s=COOL_DOWN_S, window_s=30.0
         )

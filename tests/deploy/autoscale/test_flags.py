@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -70,7 +71,7 @@ def test_what_cannot_be_is_refused_in_one_line(changes: dict[str, object], said:
     ],
 )
 def test_a_profile_that_does_not_fit_is_refused(
-    changes: dict[str, object], models: list[str], said: str, tmp_path: Path
+    changes: dict[str, Any], models: list[str], said: str, tmp_path: Path
 ) -> None:
     given = AutoscaleFlags(profile=write_profile(tmp_path, **changes))
     with pytest.raises(ConfigError, match=said):
