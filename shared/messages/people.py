@@ -146,7 +146,7 @@ class HeatState(Struct, frozen=True):
     index_blocks: int
     """The number of distinct blocks in the index."""
     prefixes: list[PrefixHeat]
-    """Those that could save most first: by blocks times requests."""
+    """The hottest first: by blocks times requests."""
 
 
 WorkerOperation = Literal["sleep", "wake", "drain", "resume", "clear", "load_lora", "unload_lora"]

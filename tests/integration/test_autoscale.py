@@ -167,3 +167,20 @@ def test_what_up_is_asked_for_and_cannot_do_is_refused_with_the_reason(up: Up) -
     assert "the workers of this `up` are aggregated" in asyncio.run(scale_up(socket, {"prefill": 1}, []))
     assert "not a question" in asyncio.run(scale_up(socket, {"aggregated": 65}, []))
     assert "does not answer" in asyncio.run(scale_up(Path("/nowhere/scale.sock"), {"aggregated": 1}, []))
+
+
+async def test_both_roles_of_a_split_fleet_go_to_zero_and_come_back(tmp_path: Path) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    flags = (*ENGINE, "--prefill", "2", "--decode", "1", "--kvbm-bytes", "64M", "--model", model, "--discovery", "file")
+    with running(tmp_path, *flags) as split, autoscaled(split, "--min", "0", "--max", "prefill=2,decode=2") as said:
+        await reached(split, 0)
+        load = Load(split.url)
+        asking = asyncio.create_task(load.run())
+        await reached(split, 2)
+        assert workers(split) == ["decode-0", "prefill-0"]
+        load.per_s = 0.0
+        await asking
+        async with asyncio.timeout(LIMIT_S):
+            while not await Load(split.url).once():  # noqa: ASYNC110 a router may not know the new workers yet
+                await asyncio.sleep(0.1)
+    assert "0 prefill, 0 decode -> 1 prefill, 1 decode" in said()

@@ -52,7 +52,7 @@ class WorkerBounds(Struct, frozen=True):
 
 
 class DaySchedule(Struct, frozen=True):
-    """At least so many workers of a role at some time of the day."""
+    """At least `least` workers of a role at some time of the day."""
 
     begin_minute: int
     end_minute: int
@@ -116,7 +116,7 @@ class FleetSeen(Struct, frozen=True):
     serving: Workers
     """The workers that take requests."""
     alive: Workers
-    """These, and the workers that start or drain."""
+    """The workers that serve, start or drain."""
 
 
 class ScaleMoment(Struct, frozen=True):

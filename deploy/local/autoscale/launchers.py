@@ -21,8 +21,8 @@ SERVICES: dict[WorkerRole, str] = {"aggregated": "worker", "decode": "worker", "
 
 
 async def scale_up(socket: Path, workers: Workers, first: Sequence[int]) -> str:
-    """Ask the `up` that listens at a socket for so many workers. Those that are too many drain, then stop, in the order
-    of the process ids `first`."""
+    """Ask the `up` that listens at a socket for a number of workers. Those that are too many drain, then stop, in the
+    order of the process ids `first`."""
     question = msgspec.json.encode(WantedWorkers({str(role): number for role, number in workers.items()}, [*first]))
     try:
         with ExitStack() as opened:

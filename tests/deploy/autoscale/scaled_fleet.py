@@ -146,7 +146,7 @@ def planned(policy: ScalePolicy) -> Rule:
 
 
 def threshold(requests: float, cool_down_s: float, most: int) -> Rule:
-    """The rule of a HorizontalPodAutoscaler: so many running and waiting requests a worker, with its window."""
+    """The rule of a HorizontalPodAutoscaler: a number of requests a worker, with its window."""
     wanted: list[tuple[float, int]] = []
 
     def rule(seen: FleetSeen, now_s: float) -> Workers:
