@@ -488,7 +488,7 @@ class AutoscaleFlags(AddressFlags, frozen=True, kw_only=True):
     total: int = 0
     """The most workers of all roles together (0: only --max holds)."""
     schedule: Annotated[list[str], "'HH:MM-HH:MM ROLE=N'"] = []
-    """A time of the day, of this machine's clock, with at least so many workers."""
+    """A time of the day, by this machine's clock, with at least N workers."""
     launcher: Literal["up", "compose", "metric"] = "up"
     """What starts and stops workers: the `up` of this machine; docker compose; metric: what reads --metrics."""
     compose_file: Annotated[list[str], "FILE"] = []

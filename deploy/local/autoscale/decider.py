@@ -16,7 +16,7 @@ state out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
+from math import exp2, sqrt
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -245,8 +245,10 @@ def _corrected(
     queue alone: then it becomes so large that the rate needs one more, or half more if the queue is long. Without a
     queue it fades."""
     found = state.correction
+    if not queue:
+        return 1 + (found - 1) * exp2(-after_s / CORRECTION_HALVED_S)
     if all(state.wanted[role] <= number for role, number in before.items()):
-        return found if queue else 1 + (found - 1) * 0.5 ** (after_s / CORRECTION_HALVED_S)
+        return found
     most = 1.5 if queue > LONG_S * rate else 1.0
     wanted = {role: max(number + 1, int(number * most)) for role, number in before.items()}
     mix = _mean(state.mix)

@@ -189,6 +189,12 @@ def test_a_fleet_that_does_not_settle_is_named_and_grows_by_one_at_a_time() -> N
     assert max(growth) <= 1
 
 
+def test_workers_that_only_a_bound_asks_for_do_not_make_the_others_slower() -> None:
+    fleet = FluidFleet(policy(4, 8), {"aggregated": 1}, lambda _: 0.1)
+    fleet.run(600)
+    assert fleet.state.correction == 1.0
+
+
 @pytest.mark.parametrize("slower", [1.0, 0.6, 0.35])
 def test_a_profile_of_a_faster_machine_is_made_up_for_without_flapping(slower: float) -> None:
     fleet = FluidFleet(policy(1, 16), {"aggregated": 1}, lambda _: 20.0, served_by_one=8.0 * slower)
