@@ -162,7 +162,7 @@ def decide(
     after_s = now_s - state.seen_s if state.seen_s else 0.0
     state = replace(state, mix=_faded(state.mix, seen.counts, after_s), seen_s=now_s)
     if not state.wanted:
-        there = {role: seen.alive.get(role, 0) for role in policy.bounds}
+        there: Workers = {role: seen.alive.get(role, 0) for role in policy.bounds}
         if not seen.complete:
             return ScaleDecision(there, "nothing is decided before everything was seen once"), state
         state = replace(state, wanted=there, settled_s=now_s)
@@ -176,7 +176,7 @@ def decide(
         state = replace(state, settled_s=now_s)
     needed = _needed(policy, seen, mix, rate * state.correction, queue / CATCH_UP_S * state.correction)
     bounded = _bounded(policy, needed, minute)
-    kept = bounded if seen.complete else {role: max(number, wanted[role]) for role, number in bounded.items()}
+    kept: Workers = bounded if seen.complete else {role: max(number, wanted[role]) for role, number in bounded.items()}
     moments = (*state.moments, replace(moment, needed=kept))[-KEPT:]
     stuck_s = now_s - state.settled_s
     stuck = stuck_s > STUCK * policy.start_s
@@ -250,7 +250,7 @@ def _corrected(
     if all(state.wanted[role] <= number for role, number in before.items()):
         return found
     most = 1.5 if queue > LONG_S * rate else 1.0
-    wanted = {role: max(number + 1, int(number * most)) for role, number in before.items()}
+    wanted: Workers = {role: max(number + 1, int(number * most)) for role, number in before.items()}
     mix = _mean(state.mix)
     while found < MOST_CORRECTION:
         needed = _needed(policy, seen, mix, rate * found, 0.0)
@@ -275,11 +275,11 @@ def _needed(
 
 
 def _bounded(policy: ScalePolicy, needed: Workers, minute: int) -> Workers:
-    least = {role: bounds.least for role, bounds in policy.bounds.items()}
+    least: dict[WorkerRole, int] = {role: bounds.least for role, bounds in policy.bounds.items()}
     for each in policy.schedules:
         if each.role in least and each.holds(minute):
             least[each.role] = max(least[each.role], each.least)
-    found = {role: min(max(needed[role], least[role]), bounds.most) for role, bounds in policy.bounds.items()}
+    found: Workers = {role: min(max(needed[role], least[role]), bounds.most) for role, bounds in policy.bounds.items()}
     share = min(1.0, policy.total / max(1, sum(found.values()))) if policy.total else 1.0
     return {role: max(least[role], min(number, 1), int(number * share)) for role, number in found.items()}
 
@@ -308,10 +308,12 @@ def _steered(
 def _within_total(policy: ScalePolicy, new: dict[WorkerRole, int], wanted: Workers) -> dict[WorkerRole, int]:
     """Take from roles that grew what is over the total, first from the one that has most."""
     while policy.total and sum(new.values()) > policy.total:
-        grown = [role for role in new if new[role] > wanted[role]] or [role for role in new if new[role] > 1]
+        grown: list[WorkerRole] = [role for role in new if new[role] > wanted[role]]
+        grown = grown or [role for role in new if new[role] > 1]
         if not grown:
             break
-        new[max(grown, key=lambda role: new[role])] -= 1
+        largest: WorkerRole = max(grown, key=lambda role: new[role])
+        new[largest] -= 1
     return new
 
 
