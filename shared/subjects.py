@@ -98,6 +98,11 @@ def router_state(namespace: str, router: str) -> str:
     return f"{ROOT}.{namespace}.router.{router}.state"
 
 
+def router_heat(namespace: str, router: str) -> str:
+    """The subject on which people ask one router which prefixes are asked for often."""
+    return f"{ROOT}.{namespace}.router.{router}.heat"
+
+
 # --- worker
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from deploy.local.autoscale.autoscale import ScaleMetrics
 from services.frontend.auth.access import KeyMetrics
 from services.frontend.auth.accounts import Accounts
 from services.frontend.metrics import Metrics
@@ -30,7 +31,7 @@ from shared.tracing.exporter import SpanQueue
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
 
-SERVICES = ("frontend", "router", "worker", "kvbm")
+SERVICES = ("frontend", "router", "worker", "kvbm", "autoscale")
 
 
 class KnownMetric(NamedTuple):
@@ -68,6 +69,9 @@ async def every_metric() -> dict[str, list[KnownMetric]]:
 
 
 async def _register(service: str, registry: CollectorRegistry) -> None:
+    if service == "autoscale":  # a command, which has no others
+        ScaleMetrics(registry)
+        return
     bus = MemoryBus(MemoryBroker())
     discovery = EtcdDiscovery(DiscoveryConfig(endpoints=("127.0.0.1:1",)), registry=registry)
     Directory(discovery, bus, "test", registry=registry)

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import deploy.local.autoscale.autoscale
 import services.frontend.auth.access
 import services.frontend.metrics
 import services.kvbm.metrics
@@ -35,6 +36,7 @@ SECTIONS = {
         services.worker.reports.observations,
     ],
     "Block stores": [services.kvbm.metrics],
+    "`headrace autoscale`": [deploy.local.autoscale.autoscale],
     "Every service, or several": [
         shared.bus.event_planes,
         shared.bus.outbox,

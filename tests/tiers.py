@@ -42,6 +42,8 @@ FILES: Mapping[str, Tier] = {
     "tests/integration/test_smoke.py": "check",
     # Programs and servers that take long, and random cases that take much.
     "tests/deploy/bench/test_compare.py": "all",
+    "tests/deploy/autoscale/test_capacity.py": "all",
+    "tests/deploy/autoscale/test_day_curve.py": "all",
     "tests/deploy/bench/test_sweep.py": "all",
     "tests/deploy/check/test_run.py": "all",
     "tests/deploy/ray/test_actor.py": "all",

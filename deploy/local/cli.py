@@ -75,6 +75,10 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             return _profile(flags)
         case usage.PlanFlags() as flags:
             return _plan(flags)
+        case usage.HeatFlags() as flags:
+            return _heat(flags)
+        case usage.AutoscaleFlags() as flags:
+            return _autoscale(flags)
         case usage.NewKeyFlags() | usage.KeysFileFlags() as flags:
             _key(flags)
         case usage.CompletionFlags() as flags:
@@ -155,6 +159,7 @@ def _up(flags: usage.UpFlags) -> int:
     from deploy.local.stack.model import NAME as BUNDLED
     from deploy.local.stack.model_source import cache_directory, fetch_source, find_default, find_source
     from deploy.local.stack.options import checked_options
+    from deploy.local.stack.scale import ScaledWorkers
     from deploy.local.stack.up import exclusive, up
 
     if flags.model == BUNDLED and not Path(BUNDLED).exists():
@@ -176,7 +181,8 @@ def _up(flags: usage.UpFlags) -> int:
         return _up_on_ray(flags, options, wanted, lambda: fetch_source(source, check_model, terminal, weights=weights))
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         path = fetch_source(source, check_model, terminal, weights=weights)
-        return up(replace(options, model=str(path), store=store), state_dir, terminal)
+        options = replace(options, model=str(path), store=store)
+        return up(options, state_dir, terminal, None if flags.single else ScaledWorkers(options).keep)
 
 
 def _up_on_ray(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOptions, fetch: Callable[[], Path]) -> int:
@@ -446,6 +452,20 @@ def _plan(flags: usage.PlanFlags) -> int:
     from deploy.local.size.plan import plan
 
     return plan(flags)
+
+
+def _heat(flags: usage.HeatFlags) -> int:
+    from deploy.local.show.heat import show
+
+    with _fleet(flags) as config:
+        return show(config, flags.top, flags.png, as_json=flags.json)
+
+
+def _autoscale(flags: usage.AutoscaleFlags) -> int:
+    from deploy.local.autoscale.autoscale import autoscale
+
+    with _fleet(flags) as config:
+        return autoscale(config, flags)
 
 
 def _url(flags: usage.ClientFlags) -> str:

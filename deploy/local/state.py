@@ -56,6 +56,11 @@ class StateDirectory(Struct, frozen=True):
         return self.run / "up.json"
 
     @property
+    def scale(self) -> Path:
+        """The socket on which `up` is asked for another number of workers."""
+        return self.run / "scale.sock"
+
+    @property
     def fleet(self) -> Path:
         """The settings with which a further process joins this fleet, the password of NATS included."""
         return self.run / "fleet.toml"

@@ -526,6 +526,50 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     """Print one JSON object in place of the table."""
 
 
+class AutoscaleFlags(AddressFlags, frozen=True, kw_only=True):
+    """Keep as many workers of a running fleet as its load needs, until Ctrl-C; see docs/autoscale.md."""
+
+    profile: File = Path("profile.json")
+    """The file that `profile` has written for one of these workers."""
+    ttft_p90: float = 1.0
+    """Target of the time to the first token of nine requests of ten, in seconds."""
+    itl: float = 0.05
+    """Target of the mean time between two tokens of an answer, in seconds."""
+    min: Annotated[str, "N|ROLE=N,…"] = "1"
+    """The fewest workers, of each role or by role; 0 lets all go while nothing is asked."""
+    max: Annotated[str, "N|ROLE=N,…"] = "8"
+    """The most workers, of each role or by role."""
+    total: int = 0
+    """The most workers of all roles together (0: only --max holds)."""
+    schedule: Annotated[list[str], "'HH:MM-HH:MM ROLE=N'"] = []
+    """A time of the day, by this machine's clock, with at least N workers."""
+    launcher: Literal["up", "compose", "metric"] = "up"
+    """What starts and stops workers: the `up` of this machine; docker compose; metric: what reads --metrics."""
+    compose_file: Annotated[list[str], "FILE"] = []
+    """A file of the Compose project (those that docker compose finds)."""
+    metrics: Address = ""
+    """The address at which /metrics shows how many workers are wanted."""
+    every: float = 5.0
+    """The seconds between two looks."""
+    start_s: float = 60.0
+    """The seconds from an order to a worker that serves."""
+    cool_down: float = 300.0
+    """The seconds for which fewer workers must have been enough before any is taken away."""
+    headroom: float = 1.1
+    """The factor by which more requests are planned for than are expected."""
+    dry_run: bool = False
+    """Say what would be done, and do nothing."""
+
+
+class HeatFlags(FleetFlags, frozen=True, kw_only=True):
+    """Show which prefixes of prompts are asked for often, and where they are cached (docs/autoscale.md)."""
+
+    top: int = 20
+    """The number of prefixes, the hottest first."""
+    png: Annotated[str, "FILE"] = ""
+    """The picture to write (none)."""
+
+
 class InstallGpuFlags(Struct, frozen=True, kw_only=True):
     """Install what --device cuda needs: CuPy, cuBLAS, a compiler (0.6 GB). Outside a checkout, say how pip does."""
 
@@ -626,6 +670,8 @@ COMMANDS: dict[str, type[Struct]] = {
     "estimate": EstimateFlags,
     "profile": ProfileFlags,
     "plan": PlanFlags,
+    "autoscale": AutoscaleFlags,
+    "heat": HeatFlags,
     "sleep": SleepFlags,
     "wake": WakeFlags,
     "drain": DrainFlags,

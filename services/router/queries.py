@@ -3,6 +3,7 @@
 explain, to a model    every router receives it; one that does not know the request waits, so that another answers first
 explain, to a router   answered at once, for all its models
 state                  the state of each model and of each event source
+heat                   the prefixes that the latest prompts share
 """
 
 from __future__ import annotations
@@ -12,13 +13,24 @@ from collections.abc import Iterable, Mapping
 
 from services.router.config import RouterConfig
 from services.router.selection.decision_log import Decision
+from services.router.selection.heat import PREFIXES_MOST, hot_prefixes
 from services.router.selection.left_out import LeftOutWorkers
 from services.router.selection.model_router import ModelRouter
 from services.router.sync.feed import EventFeed
 from shared.bus.contract import Message
 from shared.errors import BusDown, ProtocolError
 from shared.messages.codec import JSON_HEADER
-from shared.messages.people import EXPLANATIONS, ROUTER_STATE, Explanation, Explanations, ModelState, RouterState
+from shared.messages.people import (
+    EXPLANATIONS,
+    HEAT,
+    ROUTER_STATE,
+    Explanation,
+    Explanations,
+    HeatState,
+    ModelState,
+    PrefixHeat,
+    RouterState,
+)
 from shared.rate_limited_log import RateLimitedLog
 from shared.request_names import bare_id
 from shared.runtime.runtime import Runtime
@@ -96,6 +108,18 @@ def model_state(model: ModelRouter) -> ModelState:
     )
 
 
+def heat(router: str, models: Mapping[str, ModelRouter], most: int, now_s: float) -> HeatState:
+    """Return the hottest prefixes of all models, at most `most` of each."""
+    choices, oldest_s, asked, found = 0, now_s, 0, list[PrefixHeat]()
+    for name, model in models.items():
+        entries = model.decisions.entries()
+        prefixes, distinct = hot_prefixes(name, model.index, entries, most, now_s)
+        choices, asked, found = choices + len(entries), asked + distinct, found + prefixes
+        oldest_s = min([oldest_s, *(entry.at_s for entry in entries[:1])])
+    blocks = sum(model.index.statistics().blocks for model in models.values())
+    return HeatState(router, choices, round(now_s - oldest_s, 3), asked, blocks, found)
+
+
 class Queries:
     """Answers queries until closed."""
 
@@ -149,6 +173,14 @@ class Queries:
             left_out={each.instance: each.reason for each in self._left_out.found},
         )
         await self._answer("state", message, ROUTER_STATE.encode(state, JSON_HEADER))
+
+    async def answer_heat(self, message: Message) -> None:
+        """Answer with the prefixes that the latest prompts share; the payload is how many are wanted."""
+        now_s = asyncio.get_running_loop().time()
+        most = int(message.payload) if message.payload.isdigit() and len(message.payload) < 8 else PREFIXES_MOST
+        await self._answer(
+            "heat", message, HEAT.encode(heat(self._runtime.instance, self._models, most, now_s), JSON_HEADER)
+        )
 
     def _found(self, names: Iterable[str], message: Message) -> Explanations:
         models = [self._models[name] for name in names if name in self._models]

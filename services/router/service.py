@@ -145,6 +145,7 @@ class Router:
             subjects.reservations(namespace, instance): self._answer_reservations,
             subjects.explain(namespace, instance): self._queries.answer_explain,
             subjects.router_state(namespace, instance): self._queries.answer_state,
+            subjects.router_heat(namespace, instance): self._queries.answer_heat,
         }
         for subject, receive in own.items():
             self._subscriptions.append(await runtime.bus.subscribe(subject, receive))
@@ -401,6 +402,7 @@ class Router:
             "explain": subjects.explain(namespace, instance),
             "reservations": subjects.reservations(namespace, instance),
             "state": subjects.router_state(namespace, instance),
+            "heat": subjects.router_heat(namespace, instance),
         }
         return self._runtime.address(epoch, operations)
 

@@ -21,7 +21,7 @@ from shared.messages.virtual import Percentiles, VirtualResult, VirtualRun
 
 def run(wanted: VirtualRun) -> VirtualResult:
     """Run a load through a fleet at its own pace. Raise ConfigError or OSError if a file cannot be used."""
-    load, step_s = _load(wanted.trace, wanted.block_size), _step_time(wanted.times)
+    load, step_s = _load(wanted.trace, wanted.block_size), step_time(wanted.times)
     gaps = TokenGaps()
     fleet = SimulatedFleet(
         load,
@@ -76,6 +76,7 @@ def _load(trace: str, block_size: int) -> LoadTrace:
 
 
 @lru_cache(maxsize=1)
-def _step_time(times: str) -> StepTime:
+def step_time(times: str) -> StepTime:
+    """Return the times of steps in a file. Raise ConfigError."""
     config = SimulatedConfig(table=times)
     return Timing(config, read_times(config)).step_s

@@ -111,6 +111,44 @@ class RouterState(Struct, frozen=True):
     """Why workers that live get no requests, by their ids."""
 
 
+class PrefixHeat(Struct, frozen=True):
+    """A prefix that several of the latest prompts share. Hashes stand for its text."""
+
+    model: str
+    block: str
+    """The sequence hash of its last block, which names the whole prefix: 16 hex digits."""
+    blocks: int
+    tokens: int
+    asked: int
+    """The number of the latest requests whose prompt begins with it."""
+    hits: int
+    """How many of them found it cached where they went, as far as a prompt can be."""
+    age_s: float
+    """The time since the last of them, in seconds."""
+    device: list[str]
+    """The workers that have all of it on their device; the first few."""
+    host: int
+    """The number of workers that would load some of it from host memory."""
+    disk: int
+    """The number of workers that would load some of it from disk."""
+
+
+class HeatState(Struct, frozen=True):
+    """What one router's latest choices asked for."""
+
+    router: str
+    choices: int
+    """The number of choices that it remembers."""
+    over_s: float
+    """The age of the oldest one, in seconds."""
+    asked_blocks: int
+    """The number of distinct blocks that these prompts asked for; of long prompts the leading ones."""
+    index_blocks: int
+    """The number of distinct blocks in the index."""
+    prefixes: list[PrefixHeat]
+    """The hottest first: by blocks times requests."""
+
+
 WorkerOperation = Literal["sleep", "wake", "drain", "resume", "clear", "load_lora", "unload_lora"]
 
 
@@ -139,5 +177,6 @@ class WorkerOperated(Struct, frozen=True, tag="operated"):
 
 EXPLANATIONS: Codec[Explanations] = Codec(Explanations, "explanations")
 ROUTER_STATE: Codec[RouterState] = Codec(RouterState, "router state")
+HEAT: Codec[HeatState] = Codec(HeatState, "heat")
 OPERATE_WORKER: Codec[OperateWorker] = Codec(OperateWorker, "operation")
 WORKER_OPERATED: Codec[WorkerOperated] = Codec(WorkerOperated, "answer to an operation")

@@ -87,3 +87,20 @@ def test_bench_measures_the_stack_that_up_started(up: Up) -> None:
         assert row["tokens_by"] == "usage"
         assert row["prompt_tokens"] > 40
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(16 * 20)
+
+
+def test_heat_shows_the_prefix_that_prompts_share_by_its_hash_and_never_its_text(up: Up, client: OpenAI) -> None:
+    shared = "The ferry leaves at nine and comes back when the tide is low. " * 6
+    for number in range(3):
+        client.completions.create(model="tiny", prompt=f"{shared} {number}", max_tokens=4)
+    png = up.state / "heat.png"
+    command = [sys.executable, "-m", "deploy.local.cli", "heat", "--state", str(up.state), "--png", str(png)]
+    shown = subprocess.run([*command, "--json"], cwd=ROOT, check=True, capture_output=True, text=True)
+    hottest = max(json.loads(shown.stdout)["prefixes"], key=lambda one: one["asked"])
+    assert hottest["asked"] >= 3
+    assert hottest["hits"] >= 1
+    assert hottest["device"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    table = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert hottest["block"] in table
+    assert "ferry" not in shown.stdout + table

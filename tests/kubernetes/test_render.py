@@ -155,6 +155,15 @@ def test_flags_add_what_they_name_and_nothing_is_there_without_them() -> None:
         assert "replicas" not in on[autoscaled]["spec"], "an upgrade would set back what was scaled"
 
 
+def test_a_planned_set_of_workers_reads_what_autoscale_shows_for_its_role() -> None:
+    scaled = {"role": "prefill", "autoscaling": {"enabled": True, "planned": True}}
+    manifests = render(CPU, values={"workers": {"prompts": scaled}})
+    [trigger] = named(manifests)["ScaledObject/headrace-worker-prompts"]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == 'max(headrace_desired_workers{role="prefill"})'
+    assert trigger["metadata"]["threshold"] == "1"
+    assert not faults(manifests)
+
+
 @pytest.mark.parametrize("service", SCHEMAS)
 def test_what_compose_sets_the_chart_sets_too(service: str, tmp_path: Path) -> None:
     manifests = named(render(CPU))

@@ -74,13 +74,16 @@ from shared.messages.load import LOAD_REPORT, KvState, LoadReport
 from shared.messages.model_files import MODEL_FILE_PART, READ_MODEL_FILE, ModelFilePart, ReadModelFile
 from shared.messages.people import (
     EXPLANATIONS,
+    HEAT,
     OPERATE_WORKER,
     ROUTER_STATE,
     WORKER_OPERATED,
     Explanation,
     Explanations,
+    HeatState,
     ModelState,
     OperateWorker,
+    PrefixHeat,
     RouterState,
     SourceState,
     WorkerOperated,
@@ -168,6 +171,7 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
             sources=[SourceState("0a", "refused", "blocks of 8 tokens")],
         ),
     ),
+    (HEAT, HeatState("0b", 9, 60.5, 7, 8, [PrefixHeat("m", "0f", 2, 32, 3, 1, 0.5, ["0a"], 1, 0)])),
     (GENERATE, Generate("r", 1, "m", "f", b"\1\0\0\0", 1, Sampling(8, seed=2**64 - 1), 9.5)),
     (
         GENERATE,

@@ -18,10 +18,15 @@ TOTALS = {
     ("frontend", "headrace_requests_total"): "requests",
     ("frontend", "headrace_prompt_tokens_total"): "asked_tokens",
     ("frontend", "headrace_hand_overs_total"): "hand_overs",
+    ("frontend", "headrace_input_sequence_tokens_count"): "prompts",
+    ("frontend", "headrace_output_sequence_tokens_count"): "answers",
+    ("frontend", "headrace_output_sequence_tokens_sum"): "answer_tokens",
     ("worker", "headrace_output_tokens_total"): "tokens",
     ("worker", "headrace_prompt_tokens_total"): "prompt_tokens",
 }
 """(Service, series) → what it counts. Others have series of the same names: workers count attempts as requests."""
+REFUSED = ("429", "503")
+"""The statuses of requests for which no worker had room; they count as `refused` too."""
 COLUMNS = ("requests", "tokens", "prompt_tokens")
 """The numbers that `status --watch` shows."""
 GONE_SHOWN_S = 60.0
@@ -68,6 +73,8 @@ def sample(service: str, metrics: str, at_s: float) -> Sample:
         for series in family.samples:
             if (counted := TOTALS.get((service, series.name))) is not None:
                 totals[counted] = totals.get(counted, 0.0) + series.value
+                if counted == "requests" and series.labels.get("status") in REFUSED:
+                    totals["refused"] = totals.get("refused", 0.0) + series.value
             elif service == "frontend" and series.name == FIRST_TOKEN:
                 bound = float(series.labels["le"])
                 first_tokens[bound] = first_tokens.get(bound, 0.0) + series.value
@@ -88,7 +95,7 @@ def rates(before: Mapping[str, Sample], after: Mapping[str, Sample]) -> Rates:
     cached = dict.fromkeys(TIERS, 0.0)
     for (early, late), length_s in zip(pairs, lengths_s, strict=True):
         for name, total in late.totals.items():
-            per_s[name] += max(0.0, total - early.totals.get(name, 0.0)) / length_s
+            per_s[name] = per_s.get(name, 0.0) + max(0.0, total - early.totals.get(name, 0.0)) / length_s
         for bound, count in late.first_tokens.items():
             grown = max(0.0, count - early.first_tokens.get(bound, 0.0))
             first_tokens[bound] = first_tokens.get(bound, 0.0) + grown

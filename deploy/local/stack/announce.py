@@ -117,8 +117,8 @@ class Announcer:
         """Return whether a service is ready, or is not needed. Show what has changed: why it is not, or that it is
         ready now, after all was served without it."""
         name = launch.program.name
-        if self._supervisor.state(name) == "ended":  # misconfigured, and not needed
-            return True
+        if not self._supervisor.knows(name) or self._supervisor.state(name) == "ended":
+            return True  # removed, or misconfigured and not needed
         healthy, reason = await health(launch, attached=launch.hands_over)
         if healthy and reason:
             self._terminal.notice(f"  {name}: {reason}")

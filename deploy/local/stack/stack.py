@@ -278,13 +278,31 @@ def plan_attached(
     *,
     python: str,
 ) -> tuple[Launch, dict[Path, str]]:
-    """Return one more program of a stack that runs, with its files: a worker for a server that runs already. `attached`
-    has its settings, `port` is to observe it."""
+    """Return one more worker of a stack that runs, with its files: one for a server that runs already. `attached` has
+    its settings, `port` is to observe it."""
     one = replace(options, workers=1)
-    settings = {**stack.common, **worker_settings(one, 0, "", state_dir, 1), "attached": attached}
+    return plan_worker(one, stack, state_dir, name, port, python=python, more={"attached": attached})
+
+
+def plan_worker(
+    options: UpOptions,
+    stack: Stack,
+    state_dir: StateDirectory,
+    name: str,
+    port: int,
+    *,
+    python: str,
+    index: int = 0,
+    role: str = "",
+    cores: int = 1,
+    more: Settings | None = None,
+) -> tuple[Launch, dict[Path, str]]:
+    """Return one more worker of a stack that runs, with its files: that with the number `index`, and with `more`
+    settings."""
+    settings = {**stack.common, **worker_settings(options, index, role, state_dir, cores), **(more or {})}
     program = Program(name, 1, SERVICE_DRAIN_S, needed=False)
-    launch, files = _service(one, state_dir, program, "worker", settings, port, python)
-    return replace(launch, added=True), files
+    launch, files = _service(options, state_dir, program, "worker", settings, port, python)
+    return replace(launch, added=True, hands_over=bool(role)), files
 
 
 def _service(

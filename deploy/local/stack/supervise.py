@@ -12,7 +12,7 @@
 
 Programs begin as running; late ones begin as waiting and are due 1 s after the others serve. A program that is added
 later begins as running too. If its configuration is wrong it has ended, whatever served before; who added it may remove
-it and add it again. A program that is removed stops by itself, and is forgotten once it has ended.
+it and add it again. A program that is removed drains alone, and is forgotten once it has ended.
 Stages drain in the order of their numbers, each when the one before has ended. The frontends are first, so that
 accepted requests are answered; NATS and etcd, which all others need, are last.
 """
@@ -86,7 +86,7 @@ class Add(Struct, frozen=True):
 
 
 class Remove(Struct, frozen=True):
-    """An added program is not wanted any more."""
+    """A program is not wanted any more."""
 
     name: str
 
@@ -278,7 +278,6 @@ class Supervisor:
         return not self._served or child.added or (not child.program.needed and child.starts == 1)
 
     def _remove(self, child: _Child, now_s: float) -> list[Action]:
-        assert child.added, child
         child.leaves = True
         if child.state == "waiting":
             child.state = "ended"

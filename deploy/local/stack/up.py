@@ -190,8 +190,12 @@ class Shell:
         self._events.put_nowait(Add(launch.program))
 
     def remove(self, name: str) -> None:
-        """Drain a program that was added. It is there until it has ended."""
+        """Drain a program. It is there until it has ended."""
         self._events.put_nowait(Remove(name))
+
+    def pids(self) -> dict[str, int]:
+        """Return the programs that run, with their process ids."""
+        return {name: process.pid for name, process in self._processes.items()}
 
     def find(self, name: str) -> Launch | None:
         """Return the program of this name. None if there is none."""

@@ -25,6 +25,8 @@ from shared.request_names import is_named
 
 KEPT_CANDIDATES = 16
 """Number of candidates kept of a decision: the best ones and the chosen one."""
+KEPT_HASHES = 512
+"""Number of leading blocks whose hashes are kept of a decision: 4 KiB."""
 _COUNT_MOST = (1 << 64) - 1
 """Largest count that a message can carry; sums of the numbers that workers report may be larger."""
 
@@ -49,6 +51,8 @@ class Decision(Struct):
     """Seconds from the choice to the reported end; None until then."""
     trace: str = ""
     """The id of the request's trace. Empty if it is not traced."""
+    hashes: bytes = b""
+    """The sequence hashes of the prompt's leading blocks, packed u64; at most KEPT_HASHES."""
 
 
 class Prediction(Struct, frozen=True):
@@ -80,9 +84,10 @@ class DecisionLog:
         choice: PolicyChoice,
         at_s: float,
         passed_over: dict[str, str],
+        hashes: bytes = b"",
     ) -> None:
         """Add a choice; `selected` has no rows yet. `passed_over` has the instances that could not be chosen, and
-        why."""
+        why, `hashes` the sequence hashes of the prompt."""
         rows = tuple(choice.scored[:KEPT_CANDIDATES])
         if choice.chosen not in rows:  # a policy may pick a candidate that it does not score best
             rows = (*rows[: KEPT_CANDIDATES - 1], choice.chosen)
@@ -90,7 +95,8 @@ class DecisionLog:
         attempt = selected.request, selected.attempt
         self._entries.pop(attempt, None)
         some = dict(islice(passed_over.items(), KEPT_CANDIDATES))
-        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached, some)
+        kept = hashes[: 8 * KEPT_HASHES]
+        self._entries[attempt] = Decision(selected, request, choice.policy, rows, at_s, cached, some, hashes=kept)
         if len(self._entries) > self._limit:
             del self._entries[next(iter(self._entries))]
 
@@ -144,8 +150,13 @@ class DecisionLog:
         found = [entry for (name, _), entry in self._entries.items() if is_named(name, request)]
         return [_with_candidates(entry) for entry in found[-latest:]]
 
+    def entries(self) -> list[Decision]:
+        """Return all decisions, oldest first, without their rows."""
+        return list(self._entries.values())
+
     def validate(self) -> None:
         """Assert every invariant."""
+        assert all(len(entry.hashes) <= 8 * KEPT_HASHES for entry in self._entries.values())
         assert len(self._entries) <= self._limit
         assert all(1 <= len(entry.scored) <= KEPT_CANDIDATES for entry in self._entries.values())
         assert all(len(entry.passed_over) <= KEPT_CANDIDATES for entry in self._entries.values())

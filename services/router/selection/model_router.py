@@ -303,7 +303,8 @@ class ModelRouter:
             reason=choice.reason,
         )
         if not (repeated and self.decisions.contains(attempt, chosen.id)):
-            self.decisions.add(selected, request, choice, candidates.now_s, candidates.eligible.passed_over)
+            passed_over = candidates.eligible.passed_over
+            self.decisions.add(selected, request, choice, candidates.now_s, passed_over, candidates.select.hashes)
         return self.decisions.get(attempt).selected if select.explain else selected
 
     def _reserve(

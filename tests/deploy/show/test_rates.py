@@ -9,6 +9,7 @@ from prometheus_client.exposition import generate_latest
 from deploy.local.show.rates import (
     GONE_SHOWN,
     GONE_SHOWN_S,
+    TOTALS,
     Rates,
     Sample,
     departures,
@@ -33,7 +34,8 @@ def test_what_the_services_count_is_found_in_their_metrics() -> None:
     frontend.of_model("m").first_token.observe(0.03)
     frontend.inflight.set(2)
     found = sample("frontend", generate_latest(registry).decode(), 5.0)
-    assert found.totals == {"requests": 4, "asked_tokens": 0, "hand_overs": 0}
+    none = dict.fromkeys(("asked_tokens", "hand_overs", "prompts", "answers", "answer_tokens"), 0)
+    assert found.totals == {"requests": 4, "refused": 1, **none}
     assert found.cached == {"device": 0, "host": 0, "disk": 0}
     assert found.inflight == 2
     assert (found.first_tokens[0.025], found.first_tokens[0.05], found.first_tokens[INF]) == (0, 1, 1)
@@ -59,7 +61,7 @@ def test_rates_are_those_of_the_processes_that_were_asked_twice() -> None:
         "new": Sample(12.0, {"tokens": 7000}),
     }
     seen = rates(before, after)
-    per_s = {"requests": 3.0, "asked_tokens": 0.0, "hand_overs": 0.0, "tokens": 200.0, "prompt_tokens": 20.0}
+    per_s = dict.fromkeys(TOTALS.values(), 0.0) | {"requests": 3.0, "tokens": 200.0, "prompt_tokens": 20.0}
     assert seen == Rates(2.5, per_s, 0.3125, 0.5)
     head, row = render_rates(seen).splitlines()
     assert head.split("  ")[0] == "REQUESTS/S"

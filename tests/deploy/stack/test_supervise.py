@@ -69,6 +69,16 @@ def test_a_program_is_added_and_removed_while_the_others_run() -> None:
     assert not supervisor.knows("added")
 
 
+def test_a_program_that_was_there_from_the_start_is_removed_alone() -> None:
+    supervisor = begun()
+    supervisor.on(Serving(), 1.0)
+    assert supervisor.on(Remove("worker-1"), 2.0) == [Terminate("worker-1")]
+    supervisor.validate()
+    assert supervisor.on(Exited("worker-1", 0), 3.0) == []
+    assert not supervisor.knows("worker-1")
+    assert supervisor.on(Add(Program("worker-1", 1, 5.0, needed=False)), 4.0) == [Start("worker-1")]
+
+
 def test_an_added_program_with_a_wrong_configuration_has_ended_whatever_served_before() -> None:
     supervisor = begun()
     supervisor.on(Serving(), 1.0)

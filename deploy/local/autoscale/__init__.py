@@ -1,0 +1,1 @@
+"""`headrace autoscale`: how many workers a running fleet needs, and the orders that follow."""

@@ -1,0 +1,157 @@
+"""How many workers a load needs, by the times of one worker that `plan` simulates too. Pure.
+
+    prompts take      u = rate x p                     of a worker's time; p is the time of one prompt
+    sequences at once B = rate x output x d(B) ÷ (1 - u)     d(B) is the time of a step with B of them
+    time a token      d(B) ÷ (1 - u)
+    waiting           P(wait > t) = C x exp(-(n - load) x t ÷ s)      Erlang's C of n workers, s = p + d(B)
+
+`plan` simulates a fleet for minutes; this takes a millisecond, because it is asked every few seconds. What it gets
+wrong shows as a queue, which decider.py counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from math import exp, sqrt
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from deploy.local.size.profile_file import Row
+
+WorkerRole = Literal["aggregated", "prefill", "decode"]
+Workers = Mapping[WorkerRole, int]
+ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
+FULL = 0.9
+"""The largest share of its time for which a worker is planned to be busy with prompts."""
+LATE = 0.1
+"""The share of first tokens that may be late."""
+STEP_S = 0.25
+"""The longest step with parts of prompts: the setting `step_s` of workers."""
+SPARE = 1.28
+"""Standard deviations above the mean number of sequences for which there is room: nine times of ten."""
+
+
+class RequestMix(Struct, frozen=True):
+    """One request, in the mean."""
+
+    prompt_tokens: float
+    cached_tokens: float
+    """The part of the prompt that was found cached."""
+    output_tokens: float
+
+    @property
+    def context(self) -> float:
+        """The tokens that a sequence attends to, half-way through its answer."""
+        return self.prompt_tokens + self.output_tokens / 2
+
+
+class ScaleGoals(Struct, frozen=True):
+    """What the workers should reach, in seconds."""
+
+    ttft_s: float
+    """The time to the first token of nine requests of ten."""
+    itl_s: float
+    """The mean time between two tokens of an answer."""
+
+
+class WorkerTimes(Struct, frozen=True):
+    """The times of one worker."""
+
+    prefill: Sequence[Row]
+    """(tokens, context before them, seconds)"""
+    decode: Sequence[Row]
+    """(sequences, context of each, seconds)"""
+    overhead_s: float
+    """The part of a first token that no step takes."""
+    kv_tokens: float
+    """The tokens of KV for which there is room."""
+    max_running: int
+
+    def prompt_s(self, mix: RequestMix) -> float:
+        """Return the time of one prompt, in as many steps as workers make of it."""
+        seconds = interpolated(self.prefill, max(1.0, mix.prompt_tokens - mix.cached_tokens), mix.cached_tokens)
+        return seconds + int(seconds / STEP_S) * interpolated(self.prefill, 1.0, mix.cached_tokens)
+
+    def step_s(self, sequences: float, context: float) -> float:
+        """Return the time of a step that only decodes."""
+        return interpolated(self.decode, max(1.0, sequences), context)
+
+
+def workers_needed(
+    role: WorkerRole, rate: float, mix: RequestMix, times: WorkerTimes, goals: ScaleGoals, most: int
+) -> int:
+    """Return the fewest workers of a role that reach the goals at `rate` requests a second, at most `most`. 0 if there
+    are no requests. A goal for first tokens that no number of workers reaches counts as twice the time of a lone
+    prompt."""
+    if rate <= 0 or most < 1:
+        return 0
+    return next((number for number in range(1, most) if _reaches(number, role, rate, mix, times, goals)), most)
+
+
+def _reaches(
+    number: int, role: WorkerRole, rate: float, mix: RequestMix, times: WorkerTimes, goals: ScaleGoals
+) -> bool:
+    each = rate / number
+    prompt_s = 0.0 if role == "decode" else times.prompt_s(mix)
+    left = 1.0 - each * prompt_s
+    if left < 1.0 - FULL:
+        return False
+    step_s = 0.0
+    if role != "prefill":
+        room = min(times.max_running, times.kv_tokens / max(1.0, mix.context))
+        sequences = _sequences(each * mix.output_tokens / left, mix.context, times, room)
+        if number * sequences + SPARE * sqrt(number * sequences) > number * max(1.0, room):
+            return False
+        step_s = times.step_s(sequences, mix.context)
+        lone_s = times.step_s(1.0, mix.context)
+        if step_s / left > max(goals.itl_s, 1.1 * lone_s):
+            return False
+    if role == "decode":
+        return True
+    served_s = prompt_s + step_s
+    load = rate * served_s
+    if load >= FULL * number:
+        return False
+    patience_s = goals.ttft_s - served_s - times.overhead_s
+    patience_s = patience_s if patience_s > 0 else served_s
+    return _erlang_c(number, load) * exp(-(number - load) * patience_s / served_s) <= LATE
+
+
+def _sequences(demand: float, context: float, times: WorkerTimes, room: float) -> float:
+    """Return how many sequences a worker has at once: the number at which it draws `demand` tokens a second of its
+    time for steps. More than `room` if there is no such number below."""
+    sequences = 0.0
+    for _ in range(50):
+        after = demand * times.step_s(sequences, context)
+        if after > room or after - sequences < 0.01:
+            return after
+        sequences = after
+    return sequences
+
+
+def _erlang_c(workers: int, load: float) -> float:
+    """Return the share of requests that wait, where `load` workers are busy in the mean."""
+    blocked = 1.0
+    for number in range(1, workers + 1):
+        blocked = load * blocked / (number + load * blocked)
+    return blocked / (1.0 - load / workers * (1.0 - blocked))
+
+
+def interpolated(rows: Sequence[Row], x: float, y: float) -> float:
+    """Return the seconds at a place of a complete grid, linear in both directions. Below the grid its edge holds, above
+    it the last slope goes on."""
+    seconds = {(row[0], row[1]): row[2] for row in rows}
+    xs, ys = (sorted({row[axis] for row in rows}) for axis in (0, 1))
+    (x0, x1, across), (y0, y1, along) = _between(xs, x), _between(ys, y)
+    low = seconds[x0, y0] + along * (seconds[x0, y1] - seconds[x0, y0])
+    high = seconds[x1, y0] + along * (seconds[x1, y1] - seconds[x1, y0])
+    return max(low + across * (high - low), min(seconds[a, b] for a in (x0, x1) for b in (y0, y1)))
+
+
+def _between(marks: Sequence[float], value: float) -> tuple[float, float, float]:
+    if len(marks) == 1 or value <= marks[0]:
+        return marks[0], marks[0], 0.0
+    index = min(max(1, bisect_left(marks, value)), len(marks) - 1)
+    return marks[index - 1], marks[index], (value - marks[index - 1]) / (marks[index] - marks[index - 1])
