@@ -120,11 +120,12 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the native engine has its converted weights."""
+    """Where the native engine has its weights, beyond the model's files."""
 
     memory: str = ""
-    """Directory of the machine's memory service, which keeps converted weights for all engines that name it. Empty
-    means that they are converted on the disk. An engine that the service does not serve does that, too."""
+    """Directory of the machine's memory service, which keeps weights for all engines that name it: those that are
+    converted for a CPU, and those on GPUs. Empty means that they are converted on the disk, or that each engine on a GPU
+    has its own. An engine that the service does not serve has them so, too."""
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
     """Most seconds until the memory service is there, and until each of its answers."""
 
@@ -338,9 +339,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
         if fault := self._connector_fault():
             raise ValueError(fault)
-        if self.weights.memory and (self.engine != "native" or self.device != "cpu"):
-            what = f"engine is {self.engine}" if self.engine != "native" else "device is cuda"
-            raise ValueError(f"weights.memory is set, but {what}; only the native engine on a CPU shares weights")
+        if self.weights.memory and self.engine != "native":
+            raise ValueError(
+                f"weights.memory is set, but engine is {self.engine}; only the native engine shares weights"
+            )
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
         if self.engine == "attached" and self.attached.kind == "text" and not self.model_name:

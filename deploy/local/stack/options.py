@@ -269,8 +269,6 @@ def _weights_bytes(flags: UpFlags) -> int:
     size_bytes = parse_size(flags.weights_bytes, "--weights-bytes") if flags.weights_bytes else 0
     if size_bytes and flags.engine != "native":
         raise ConfigError(f"--weights-bytes: engine {flags.engine} shares no weights; use --engine native")
-    if size_bytes and flags.device == "cuda":
-        raise ConfigError("--weights-bytes: weights on a GPU are not shared; leave it out with --device cuda")
     return size_bytes
 
 

@@ -3,7 +3,7 @@
     DIR/lock      held by the directory's memory service
     DIR/socket    where engines ask; only processes of this user are answered
 
-The memory behind a descriptor lives until its last mapping and descriptor is gone, in whatever process. So weights
+The memory of a descriptor lives until its last mapping and descriptor is gone, in whatever process. So weights
 outlive the engines that made them here, and outlive this service in the engines that map them.
 """
 

@@ -54,6 +54,10 @@ class DevicePages:
     def descriptors(self) -> Sequence[int]:
         return [self._descriptor]
 
+    def protect(self) -> None:
+        """Let this process only read the memory from now on. All work on it has ended."""
+        self._driver.set_access(self.address, self.size_bytes, self._ordinal, READ)
+
     def close(self) -> None:
         """Let go of the memory. Nothing of this process may use it; other processes may."""
         os.close(self._descriptor)
