@@ -124,8 +124,8 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     memory: str = ""
     """Directory of the machine's memory service, which keeps weights for all engines that name it: those that are
-    converted for a CPU, and those on GPUs. Empty means that they are converted on the disk, or that each engine on a GPU
-    has its own. An engine that the service does not serve has them so, too."""
+    converted for a CPU, and those on GPUs. Empty means that they are converted on the disk, and that each engine on a
+    GPU has its own. An engine that the service does not serve has them so, too."""
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
     """Most seconds until the memory service is there, and until each of its answers."""
 

@@ -36,7 +36,7 @@ def seal_memory(descriptor: int, seals: int) -> None:
 
 
 def memory_fault(descriptors: Sequence[int], size_bytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> str:
-    """Return why descriptors are not host memory of at least so many bytes with these seals. Empty if they are."""
+    """Return why descriptors are not host memory of at least `size_bytes` with these seals. Empty if they are."""
     if len(descriptors) != 1:
         return f"host memory has one descriptor; these are {len(descriptors)}"
     try:

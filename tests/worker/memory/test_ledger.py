@@ -146,7 +146,7 @@ def test_full_is_a_refusal_that_names_the_setting_and_releases_nothing() -> None
     assert CloseConnection(3) in actions
 
 
-def test_there_are_at_most_so_many_weights() -> None:
+def test_a_further_model_takes_the_place_of_one_that_is_unmapped() -> None:
     ledger = Ledger(LedgerLimits(size_bytes=1 << 20))
     for number in range(MOST_WEIGHTS):
         committed(ledger, number, number, 1)

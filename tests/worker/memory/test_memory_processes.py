@@ -71,7 +71,7 @@ class Machine:
         return engine
 
     def writer(self, *words: str) -> Spawned:
-        """Return an engine that was told to write, and has done this."""
+        """Return an engine that writes, and has done this."""
         engine = self.engine()
         assert engine.line() == "writes"
         for word in words:

@@ -261,7 +261,7 @@ def test_nonsense_closes_only_its_own_connection(tmp_path: Path) -> None:
         assert len(shown(tmp_path / "memory").rows) == 1
 
 
-def test_there_are_at_most_so_many_connections(tmp_path: Path) -> None:
+def test_a_connection_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path / "memory"), ExitStack() as ends:
         for _ in range(MOST_CONNECTIONS):
             peer = Peer(tmp_path / "memory")
