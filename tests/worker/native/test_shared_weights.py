@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -42,13 +42,14 @@ def settings_of(source: Path, tmp_path: Path, *, timeout_s: float = 20.0) -> Wor
     return WorkerConfig(model=str(source), cache=str(tmp_path / "cache"), weights=weights, capacity_blocks=8)
 
 
-def quiet(_loading: Loading) -> None: ...
+def quiet(_loading: Loading) -> None:
+    """Show nothing."""
 
 
 @contextmanager
-def engine(settings: WorkerConfig) -> Iterator[NativeRunner]:
+def engine(settings: WorkerConfig, progress: Callable[[Loading], None] = quiet) -> Iterator[NativeRunner]:
     """Yield an engine; at the end its lock ends too, as with its process."""
-    runner = load_native(settings, quiet)
+    runner = load_native(settings, progress)
     try:
         yield runner
     finally:
@@ -90,14 +91,13 @@ def test_an_engine_that_starts_again_maps_and_converts_nothing(
 ) -> None:
     caplog.set_level(logging.INFO, module.__name__)
     settings = settings_of(source, tmp_path)
-    told: list[str] = []
+    reported: list[str] = []
     with serving(tmp_path / "memory", LIMITS):
         with engine(settings) as first:
             token = token_of(first)
-        again = load_native(settings, lambda loading: told.append(loading.what))
-        assert token_of(again) == token
-        again.close()
-    assert not any("converting" in what for what in told)
+        with engine(settings, lambda loading: reported.append(loading.what)) as again:
+            assert token_of(again) == token
+    assert not any("converting" in what for what in reported)
     assert ["converted" in record.getMessage() for record in caplog.records] == [True, False]
 
 
