@@ -9,6 +9,8 @@
 
 A connection is a lock: it writes, waits or reads as long as it is open, and does one of these for one identity. The
 memory belongs to its writer until it is committed, so that nothing is left of a writer that dies.
+
+docs/decisions/0079 gives the reasons.
 """
 
 from __future__ import annotations
