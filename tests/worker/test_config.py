@@ -26,7 +26,7 @@ WRONG = [
     ),
     (
         "--engine echo --weights-memory /run/weights",
-        "weights.memory is set, but engine is echo; only the native one shares weights",
+        "weights.memory is set, but engine is echo; only the native engine shares weights",
     ),
     ("--engine attached", "engine is attached, but attached.url is empty"),
     ("--attached-url http://localhost:1", "attached.url is set, but engine is native"),

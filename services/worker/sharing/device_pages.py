@@ -55,7 +55,9 @@ class DevicePages:
         return [self._descriptor]
 
     def protect(self) -> None:
-        """Let this process only read the memory from now on. All work on it has ended."""
+        """Await all work of the device. From now on this process only reads the memory."""
+        with translated_errors():
+            runtime.deviceSynchronize()
         self._driver.set_access(self.address, self.size_bytes, self._ordinal, READ)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from services.worker.model.tensor_header import Shape
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import no_room_as_model_error
+from services.worker.native.cuda.matrix_memory import cuda_weights_of
 from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
@@ -75,7 +76,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
     memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
     cp.cuda.set_allocator(memory.allocator())
     with no_room_as_model_error(str(directory), "the weights"):
-        shared = SharedCudaWeights(settings, directory, config, shapes) if settings.weights.memory else None
+        shared = cuda_weights_of(settings, directory, config, shapes)
         weights = _weights(
             directory, config, cuda.dtype, shared, lambda share: progress(Loading("copying weights to the GPU", share))
         )
@@ -105,7 +106,7 @@ def _weights(
     directory: Path,
     config: ModelConfig,
     element_type: Dtype,
-    shared: SharedCudaWeights | None,
+    shared: SharedCudaWeights[CudaWeights] | None,
     progress: Callable[[float], None],
 ) -> CudaWeights:
     if shared is not None:

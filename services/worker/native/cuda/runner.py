@@ -87,7 +87,7 @@ class CudaRunner:
         lora_rank: int = LORA_RANK,
         lora_bytes: int = LORA_BYTES,
         shares_blocks: bool = False,
-        shared: SharedCudaWeights | None = None,
+        shared: SharedCudaWeights[CudaWeights] | None = None,
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:

@@ -4,7 +4,8 @@
           │        └──▶ none has made them: allocate, fill, map for reading, export, commit
           └── no service, no answer, no room ──▶ memory of one's own, as without a service, and one line says so
 
-The service needs no CUDA: a descriptor of the memory keeps it alive, also when the last engine is dead.
+The service needs no CUDA: a descriptor of the memory keeps it alive, also when the last engine is dead. What is CUDA's
+own is behind `MatrixMemory`, so that all of this also runs on host memory.
 """
 
 from __future__ import annotations
@@ -12,49 +13,75 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from math import prod
 from pathlib import Path
-from typing import Any
-
-import cupy as cp  # pyright: ignore[reportMissingImports]
+from typing import Generic, Protocol, TypeVar
 
 from services.worker.config import WorkerConfig
 from services.worker.memory.client import NoSharedWeights, WeightsLock
 from services.worker.memory.messages import MOST_NAME, WeightsIdentity
-from services.worker.model.tensor_header import Shape
-from services.worker.native.config import ModelConfig
-from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights
 from services.worker.native.cuda.weights_layout import WeightsLayout
 from services.worker.native.linear import Array
 from services.worker.native.prepare import source_key
 from services.worker.native.shared_weights import WRITER_WAIT_S
-from services.worker.sharing.device_pages import DeviceMapper, DeviceMapping, DevicePages
-from services.worker.sharing.driver import Driver
-from services.worker.sharing.memory import MapFailed
+from services.worker.sharing.memory import ExportedPages, MapFailed, MappedPages
 from services.worker.sharing.packets import close_all
 from services.worker.transfer.errors import DeviceFailed
 
 _log = logging.getLogger(__name__)
+W_co = TypeVar("W_co", covariant=True)
+Progress = Callable[[float], None]
+Place = Callable[[tuple[int, ...], type], Array]
+"""Returns the array of the next matrix, of a shape and type."""
 
 
-class SharedCudaWeights:
-    """The matrices of one engine. It belongs to one thread, whose device is that of the settings."""
+class WritablePages(ExportedPages, Protocol):
+    """Memory of this process that it fills before others map it."""
 
-    def __init__(self, settings: WorkerConfig, directory: Path, config: ModelConfig, shapes: dict[str, Shape]) -> None:
-        """Find out which weights the model has; nothing is mapped before `load`. Raise ModelError, DeviceFailed."""
-        self._directory, self._config, self._settings = directory, config, settings
-        self._element_type, self._device = settings.cuda.dtype, settings.cuda.gpu
-        element_bytes = cp.dtype(DTYPES[self._element_type]).itemsize
-        self._layout = WeightsLayout(shapes, self._element_type, element_bytes)
-        driver = Driver()
-        page = driver.granularity(self._device)
-        self._size_bytes = -(-self._layout.size_bytes // page) * page
-        key, uuid = source_key(Path(settings.model)), driver.uuid(self._device)
-        self._identity = WeightsIdentity(key, self._layout.digest, uuid)
+    def protect(self) -> None:
+        """Await all work on it. From now on this process only reads it."""
+        ...
+
+
+class MatrixMemory(Protocol[W_co]):
+    """One device: its memory, and what loads weights into it."""
+
+    device: str
+    """The name of the device among all of the machine, such as a GPU's UUID."""
+    page_bytes: int
+    """Sizes of memory are multiples of this."""
+
+    def allocate(self, size_bytes: int) -> WritablePages:
+        """Return new memory. Raise DeviceFailed."""
+        ...
+
+    def map(self, descriptors: list[int], size_bytes: int) -> MappedPages:
+        """Map the memory of another process for reading. Raise MapFailed."""
+        ...
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: type) -> Array:
+        """Return an array over memory that outlives it."""
+        ...
+
+    def item_bytes(self, dtype: type) -> int: ...
+
+    def load(self, progress: Progress, place: Place | None, *, fills: bool) -> W_co:
+        """Return the weights. `place` has the memory of each matrix; without it they take their own. Without `fills`
+        the matrices are there already. Raise ModelError."""
+        ...
+
+
+class SharedCudaWeights(Generic[W_co]):
+    """The matrices of one engine. It belongs to one thread."""
+
+    def __init__(self, settings: WorkerConfig, layout: WeightsLayout, memory: MatrixMemory[W_co]) -> None:
+        """Find out which weights the model has; nothing is mapped before `load`. Raise ModelError."""
+        self._settings, self._layout, self._memory = settings, layout, memory
+        self._size_bytes = -(-layout.size_bytes // memory.page_bytes) * memory.page_bytes
+        self._identity = WeightsIdentity(source_key(Path(settings.model)), layout.digest, memory.device)
         self._lock: WeightsLock | None = None
-        self._mapped: DevicePages | DeviceMapping | None = None
+        self._mapped: ExportedPages | MappedPages | None = None
 
-    def load(self, progress: Callable[[float], None] = lambda _share: None) -> CudaWeights:
+    def load(self, progress: Progress = lambda _share: None) -> W_co:
         """Return the weights: mapped, made for all engines, or this engine's own. Raise ModelError,
         DeviceMemoryExhausted."""
         try:
@@ -62,7 +89,10 @@ class SharedCudaWeights:
         except (NoSharedWeights, MapFailed, DeviceFailed) as wrong:
             self.release()
             _log.warning("this engine has weights of its own: %s", wrong)
-            return load_cuda_weights(self._directory, self._config, self._element_type, progress)
+            return self._memory.load(progress, None, fills=True)
+        except BaseException:  # a full device has no room for weights of its own either
+            self.release()
+            raise
 
     def unmap(self) -> None:
         """Unmap the weights, which no array has any more. The service keeps them for this engine until `release`."""
@@ -77,7 +107,7 @@ class SharedCudaWeights:
             self._lock.close()
             self._lock = None
 
-    def _load_shared(self, progress: Callable[[float], None]) -> CudaWeights:
+    def _load_shared(self, progress: Progress) -> W_co:
         self.release()  # a lock asks once
         weights = self._settings.weights
         lock = WeightsLock(Path(weights.memory), self._identity, self._size_bytes, weights.timeout_s)
@@ -88,31 +118,23 @@ class SharedCudaWeights:
             return self._make(lock, progress)
         with ExitStack() as opened:
             opened.callback(close_all, descriptors)
-            mapper = DeviceMapper(self._device)
-            self._mapped = mapper.map(descriptors, self._size_bytes, self._identity.device)
+            self._mapped = self._memory.map(descriptors, self._size_bytes)
         _log.info("%d bytes of weights are mapped (weights.memory)", self._size_bytes)
-        return self._read(progress, fills=False)
+        return self._place_all(progress, fills=False)
 
-    def _make(self, lock: WeightsLock, progress: Callable[[float], None]) -> CudaWeights:
-        pages = DevicePages(self._size_bytes, self._device)
-        self._mapped = pages
-        made = self._read(progress, fills=True)
-        cp.cuda.get_current_stream().synchronize()
+    def _make(self, lock: WeightsLock, progress: Progress) -> W_co:
+        self._mapped = pages = self._memory.allocate(self._size_bytes)
+        made = self._place_all(progress, fills=True)
         pages.protect()
         lock.commit(pages.descriptors()[0])
-        _log.info("%d bytes of weights are made for all engines of the GPU (weights.memory)", self._size_bytes)
+        _log.info("%d bytes of weights are made for all engines of the device (weights.memory)", self._size_bytes)
         return made
 
-    def _read(self, progress: Callable[[float], None], *, fills: bool) -> CudaWeights:
+    def _place_all(self, progress: Progress, *, fills: bool) -> W_co:
         self._layout.begin()
-        return load_cuda_weights(
-            self._directory, self._config, self._element_type, progress, place=self._place, fills=fills
-        )
+        return self._memory.load(progress, self._place, fills=fills)
 
-    def _place(self, shape: Shape, dtype: Any) -> Array:
-        """Return the array of the next matrix."""
+    def _place(self, shape: tuple[int, ...], dtype: type) -> Array:
         assert self._mapped is not None
-        size_bytes = prod(shape) * cp.dtype(dtype).itemsize
-        address = self._mapped.address + self._layout.take(size_bytes)
-        memory = cp.cuda.UnownedMemory(address, size_bytes, self._mapped, self._device)
-        return cp.ndarray(shape, dtype, cp.cuda.MemoryPointer(memory, 0))
+        item_bytes = self._memory.item_bytes(dtype)
+        return self._memory.array(self._mapped.address + self._layout.take(shape, item_bytes), shape, dtype)

@@ -32,9 +32,9 @@ class WeightsLayout:
         """Room for all of them: joined matrices take a little less."""
         self._end = 0
 
-    def take(self, size_bytes: int) -> int:
+    def take(self, shape: Shape, item_bytes: int) -> int:
         """Return the offset of the next matrix."""
-        start, self._end = self._end, self._end + _aligned(size_bytes)
+        start, self._end = self._end, self._end + _aligned(prod(shape) * item_bytes)
         assert self._end <= self.size_bytes, "the loader takes more than the checkpoint has"
         return start
 
