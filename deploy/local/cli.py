@@ -110,8 +110,8 @@ def _status(flags: usage.StatusFlags) -> int:
 
 
 def _free_weights(flags: usage.FreeWeightsFlags) -> None:
-    from deploy.local.show.overview import size
     from deploy.local.show.weights import free_weights
+    from deploy.local.table import size
 
     freed_bytes, held = free_weights(flags.memory or flags.state_dir.weights, flags.name or "")
     print(f"{size(freed_bytes)} of weights are free")

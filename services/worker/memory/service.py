@@ -77,7 +77,7 @@ class MemoryService:
         """Number of a memory → its descriptors."""
         self._accept_s: float | None = None
         """When to accept connections again. None means now."""
-        self._refused = RateLimitedLog()
+        self._refused = RateLimitedLog(clock=time.monotonic)
         self._stopped = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.epoll()
         for descriptor in (self._listening.fileno(), self._stopped):
@@ -94,10 +94,10 @@ class MemoryService:
 
     def close(self) -> None:
         """Close the socket, all connections and all memory. Engines keep what they have mapped."""
-        for number in list(self._connections):
-            self._close(number)
-        for memory in list(self._memory):
-            packets.close_all(self._memory.pop(memory))
+        for connection in self._connections.values():  # not by the ledger, which would let others write
+            connection.close()
+        for descriptors in self._memory.values():
+            packets.close_all(descriptors)
         self._listening.close()
         self._path.unlink(missing_ok=True)
         self._poller.close()

@@ -106,19 +106,19 @@ class Checkpoint:
             self.shapes[HEAD] = self.shapes[EMBEDDING]
         for name, shape in self.shapes.items():
             stored = self._stored.get(name, name)
-            file = self._where.get(stored)
-            if file is None:
+            where = self._where.get(stored)
+            if where is None:
                 raise ModelError(
                     f"{directory}: tensor {name} is in no safetensors file; expected one with shape {shape}"
                 )
-            entry = self._files[file].entries.get(stored)
+            entry = self._files[where].entries.get(stored)
             if entry is None:
-                raise ModelError(f"{directory / file}: tensor {stored} is missing; the index says it is here")
+                raise ModelError(f"{directory / where}: tensor {stored} is missing; the index says it is here")
             if entry.shape != shape:
-                raise ModelError(f"{directory / file}: tensor {name} has shape {entry.shape}; expected {shape}")
+                raise ModelError(f"{directory / where}: tensor {name} has shape {entry.shape}; expected {shape}")
             if entry.dtype not in ITEM_BYTES:
                 raise ModelError(
-                    f"{directory / file}: tensor {name} is {entry.dtype}; expected float32, float16 or bfloat16"
+                    f"{directory / where}: tensor {name} is {entry.dtype}; expected float32, float16 or bfloat16"
                 )
 
     def _has_other_head(self, shape: Shape) -> bool:

@@ -40,6 +40,7 @@ from services.worker.memory.messages import (
 from services.worker.memory.service import MOST_CONNECTIONS, MemoryService
 from services.worker.sharing import packets
 from services.worker.sharing.host_pages import IMMUTABLE, memory_file, seal_memory
+from services.worker.sharing.messages import MOST_DESCRIPTORS, MOST_PACKET_BYTES
 from shared.errors import ConfigError
 from shared.pool.lock import SOCKET
 from tests.worker.memory.memory_process import content_of, identity_of, mapped_sum, poke, sum_of
@@ -76,7 +77,7 @@ class Peer:
     def answer(self) -> FromService | None:
         """Return the next message; None if the service has closed the connection."""
         try:
-            packet, descriptors, _, _ = socket.recv_fds(self.socket, packets.MOST_PACKET_BYTES, 4)
+            packet, descriptors, _, _ = socket.recv_fds(self.socket, MOST_PACKET_BYTES, MOST_DESCRIPTORS)
         except ConnectionResetError:
             return None
         self.descriptors += descriptors

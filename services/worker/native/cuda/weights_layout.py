@@ -14,9 +14,8 @@ from math import prod
 
 import msgspec
 
-from services.worker.model.tensor_header import Shape
-
 ALIGNMENT_BYTES = 256
+Shape = tuple[int, ...]
 _FORMAT = "headrace cuda 1"
 """A part of every digest. Change it whenever the loader takes matrices in another order, or stores them otherwise."""
 

@@ -54,7 +54,7 @@ class HostMatrices:
 
     def array(self, address: int, shape: tuple[int, ...], dtype: type) -> Array:
         room = (ctypes.c_ubyte * (prod(shape) * self.item_bytes(dtype))).from_address(address)
-        return np.frombuffer(room, dtype).reshape(shape)
+        return np.frombuffer(memoryview(room), dtype).reshape(shape)
 
     def item_bytes(self, dtype: type) -> int:
         return np.dtype(dtype).itemsize
