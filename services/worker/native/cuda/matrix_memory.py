@@ -22,7 +22,7 @@ class CudaMatrixMemory:
     """A MatrixMemory of one GPU, which is the thread's current one."""
 
     def __init__(self, settings: WorkerConfig, directory: Path, config: ModelConfig) -> None:
-        """Raise DeviceFailed."""
+        """Ask the driver about the settings' GPU. Raise DeviceFailed."""
         driver = Driver()
         self._gpu = settings.cuda.gpu
         self.device, self.page_bytes = driver.uuid(self._gpu), driver.granularity(self._gpu)

@@ -5,7 +5,7 @@
           └── no service, no answer, no room ──▶ memory of one's own, as without a service, and one line says so
 
 The service needs no CUDA: a descriptor of the memory keeps it alive, also when the last engine is dead. What is CUDA's
-own is behind `MatrixMemory`, so that all of this also runs on host memory.
+own is a `MatrixMemory`, so that all of this also runs on host memory.
 """
 
 from __future__ import annotations
