@@ -47,6 +47,12 @@ def mapped_by(up: Up, count: int) -> list[int]:
     return eventually(found, limit_s=LIMIT_S, what=f"{count} engines that map the weights")
 
 
+def mappings(process: int) -> set[tuple[str, str]]:
+    """Return the access and the inode of each mapping of weights that a process has."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return {(words[1], words[4]) for line in lines if "memfd:headrace-weights" in line and (words := line.split())}
+
+
 def answer(up: Up) -> str:
     with OpenAI(base_url=up.url, api_key="any", max_retries=0, timeout=LIMIT_S) as client:
         said = client.completions.create(model="tiny", prompt="The mill", max_tokens=20, temperature=0)
@@ -56,6 +62,9 @@ def answer(up: Up) -> str:
 def test_engines_map_one_copy_which_outlives_each_of_them_and_its_service(up: Up) -> None:
     first = mapped_by(up, 2)
     text = answer(up)
+    (one,), (other,) = map(mappings, first)
+    assert one == other, "it is the same memory"
+    assert one[0] == "r--s", "which is only read"
     assert not list(Path(up.state).rglob("model.safetensors")), "nothing is converted on the disk"
     os.kill(first[0], signal.SIGKILL)
     second = eventually(

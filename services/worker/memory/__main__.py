@@ -20,6 +20,8 @@ from shared.runtime import logs
 from shared.runtime.usage import usage
 
 PROGRAM = "headrace-memory"
+CHECKS = frozenset(("--check", "--check-settings"))
+"""Flags with which nothing is started; it has no files to check."""
 EXIT_SETTINGS = 2
 """The exit status for settings that cannot work."""
 
@@ -32,7 +34,9 @@ def main(flags: Sequence[str]) -> int:
         print(usage(PROGRAM, MemoryConfig), end="")
         return 0
     try:
-        config = load(MemoryConfig, flags=flags)
+        config = load(MemoryConfig, flags=[flag for flag in flags if flag not in CHECKS])
+        if CHECKS.intersection(flags):
+            return 0
         logs.start("memory", "", config.log_level, config.log_format)
         size_bytes = config.size_bytes or usable_memory_bytes() // 2
         limits = LedgerLimits(size_bytes, config.keep_s, config.write_s)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.memory.__main__ import main
 from tests.worker.memory.memory_process import sum_of
 from tests.worker.memory.test_service import shown
 
@@ -198,3 +199,9 @@ def test_wrong_settings_end_it_with_status_two_and_one_line(tmp_path: Path) -> N
     assert ran.returncode == 2
     assert ran.stderr.startswith("headrace-memory: directory: ")
     assert ran.stderr.count("\n") == 1
+
+
+def test_settings_are_checked_without_a_start(tmp_path: Path) -> None:
+    assert main(["--check-settings", "--directory", str(tmp_path / "memory")]) == 0
+    assert main(["--check", "--directory", str(tmp_path / "memory"), "--keep-s", "-1"]) == 2
+    assert not (tmp_path / "memory").exists()
