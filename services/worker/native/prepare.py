@@ -117,23 +117,16 @@ def prepare_files(source: Path, cache: Path) -> Path:
             return target
         aside.mkdir(parents=True)
         _open_gguf(source, aside)
-        with suppress(FileExistsError):  # another engine was the first
-            _rename_new(aside, target)
+        try:
+            aside.rename(target)
+        except OSError:
+            if not target.exists():  # else another engine was the first
+                raise
     except OSError as wrong:
         raise ModelError(f"{target}: {wrong.strerror}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
-
-
-def _rename_new(aside: Path, target: Path) -> None:
-    """Rename a directory. Raise FileExistsError if there is one of that name."""
-    try:
-        aside.rename(target)
-    except OSError as wrong:
-        if wrong.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise FileExistsError from None
-        raise
 
 
 @dataclass(frozen=True)
