@@ -19,6 +19,7 @@ OF_SEVERAL = {
     "tests/kvbm/tickets/test_ticket_machine.py": "tickets and tiers as a Hypothesis state machine",
     "tests/router/index/test_chains_of_stores.py": "chains whose blocks are in a store",
     "tests/shared/bus/test_events.py": "KV events over all back ends",
+    "tests/worker/memory/test_memory_processes.py": "the memory service and its engines as processes that are killed",
     "tests/worker/native/test_structured.py": "grammars with the engine's own sampler",
     "tests/worker/sharing/test_sharing_processes.py": "lender and reader in two processes, on both memories",
     "tests/worker/vllm/connector/test_hand_overs.py": "prompts that one engine computes for another",

@@ -88,6 +88,7 @@ FILES: Mapping[str, Tier] = {
     "tests/simulation/test_world.py": "all",
     "tests/worker/attached/test_engine.py": "all",
     "tests/worker/kv_connector/test_connector.py": "all",
+    "tests/worker/memory/test_memory_processes.py": "all",
     "tests/worker/native/cuda/test_splits.py": "all",
     "tests/worker/native/test_logprobs.py": "all",
     "tests/worker/native/test_prompt_logprobs.py": "all",

@@ -65,6 +65,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             return _log_level(flags)
         case usage.WorkerFlags() | usage.LoraFlags() as flags:
             return _operate(flags)
+        case usage.FreeWeightsFlags() as flags:
+            _free_weights(flags)
         case usage.ChatFlags() as flags:
             _chat(flags)
         case usage.BenchFlags() as flags:
@@ -106,7 +108,17 @@ def _status(flags: usage.StatusFlags) -> int:
     from deploy.local.show.status import show  # imported here because it loads gRPC: `chat` needs none
 
     with _fleet(flags) as config:
-        return show(config, as_json=flags.json)
+        return show(config, as_json=flags.json, weights=flags.state_dir.weights)
+
+
+def _free_weights(flags: usage.FreeWeightsFlags) -> None:
+    from deploy.local.show.weights import free_weights
+    from deploy.local.table import size
+
+    freed_bytes, held = free_weights(flags.memory or flags.state_dir.weights, flags.name or "")
+    print(f"{size(freed_bytes)} of weights are free")
+    if held:
+        print(f"engines use those of {', '.join(held)}; they stay")
 
 
 def _explain(flags: usage.ExplainFlags) -> int:

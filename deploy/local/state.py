@@ -61,6 +61,11 @@ class StateDirectory(Struct, frozen=True):
         return self.run / "scale.sock"
 
     @property
+    def weights(self) -> Path:
+        """The directory of the memory service, while one runs."""
+        return self.run / "weights"
+
+    @property
     def fleet(self) -> Path:
         """The settings with which a further process joins this fleet, the password of NATS included."""
         return self.run / "fleet.toml"

@@ -116,6 +116,9 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     """The directory for blocks that do not fit into that memory (none)."""
     kvbm_disk_bytes: Size = ""
     """The size of the blocks in that directory (10G)."""
+    weights_bytes: Size = ""
+    """The size of the memory in which workers share converted weights, which outlive them: 4G. 0 means that weights are
+    converted on the disk (0; docs/memory_service.md)."""
     set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
     """A setting of all frontends, routers or workers, or of the kvbm: frontend.limits.requests=64,
     worker.max_running=8, …; `.venv/bin/python -m services.frontend --help` lists those of a service."""
@@ -260,6 +263,15 @@ class StatusFlags(FleetFlags, frozen=True, kw_only=True):
 
     watch: Seconds | None = None
     """The seconds between two views, until Ctrl-C, with requests and tokens a second (2)."""
+
+
+class FreeWeightsFlags(StateFlags, frozen=True, kw_only=True):
+    """Free shared weights that no engine maps (docs/memory_service.md)."""
+
+    name: Word | None = None
+    """The name of the model (all models)."""
+    memory: Directory | None = None
+    """The directory of the memory service (that of the `up` that runs here)."""
 
 
 class CheckFlags(FleetFlags, frozen=True, kw_only=True):
@@ -679,6 +691,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "clear": ClearFlags,
     "lora load": LoadLoraFlags,
     "lora unload": UnloadLoraFlags,
+    "weights free": FreeWeightsFlags,
     "key new": NewKeyFlags,
     "key list": ListKeysFlags,
     "key revoke": RevokeKeyFlags,
@@ -690,7 +703,11 @@ COMMANDS: dict[str, type[Struct]] = {
     "docs": DocsFlags,
     "version": VersionFlags,
 }
-GROUPS = {"key": "Make, list and revoke API keys.", "lora": "Load and unload LoRAs."}
+GROUPS = {
+    "key": "Make, list and revoke API keys.",
+    "lora": "Load and unload LoRAs.",
+    "weights": "Free the memory of weights that workers share.",
+}
 """The first words of commands that have a second one."""
 
 

@@ -119,6 +119,17 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     loads. A block that was damaged in memory is computed, and removed from kvbm. It costs a core some 0.06 s a GiB."""
 
 
+class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the native engine has its weights, beyond the model's files."""
+
+    memory: str = ""
+    """Directory of the machine's memory service, which keeps weights for all engines that name it: those that are
+    converted for a CPU, and those on GPUs. Empty means that they are converted on the disk, and that each engine on a
+    GPU has its own. An engine that the service does not serve has them so, too."""
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
+    """Most seconds until the memory service is there, and until each of its answers."""
+
+
 class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The native engine on an NVIDIA GPU. These settings are read only where `device` is cuda."""
 
@@ -276,6 +287,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     device: Device = "cpu"
     """Device on which the native engine computes."""
     cuda: CudaConfig = CudaConfig()
+    weights: WeightsConfig = WeightsConfig()
     max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
     """Most sequences that a step computes. No GPU takes more than 65,535 blocks of threads in one direction."""
     step_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
@@ -329,6 +341,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
         if fault := self._connector_fault():
             raise ValueError(fault)
+        if self.weights.memory and self.engine != "native":
+            raise ValueError(
+                f"weights.memory is set, but engine is {self.engine}; only the native engine shares weights"
+            )
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
         if self.engine == "attached" and self.attached.kind == "text" and not self.model_name:

@@ -24,6 +24,10 @@ WRONG = [
         "--device cuda --cuda-dtype float16 --kv-dtype bfloat16",
         "kv_dtype is bfloat16; on a GPU KV is kept in cuda.dtype, float16",
     ),
+    (
+        "--engine echo --weights-memory /run/weights",
+        "weights.memory is set, but engine is echo; only the native engine shares weights",
+    ),
     ("--engine attached", "engine is attached, but attached.url is empty"),
     ("--attached-url http://localhost:1", "attached.url is set, but engine is native"),
     ("--attached-url ftp://localhost", "attached: url is no http or https URL"),

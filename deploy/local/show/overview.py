@@ -70,6 +70,21 @@ class RefusedRow(Struct, frozen=True):
     reason: str
 
 
+class SharedWeightsRow(Struct, frozen=True):
+    """The weights of one model in a memory service, as it shows them."""
+
+    name: str
+    state: str
+    """written or committed."""
+    size_bytes: int
+    writer: int = 0
+    """The process that makes them; 0 if there is none."""
+    readers: tuple[int, ...] = ()
+    """The processes that map them."""
+    waiting: tuple[int, ...] = ()
+    """The processes that wait for them."""
+
+
 class Overview(Struct, frozen=True):
     """The state of one namespace."""
 
@@ -88,6 +103,8 @@ class Overview(Struct, frozen=True):
     """State of the routers that answered."""
     stores: tuple[KvbmState, ...] = ()
     """State of the block stores that answered."""
+    weights: tuple[SharedWeightsRow, ...] = ()
+    """Weights that this machine's memory service keeps."""
 
 
 class Look(Struct, frozen=True):
@@ -259,6 +276,8 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     parts += [f"worker {worker} gets no requests: {why}" for worker, why in sorted(left_out.items())]
     if view.stores:
         parts += ["", *block_stores(view.stores)]
+    if view.weights:
+        parts += ["", table(_WEIGHTS, map(_weights, view.weights))]
     parts += [f"refused: {row.model} at {row.instance}: {row.reason}" for row in view.refused]
     parts += [f"unreadable: {each}" for each in view.unreadable]
     parts += [f"note: {each}" for each in view.notes]
@@ -269,6 +288,7 @@ _INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  AGE  RUNNING  WAIT
 _SPARE = ("EPOCH", "MACHINE", "DEVICE", "AGE")
 """Columns that a narrow terminal goes without, the first one first."""
 _MODELS = "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS"
+_WEIGHTS = "SHARED WEIGHTS  MEMORY  STATE  MADE BY  MAPPED BY  AWAITED BY"
 _ROUTERS = "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES"
 
 
@@ -284,6 +304,13 @@ def _instance(row: InstanceRow) -> tuple[object, ...]:
 def _model(row: ModelRow) -> tuple[object, ...]:
     blocks = (row.block_size, row.held_blocks, row.cached_blocks, row.total_blocks)
     return (row.model, len(row.instances), row.context_length, *blocks)
+
+
+def _weights(row: SharedWeightsRow) -> tuple[object, ...]:
+    def pids(processes: Sequence[int]) -> str:
+        return " ".join(map(str, processes)) or "-"
+
+    return row.name, size(row.size_bytes), row.state, row.writer or "-", pids(row.readers), pids(row.waiting)
 
 
 def _router(row: RouterState) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 
 import msgspec
 
@@ -20,11 +21,12 @@ from deploy.local import probe
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, readable_entries
 from deploy.local.show.overview import InstanceRow, Look, Overview, overview, render
 from deploy.local.show.rates import Sample, departures, rates, render_rates, sample
+from deploy.local.show.weights import shared_rows
 from deploy.local.terminal import highlight
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.nats_bus import NatsBus
-from shared.errors import BusDown, DiscoveryDown, ProtocolError
+from shared.errors import BusDown, DiscoveryDown, ProtocolError, Unavailable
 from shared.messages.cards import Instance, ServiceName
 from shared.messages.frontends import RECENT_REQUESTS, RecentRequests
 from shared.messages.kvbm import KVBM_STATE, KvbmState
@@ -45,12 +47,22 @@ METRICS_LIMIT_BYTES = 4 << 20
 """The maximum size of a process's metrics: a frontend with 1,000 keys has 1 MB."""
 
 
-def show(config: FleetConfig, *, as_json: bool) -> int:
-    """Print the overview. Raise DiscoveryDown; if NATS is down, a note says so."""
+def show(config: FleetConfig, *, as_json: bool, weights: Path | None = None) -> int:
+    """Print the overview. `weights` is the directory of this machine's memory service. Raise DiscoveryDown; if NATS is
+    down, a note says so."""
     view = asyncio.run(_look(config))
+    if weights is not None and weights.exists():
+        view = _with_weights(view, weights)
     text = msgspec.json.format(msgspec.json.encode(view)).decode() if as_json else ""
     print(text or highlight(render(view), sys.stdout))
     return 0
+
+
+def _with_weights(view: Overview, directory: Path) -> Overview:
+    try:
+        return msgspec.structs.replace(view, weights=shared_rows(directory))
+    except Unavailable as wrong:
+        return msgspec.structs.replace(view, notes=(*view.notes, str(wrong)))
 
 
 async def _look(config: FleetConfig) -> Overview:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from deploy.local import install_vllm
 from deploy.local.stack import gpus, servers
-from deploy.local.stack.block_store import store_request
+from deploy.local.stack.block_store import parse_size, store_request
 from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus
 from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
 from deploy.local.stack.stack import (
@@ -70,6 +70,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     if roles and not wanted.pool_bytes:
         raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
     of_gpus = _gpus(flags)
+    weights_bytes = _weights_bytes(flags)
     access, overrides = _access(flags), _overrides(flags.set)
     if "kvbm" in overrides and not wanted.pool_bytes:
         setting = overrides["kvbm"][0][0].removeprefix("--")
@@ -97,6 +98,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
         vllm_gpus=vllm_gpus,
         gpus=of_gpus,
+        weights_bytes=weights_bytes,
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
         etcd=flags.etcd,
@@ -144,6 +146,7 @@ def _check_ray(flags: UpFlags) -> None:
     """Raise ConfigError for flags that do not go with --on ray."""
     refused = {
         "--single": flags.single,
+        "--weights-bytes": flags.weights_bytes not in ("", "0"),
         "--engine attached": flags.engine == "attached",
         "--discovery file": flags.discovery == "file",
     }
@@ -162,6 +165,7 @@ def _single(flags: UpFlags) -> UpFlags:
         "--prefill": flags.prefill is not None,
         "--decode": flags.decode is not None,
         "--engine attached": flags.engine == "attached",
+        "--weights-bytes": flags.weights_bytes not in ("", "0"),
         "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
         "--kvbm-disk": flags.kvbm_disk is not None,
         "--set kvbm": any(each.startswith("kvbm.") for each in flags.set),
@@ -262,6 +266,14 @@ def _gpus(flags: UpFlags) -> Gpus | None:
     return Gpus(
         1 if flags.on == "ray" else gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings
     )
+
+
+def _weights_bytes(flags: UpFlags) -> int:
+    """Return the size of the memory for shared weights; 0 if there is none. Raise ConfigError."""
+    size_bytes = parse_size(flags.weights_bytes, "--weights-bytes") if flags.weights_bytes else 0
+    if size_bytes and flags.engine != "native":
+        raise ConfigError(f"--weights-bytes: engine {flags.engine} shares no weights; use --engine native")
+    return size_bytes
 
 
 def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting], workers: int) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import UpOptions, plan_worker, worker_names
+from deploy.local.stack.stack import UpOptions, plan_worker, named_workers
 from deploy.local.stack.up import Shell
 from shared.errors import ConfigError
 from shared.processors import usable_processors
@@ -73,7 +73,7 @@ class ScaledWorkers:
 
     def __init__(self, options: UpOptions) -> None:
         self._options = options
-        self._there = {name: (role or "aggregated", index) for index, (name, role) in enumerate(worker_names(options))}
+        self._there = {name: (role or "aggregated", index) for index, (name, role) in enumerate(named_workers(options))}
         """Worker → its role and its place."""
         self._roles = {role for role, _ in self._there.values()}
         self._leaving: set[str] = set()

@@ -102,6 +102,8 @@ class UpOptions(Struct, frozen=True):
     """GPUs of each worker with vLLM. None if vLLM computes on the CPU."""
     gpus: Gpus | None = None
     """None if workers compute on the CPU."""
+    weights_bytes: int = 0
+    """Most bytes of weights that workers share in memory. 0 means that they are converted on the disk."""
     store: BlockStoreOptions | None = None
     nats: str = ""
     """URL of a NATS that runs already. Empty means that one is started."""
@@ -235,6 +237,8 @@ def plan(
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store))
+    if options.weights_bytes:
+        launches.append(_memory(options, state_dir, python))
     for index, (name, role) in enumerate(named_workers(options)):
         settings = common | worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
@@ -338,6 +342,17 @@ def _servers(options: UpOptions, state_dir: StateDirectory) -> list[Launch]:
     return found
 
 
+def _memory(options: UpOptions, state_dir: StateDirectory, python: str) -> Launch:
+    """Return the memory service, which keeps the workers' weights: they are drained first."""
+    flags = (
+        f"--directory={state_dir.weights}",
+        f"--size-bytes={options.weights_bytes}",
+        f"--log-level={options.log_level}",
+    )
+    program = Program("memory", 2, SERVER_DRAIN_S, needed=False)
+    return Launch(program, (python, "-P", "-m", "services.worker.memory", *flags))
+
+
 def worker_settings(
     options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
 ) -> dict[str, Value | Mapping[str, Value]]:
@@ -353,6 +368,8 @@ def worker_settings(
         "simulated": options.simulated,
         "kvbm": {"pool": options.store.pool if options.store is not None else ""},
     }
+    if options.weights_bytes:
+        settings |= {"weights": {"memory": str(state_dir.weights)}}
     if role:
         settings |= {"role": role}
     if options.vllm_python:

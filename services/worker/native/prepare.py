@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.contracts.messages import Loading
@@ -64,10 +65,9 @@ def prepare(
         checkpoint = _checkpoint(source)
         if as_stored or checkpoint.mapped:
             return source
-        files = [*checkpoint_files(source), *(source / name for name in FILES if (source / name).exists())]
         return _converted(
             source,
-            files,
+            _source_files(source),
             cache,
             progress,
             limit_bytes,
@@ -88,6 +88,71 @@ def check_source(source: Path, cache: Path) -> None:
     if not _is_whole(_target(source, [source], cache)):
         with tempfile.TemporaryDirectory(prefix="headrace-check-") as aside:
             _open_gguf(source, Path(aside))
+
+
+def source_key(source: Path) -> str:
+    """Return 16 hex digits that change whenever a file of the source changes. Raise ModelError."""
+    return _key(source, _source_files(source))
+
+
+def _source_files(source: Path) -> list[Path]:
+    """Return the files that a conversion reads."""
+    if not source.is_dir():
+        return [source]
+    return [*checkpoint_files(source), *(source / name for name in FILES if (source / name).exists())]
+
+
+def prepare_files(source: Path, cache: Path) -> Path:
+    """Return the directory to serve `source` from, with config and tokenizer: a directory itself or, for a GGUF file,
+    an entry of the cache that has no weights and stays. Raise ModelError."""
+    if source.is_dir():
+        _checkpoint(source)
+        return source
+    _refuse_other_files(source)
+    entry = _target(source, [source], cache)
+    target = entry.with_name(f"{entry.name}.files")
+    aside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        if target.exists():  # it is complete: it got its name last
+            return target
+        aside.mkdir(parents=True)
+        _open_gguf(source, aside)
+        try:
+            aside.rename(target)
+        except OSError:
+            if not target.exists():  # else another engine was the first
+                raise
+    except OSError as wrong:
+        raise ModelError(f"{target}: {wrong.strerror}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """The float32 weights that a model's files give."""
+
+    shapes: dict[str, Shape]
+    open: Callable[[], Callable[[str], Floats]]
+    """Opens the files; returns what reads a tensor by its name. Both raise ModelError."""
+    in_place: bool
+    """Whether the files have them as they are, so that they can be mapped."""
+
+
+def open_source(source: Path, directory: Path) -> WeightsSource:
+    """Return the weights of a source. `directory` is the result of `prepare_files`. Raise ModelError."""
+    if source.is_dir():
+        checkpoint = _checkpoint(source)
+        return WeightsSource(checkpoint.shapes, lambda: checkpoint.floats, checkpoint.mapped)
+    shapes = tensor_shapes(read_config(directory))
+
+    def open_gguf() -> Callable[[str], Floats]:
+        model = GgufFile(source)
+        model.check(shapes)
+        return model.floats
+
+    return WeightsSource(shapes, open_gguf, in_place=False)
 
 
 def _checkpoint(source: Path) -> Checkpoint:

@@ -26,6 +26,7 @@ from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.sampler import sample
+from services.worker.native.shared_weights import SharedWeights, shared_weights
 from services.worker.native.weights import Weights, check_digest, load_weights, weights_digest
 from services.worker.sharing.host_pages import HostMapper, SharedHostCopier
 from services.worker.sharing.memory import SharableMemory
@@ -58,11 +59,13 @@ class NativeRunner:
         lora_rank: int = LORA_RANK,
         lora_bytes: int = LORA_BYTES,
         shares_blocks: bool = False,
+        weights: SharedWeights | None = None,
     ) -> None:
         """Load the model. Raise ModelError, also if the cache would hold no block.
 
-        `directory` is the result of `prepare`. `capacity_blocks` 0 means as many as `capacity_bytes` hold. With
-        `verify` every loaded block is compared with the pool's, with `shares_blocks` other engines can copy blocks.
+        `directory` is the result of `prepare`, or that of `weights`, which are mapped. `capacity_blocks` 0 means as
+        many as `capacity_bytes` hold. With `verify` every loaded block is compared with the pool's, with
+        `shares_blocks` other engines can copy blocks.
         """
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -74,6 +77,7 @@ class NativeRunner:
             )
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
+        self._shared = weights
         self._cache = KvCache(layout, capacity_blocks, shared=shares_blocks)
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
@@ -95,13 +99,18 @@ class NativeRunner:
             prompt_logprobs=True,
             allowed_tokens=True,
             embedding_size=config.hidden,
-            weights=weights_digest(directory, config),
+            weights=weights_digest(directory, config, self._file),
             operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
         )
 
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
-        weights = load_weights(directory, self._config)
+        weights = load_weights(directory, self._config, self._file)
         return Decoder(self._config, weights, self._cache, _linear(weights), context_length)
+
+    @property
+    def _file(self) -> Path | None:
+        """The file with the weights, if they are not in the directory's own."""
+        return None if self._shared is None else self._shared.file
 
     @property
     def facts(self) -> Ready:
@@ -141,6 +150,7 @@ class NativeRunner:
                 self._cache.drop()
                 if level == 2:
                     del self._decoder
+                    self._release_weights()
                 return ""
             case "wake":
                 return self._wake()
@@ -151,11 +161,18 @@ class NativeRunner:
         if not hasattr(self, "_decoder"):
             directory = Path(self._facts.path)
             try:
-                check_digest(directory, self._config, self._facts.weights)
+                if self._shared is not None:
+                    self._shared.acquire()
+                check_digest(directory, self._config, self._facts.weights, self._file)
                 self._decoder = self._load_decoder(directory, self._facts.context_length)
             except ModelError as wrong:
+                self._release_weights()
                 return f"wake: {wrong}"
         return ""
+
+    def _release_weights(self) -> None:
+        if self._shared is not None:
+            self._shared.release()
 
     def memory_use(self) -> MemoryUse | None:
         return None
@@ -174,7 +191,7 @@ class NativeRunner:
         )
 
     def close(self) -> None:
-        """Let go of the KV pages. The weights stay mapped until the process ends."""
+        """Let go of the KV pages. The weights stay mapped until the process ends, and so does their lock."""
         self._masks.close()
         self._cache.close()
 
@@ -187,7 +204,8 @@ def _linear(weights: Weights) -> Linear:
 
 def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> NativeRunner:
     """Return a runner for a worker's model, a directory or a GGUF file. Raise ModelError."""
-    directory = prepare(Path(settings.model), Path(settings.cache), progress)
+    weights = shared_weights(settings, progress)
+    directory = prepare(Path(settings.model), Path(settings.cache), progress) if weights is None else weights.directory
     progress(Loading("mapping weights", 1.0))
     return NativeRunner(
         directory,
@@ -199,4 +217,5 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
         lora_rank=settings.lora_rank,
         lora_bytes=settings.lora_bytes,
         shares_blocks=settings.shares_blocks,
+        weights=weights,
     )

@@ -5,11 +5,11 @@ The format is in `tensor_header.py`. In our files the tensors begin at a multipl
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,28 +75,50 @@ class TensorFile:
                 raise ModelError(f"{self.path}: {name} is stored as {other}; expected float32, float16 or bfloat16")
 
 
+class TensorLayout:
+    """What lies where in a file of float32 tensors. Equal shapes give equal layouts.
+
+    Tensors whose size keeps the next one on a multiple of 64 bytes come first, because BLAS is faster on cache lines.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self.names = sorted(shapes, key=lambda name: (prod(shapes[name]) * 4 % _ALIGNMENT_BYTES != 0, name))
+        self.entries: dict[str, TensorEntry] = {}
+        end = 0
+        for name in self.names:
+            start, end = end, end + prod(shapes[name]) * 4
+            self.entries[name] = TensorEntry("F32", tuple(shapes[name]), (start, end))
+        text = msgspec.json.encode({"__metadata__": {"format": "pt"}, **self.entries})
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+        self.head = len(text).to_bytes(8, "little") + text
+        """The bytes before the tensors."""
+        self.tensor_bytes = end
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file."""
+        return len(self.head) + self.tensor_bytes
+
+    @property
+    def digest(self) -> str:
+        """The digest of the layout, as 16 hex digits."""
+        return hashlib.sha256(self.head).hexdigest()[:16]
+
+
 def write_tensors(
     path: Path, shapes: Mapping[str, Shape], produce: Callable[[str], Floats], wrote: Callable[[float], None]
 ) -> None:
     """Write float32 tensors one by one, so that only one is in memory, and flush them to the disk.
 
     `produce` is called once for each name of `shapes`, and `wrote` with the share of the bytes written so far.
-    Tensors whose size keeps the next one on a multiple of 64 bytes come first, because BLAS is faster on cache lines.
     """
-    names = sorted(shapes, key=lambda name: (prod(shapes[name]) * 4 % _ALIGNMENT_BYTES != 0, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        start, end = end, end + prod(shapes[name]) * 4
-        header[name] = TensorEntry("F32", tuple(shapes[name]), (start, end))
-    text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    layout = TensorLayout(shapes)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
+        file.write(layout.head)
+        for name in layout.names:
             tensor = produce(name)
             assert tensor.shape == tuple(shapes[name]), name
             file.write(np.ascontiguousarray(tensor, "<f4").data)
-            wrote(header[name].data_offsets[1] / max(end, 1))
+            wrote(layout.entries[name].data_offsets[1] / max(layout.tensor_bytes, 1))
         file.flush()
         os.fsync(file.fileno())

@@ -91,10 +91,11 @@ class _Index(Struct, frozen=True):
 class Checkpoint:
     """The safetensors file of a directory, or several with their index, checked against the config."""
 
-    def __init__(self, directory: Path, config: ModelConfig) -> None:
-        """Map and check the files. Raise ModelError that names the file, the tensor and what was expected."""
+    def __init__(self, directory: Path, config: ModelConfig, file: Path | None = None) -> None:
+        """Map and check the files, or `file` in place of those. Raise ModelError that names the file, the tensor and
+        what was expected."""
         self._norm_offset = config.norm_offset
-        self._files, self._where = _open(directory)
+        self._files, self._where = _open(checkpoint_files(directory) if file is None else [file])
         self._stored = {text_name(stored): stored for stored in self._where}
         if config.tied and HEAD in self._stored:  # a tied model may be stored by its head alone
             self._stored.setdefault(EMBEDDING, self._stored[HEAD])
@@ -105,19 +106,19 @@ class Checkpoint:
             self.shapes[HEAD] = self.shapes[EMBEDDING]
         for name, shape in self.shapes.items():
             stored = self._stored.get(name, name)
-            file = self._where.get(stored)
-            if file is None:
+            where = self._where.get(stored)
+            if where is None:
                 raise ModelError(
                     f"{directory}: tensor {name} is in no safetensors file; expected one with shape {shape}"
                 )
-            entry = self._files[file].entries.get(stored)
+            entry = self._files[where].entries.get(stored)
             if entry is None:
-                raise ModelError(f"{directory / file}: tensor {stored} is missing; the index says it is here")
+                raise ModelError(f"{directory / where}: tensor {stored} is missing; the index says it is here")
             if entry.shape != shape:
-                raise ModelError(f"{directory / file}: tensor {name} has shape {entry.shape}; expected {shape}")
+                raise ModelError(f"{directory / where}: tensor {name} has shape {entry.shape}; expected {shape}")
             if entry.dtype not in ITEM_BYTES:
                 raise ModelError(
-                    f"{directory / file}: tensor {name} is {entry.dtype}; expected float32, float16 or bfloat16"
+                    f"{directory / where}: tensor {name} is {entry.dtype}; expected float32, float16 or bfloat16"
                 )
 
     def _has_other_head(self, shape: Shape) -> bool:
@@ -163,9 +164,9 @@ class Checkpoint:
         return stored + np.float32(self._norm_offset) if self._norm_offset else stored
 
 
-def load_weights(directory: Path, config: ModelConfig) -> Weights:
-    """Map a directory's weights; those that are not float32 are converted. Raise ModelError."""
-    checkpoint = Checkpoint(directory, config)
+def load_weights(directory: Path, config: ModelConfig, file: Path | None = None) -> Weights:
+    """Map a directory's weights, or those of `file`; those that are not float32 are converted. Raise ModelError."""
+    checkpoint = Checkpoint(directory, config, file)
 
     def optional(name: str, read: Callable[[str], Floats] = checkpoint.floats) -> Floats | None:
         return read(name) if name in checkpoint.shapes else None
@@ -257,9 +258,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return [index, *sorted({directory / file for file in _read_index(index).weight_map.values()})]
 
 
-def _open(directory: Path) -> tuple[dict[str, TensorFile], dict[str, str]]:
+def _open(files: Sequence[Path]) -> tuple[dict[str, TensorFile], dict[str, str]]:
     """Return the mapped files by name, and the name of the file of each tensor."""
-    first, *shards = checkpoint_files(directory)
+    first, *shards = files
     if not shards:
         single = TensorFile(first)
         return {first.name: single}, dict.fromkeys(single.entries, first.name)
@@ -274,9 +275,9 @@ def _read_index(path: Path) -> _Index:
     return index
 
 
-def weights_digest(directory: Path, config: ModelConfig) -> str:
+def weights_digest(directory: Path, config: ModelConfig, file: Path | None = None) -> str:
     """Return the digest of a model's weights as 16 hex digits, so that cached blocks of other weights are never used
-    for it. Raise ModelError.
+    for it; `file` has them if it is given. Raise ModelError.
 
     The digest covers the parts of config.json that are read, and each tensor's name, shape and type. It covers PIECES
     pieces of a tensor's bytes, the first and the last among them; tensors of up to 64 KiB, so all norms and biases of
@@ -286,7 +287,7 @@ def weights_digest(directory: Path, config: ModelConfig) -> str:
     take seconds.
     """
     digest = hashlib.sha256(_ARITHMETIC + _said(config))
-    checkpoint = Checkpoint(directory, config)
+    checkpoint = Checkpoint(directory, config, file)
     for name in sorted(checkpoint.shapes):
         entry = checkpoint.entry(name)
         digest.update(msgspec.json.encode((name, entry.dtype, entry.shape)))
@@ -295,9 +296,9 @@ def weights_digest(directory: Path, config: ModelConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_digest(directory: Path, config: ModelConfig, digest: str) -> None:
+def check_digest(directory: Path, config: ModelConfig, digest: str, file: Path | None = None) -> None:
     """Raise ModelError if a directory's weights do not have this digest any longer."""
-    if weights_digest(directory, config) != digest:
+    if weights_digest(directory, config, file) != digest:
         raise ModelError(f"{directory}: the weights have changed since the worker started; start it again")
 
 

@@ -54,6 +54,12 @@ class DevicePages:
     def descriptors(self) -> Sequence[int]:
         return [self._descriptor]
 
+    def protect(self) -> None:
+        """Await all work of the device. From now on this process only reads the memory."""
+        with translated_errors():
+            runtime.deviceSynchronize()
+        self._driver.set_access(self.address, self.size_bytes, self._ordinal, READ)
+
     def close(self) -> None:
         """Let go of the memory. Nothing of this process may use it; other processes may."""
         os.close(self._descriptor)

@@ -122,12 +122,16 @@ class Driver:
             self._call("cuMemAddressFree", address.value, size_bytes)
             raise
         try:
-            wanted = _Access(_Location(_ON_DEVICE, device), access)
-            self._call("cuMemSetAccess", address.value, size_bytes, ctypes.byref(wanted), 1)
+            self.set_access(address.value, size_bytes, device, access)
         except DeviceFailed:
             self.unmap(address.value, size_bytes)
             raise
         return address.value
+
+    def set_access(self, address: int, size_bytes: int, device: int, access: int) -> None:
+        """Say what one device may do with memory that is mapped. All work on it has ended."""
+        wanted = _Access(_Location(_ON_DEVICE, device), access)
+        self._call("cuMemSetAccess", address, size_bytes, ctypes.byref(wanted), 1)
 
     def unmap(self, address: int, size_bytes: int) -> None:
         self._call("cuMemUnmap", address, size_bytes)

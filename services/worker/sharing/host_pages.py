@@ -1,6 +1,8 @@
 """The twin of `device_pages` in host memory: a memfd, which other processes map, and copies with memmove.
 
-The memfd is sealed against shrinking, so that no reader can die of a page that is gone.
+The memfd is sealed against shrinking, so that no reader can die of a page that is gone. One with IMMUTABLE cannot be
+written any more, by any process: the kernel refuses that seal while it is mapped for writing, and each such mapping
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,6 +22,33 @@ from services.worker.transfer.host_copier import GROUP_BYTES, FinishedCopies
 
 PATH = "peer_memmove"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+IMMUTABLE = _SEALS | fcntl.F_SEAL_WRITE
+
+
+def memory_file(name: str) -> int:
+    """Return the descriptor of new host memory, empty, that can be sealed. Raise OSError."""
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def seal_memory(descriptor: int, seals: int) -> None:
+    """Seal host memory for good. Raise OSError, with IMMUTABLE also while it is mapped for writing."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+
+
+def memory_fault(descriptors: Sequence[int], size_bytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> str:
+    """Return why descriptors are not host memory of at least `size_bytes` with these seals. Empty if they are."""
+    if len(descriptors) != 1:
+        return f"host memory has one descriptor; these are {len(descriptors)}"
+    try:
+        missing = seals & ~fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS)
+        if missing & fcntl.F_SEAL_SHRINK:
+            return "the memory could shrink while it is read"
+        if missing:
+            return "the memory could be written to while it is read"
+        held_bytes = os.fstat(descriptors[0]).st_size
+    except OSError as wrong:  # another kind of file
+        return f"no memory: {wrong.strerror}"
+    return "" if held_bytes >= size_bytes else f"the memory has {held_bytes} bytes, fewer than {size_bytes}"
 
 
 class HostPages:
@@ -30,10 +59,10 @@ class HostPages:
     def __init__(self, size_bytes: int) -> None:
         """Make the memory; pages are touched when they are first used. Raise OSError."""
         self.size_bytes = size_bytes
-        self._descriptor = os.memfd_create("headrace-peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = memory_file("headrace-peer")
         try:
             os.ftruncate(self._descriptor, size_bytes)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            seal_memory(self._descriptor, _SEALS)
             self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size_bytes)
         except OSError:
             os.close(self._descriptor)
@@ -65,12 +94,9 @@ class HostMapper:
     def map(self, descriptors: Sequence[int], size_bytes: int, device: str) -> HostMapping:
         if len(descriptors) != 1 or device:
             raise MapFailed(f"host memory has one descriptor and no GPU; these are {len(descriptors)} and {device!r}")
+        if fault := memory_fault(descriptors, size_bytes):
+            raise MapFailed(fault)
         try:
-            seals = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS)
-            if not seals & fcntl.F_SEAL_SHRINK:
-                raise MapFailed("the memory could shrink while it is read")
-            if os.fstat(descriptors[0]).st_size < size_bytes:
-                raise MapFailed(f"the memory has fewer than {size_bytes} bytes")
             return HostMapping(mmap.mmap(descriptors[0], size_bytes, prot=mmap.PROT_READ))
         except (OSError, ValueError) as wrong:
             raise MapFailed(str(wrong)) from wrong

@@ -74,8 +74,20 @@ def connected(path: Path) -> socket.socket:
 
 def is_own_user(connection: socket.socket) -> bool:
     """Return whether the other end belongs to this process's user."""
-    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(user == os.geteuid())
+    return _credentials(connection)[1] == os.geteuid()
+
+
+def process_of(connection: socket.socket) -> int:
+    """Return the id of the process at the other end, as it was when the connection was made."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user of the other end."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return process, user
 
 
 def send(connection: socket.socket, packet: bytes, descriptors: Sequence[int] = ()) -> None:

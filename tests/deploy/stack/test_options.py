@@ -68,6 +68,7 @@ def test_one_address_is_not_a_fleet(address: str) -> None:
         (UpFlags(single=True, decode=1), "--decode"),
         (UpFlags(single=True, engine="attached"), "--engine attached"),
         (UpFlags(single=True, kvbm_bytes="1G"), "--kvbm-bytes"),
+        (UpFlags(single=True, weights_bytes="1G"), "--weights-bytes"),
         (UpFlags(single=True, kvbm_disk=Path("/disk")), "--kvbm-disk"),
         (UpFlags(single=True, set=["kvbm.peers.listen=:1"]), "--set kvbm"),
         (UpFlags(single=True, nats="nats://127.0.0.1:4222"), "--nats"),
@@ -97,3 +98,12 @@ def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_tw
     assert not takes_turns(UpFlags(engine="vllm"), roles=True, on_gpus=False)
     assert not takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=True)
     assert not takes_turns(UpFlags(), roles=False, on_gpus=False)
+
+
+def test_only_the_native_engine_shares_weights() -> None:
+    with pytest.raises(ConfigError, match="--weights-bytes: engine simulated shares no weights"):
+        checked_options(UpFlags(engine="simulated", weights_bytes="1G"))
+    options, _ = checked_options(UpFlags(weights_bytes="3G"))
+    assert options.weights_bytes == 3 << 30
+    options, _ = checked_options(UpFlags(engine="simulated", weights_bytes="0"))
+    assert options.weights_bytes == 0

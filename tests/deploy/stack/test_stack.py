@@ -35,6 +35,7 @@ from services.kvbm.config import DiskConfig, KvbmConfig
 from services.router.config import RouterConfig
 from services.single.__main__ import SERVICES, flags_by_service
 from services.worker.config import EngineName, SamplingConfig, WorkerConfig
+from services.worker.memory.config import MemoryConfig
 from shared.chat_templates import NAMES
 from shared.config import NatsConfig, load
 
@@ -73,6 +74,19 @@ def test_the_services_know_every_setting(tmp_path: Path) -> None:
     observed = [frontend.observe.port, router.observe.port, *(worker.observe.port for worker in workers)]
     assert [f"http://127.0.0.1:{port}" for port in observed] == [launch.observe for launch in stack.launches[2:]]
     assert len(set(observed)) == 5
+
+
+def test_workers_that_share_weights_know_the_memory_service_that_is_started_with_them(tmp_path: Path) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, weights_bytes=1 << 30))
+    assert names(stack) == ["nats", "etcd", "frontend", "router", "memory", "worker-0", "worker-1", "worker-2"]
+    (launch,) = (launch for launch in stack.launches if launch.program.name == "memory")
+    _python, _isolated, _module, module, *flags = launch.arguments
+    config = load(MemoryConfig, flags=flags, environ={})
+    assert (module, config.size_bytes) == ("services.worker.memory", 1 << 30)
+    workers = [load(WorkerConfig, file=settings(stack, f"worker-{n}", tmp_path), environ={}) for n in range(3)]
+    assert {worker.weights.memory for worker in workers} == {config.directory} == {str(STATE_DIR.weights)}
+    assert launch.program.stage > 1, "the workers are drained first"
+    assert not launch.observe
 
 
 def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_their_roles(tmp_path: Path) -> None:

@@ -9,15 +9,17 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 import msgspec
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.config import WorkerConfig
+from services.worker.config import Dtype, WorkerConfig
 from services.worker.contracts.messages import Loading
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.model.tensor_header import Shape
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import no_room_as_model_error
+from services.worker.native.cuda.matrix_memory import cuda_weights_of
 from services.worker.native.cuda.runner import CudaRunner, step_limits
-from services.worker.native.cuda.weights import load_cuda_weights
+from services.worker.native.cuda.shared_weights import SharedCudaWeights
+from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import Checkpoint, weights_digest
@@ -74,8 +76,9 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
     memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
     cp.cuda.set_allocator(memory.allocator())
     with no_room_as_model_error(str(directory), "the weights"):
-        weights = load_cuda_weights(
-            directory, config, cuda.dtype, lambda share: progress(Loading("copying weights to the GPU", share))
+        shared = cuda_weights_of(settings, directory, config, shapes)
+        weights = _weights(
+            directory, config, cuda.dtype, shared, lambda share: progress(Loading("copying weights to the GPU", share))
         )
     digest = weights_digest(directory, config)
     progress(Loading("compiling kernels that are not on disk", 0.0))
@@ -91,11 +94,24 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         lora_rank=settings.lora_rank,
         lora_bytes=lora_bytes,
         shares_blocks=settings.shares_blocks,
+        shared=shared,
         path=str(directory),
         digest=digest,
         grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
         progress=lambda share: progress(Loading("capturing graphs", share)),
     )
+
+
+def _weights(
+    directory: Path,
+    config: ModelConfig,
+    element_type: Dtype,
+    shared: SharedCudaWeights[CudaWeights] | None,
+    progress: Callable[[float], None],
+) -> CudaWeights:
+    if shared is not None:
+        return shared.load(progress)
+    return load_cuda_weights(directory, config, element_type, progress)
 
 
 def _capacity(

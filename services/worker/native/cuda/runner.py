@@ -40,6 +40,7 @@ from services.worker.native.cuda.layout import StepLayout, most_ints
 from services.worker.native.cuda.lora import place_lora
 from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.sampler import CudaSampler
+from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.splits import SplitPlanner
 from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights, move_weights
 from services.worker.native.grammars import GrammarCache
@@ -86,13 +87,15 @@ class CudaRunner:
         lora_rank: int = LORA_RANK,
         lora_bytes: int = LORA_BYTES,
         shares_blocks: bool = False,
+        shared: SharedCudaWeights[CudaWeights] | None = None,
         grammars: GrammarCache | None = None,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
         A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `shares_blocks`
-        other engines can copy blocks, if the GPU has memory that they can map. `progress` is called with the share of
+        other engines can copy blocks, if the GPU has memory that they can map. `shared` has loaded the weights, if the
+        memory service keeps them. `progress` is called with the share of
         the graphs that are captured."""
         element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -129,6 +132,7 @@ class CudaRunner:
         self._settings = settings
         self._verify = verify
         self._shares_blocks = shares_blocks
+        self._shared = shared
         self._exported: DevicePages | None = None
         """The memory of the KV pages, if other processes can map it."""
         self._mover: TransferMover | None = None
@@ -276,8 +280,8 @@ class CudaRunner:
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         """Do an operation that the facts name, between steps; return why it was not done, empty if it was.
 
-        Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, at level 2 the
-        weights are read again at `wake`.
+        Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, or weights in
+        that of the memory service; at level 2 the weights are read again at `wake`, unless the service still has them.
         """
         with device_errors_as_model_error(), self.stream, cp.cuda.using_allocator(self._memory.allocator()):
             match operation:
@@ -296,7 +300,7 @@ class CudaRunner:
         self.stream.synchronize()
         if level == 1:
             try:
-                kept = move_weights(self._weights, cp.asnumpy)
+                kept = move_weights(self._weights, cp.asnumpy) if self._shared is None else None
                 self._loras.move(cp.asnumpy)
             except MemoryError:
                 return "sleep: no host memory is left for the weights; sleep at level 2"
@@ -304,12 +308,16 @@ class CudaRunner:
         if self._mover is not None:
             self._mover.release()
         self._give_back()
+        if level == 2 and self._shared is not None:
+            self._shared.release()
         return ""
 
     def _give_back(self) -> None:
         """Free everything on the device, and give it back to the device."""
         self._free_memory()
         gc.collect()  # an error's traceback may hold arrays in a cycle
+        if self._shared is not None:
+            self._shared.unmap()
         self._memory.trim()
 
     def _wake(self) -> str:
@@ -336,6 +344,8 @@ class CudaRunner:
             return move_weights(self._kept, cp.asarray)
         directory = Path(self._facts.path)
         check_digest(directory, self._config, self._digest)
+        if self._shared is not None:
+            return self._shared.load()
         return load_cuda_weights(directory, self._config, self._settings.dtype)
 
     def memory_use(self) -> MemoryUse:

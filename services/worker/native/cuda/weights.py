@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -68,10 +69,14 @@ def load_cuda_weights(
     config: ModelConfig,
     element_type: Dtype,
     progress: Callable[[float], None] = lambda _share: None,
+    *,
+    place: Callable[[tuple[int, ...], Any], Array] = cp.empty,
+    fills: bool = True,
 ) -> CudaWeights:
     """Copy a directory's weights to the current device, piece by piece. Raise ModelError.
 
-    `progress` is called with the share of the weights that are on the device.
+    `progress` is called with the share of the weights that are on the device. `place` returns the memory of each
+    matrix; without `fills` it has the matrix already.
     """
     checkpoint = Checkpoint(directory, config)
     dtype = DTYPES[element_type]
@@ -86,10 +91,11 @@ def load_cuda_weights(
     def matrix(*names: str) -> Array:
         """Return the named matrices, one above the other."""
         rows = [checkpoint.shapes[name][0] for name in names]
-        joined = cp.empty((sum(rows), checkpoint.shapes[names[0]][1]), dtype)
+        joined = place((sum(rows), checkpoint.shapes[names[0]][1]), dtype)
         first = 0
         for name, height in zip(names, rows, strict=True):
-            _fill(joined[first : first + height], checkpoint, name, element_type)
+            if fills:
+                _fill(joined[first : first + height], checkpoint, name, element_type)
             first += height
             count(name)
         return joined
