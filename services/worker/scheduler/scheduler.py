@@ -132,21 +132,19 @@ class Scheduler:
             self._report_end(sequence, "length")
         else:
             self._living[sequence.name] = sequence
-            self._set_due(sequence, now_s)
+            if submit.prefill_only:
+                self._set_due(sequence, now_s)
+            elif not sequence.produced and self._limits.overtaking and self.budget.throughput.tokens_per_s:
+                self._set_due(sequence, now_s, self._limits.overtaking)
             self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
             self._queue.add(sequence, now_s)
             self._consider_onboarding(now_s)
         self._onboarding.arrived(sequence)
         self._stalled_at = None
 
-    def _set_due(self, sequence: Sequence, now_s: float) -> None:
-        """Let a prompt be due after a multiple of the time that computing it will take, if that is known: prompts that
-        are handed over after once that time. An answer that goes on stays due before all that begin."""
-        if sequence.submit.prefill_only:
-            sequence.due_s = now_s + self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
-        elif sequence.due_s == now_s and self.budget.throughput.tokens_per_s:
-            due_s = self.kv_cache.uncached_tokens(sequence) / self.budget.throughput.tokens_per_s
-            sequence.due_s += self._limits.overtaking * due_s
+    def _set_due(self, sequence: Sequence, now_s: float, times: float = 1.0) -> None:
+        """Let a prompt be due so many times after the time that it takes alone: once, if it is handed over."""
+        sequence.due_s = now_s + times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
 
     def _knows(self, submit: Submit) -> bool:
         """Return whether the attempt lives here."""
