@@ -153,8 +153,8 @@ class SimulatedFleet:
         assert self.store is not None or role == "aggregated", "prompts are handed over through the block store"
         name = f"worker{next(self._names):03}"
         size, blocks = self.load.block_size, self._capacity_blocks
-        running, clock, store = self._max_running, self.clock, self.store
-        core = engine_core(name, role, longest_s, running, size, blocks, clock, store, self._overtaking)
+        running, over = self._max_running, self._overtaking
+        core = engine_core(name, role, longest_s, running, size, blocks, self.clock, self.store, over)
         worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
         card = model_card(name, role, size, blocks, self.store)
         self.router.add_card(card, self.clock.now_s)

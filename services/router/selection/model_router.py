@@ -260,7 +260,7 @@ class ModelRouter:
         reserved = None if repeated else self._reserve(select, candidates.request, chosen, candidates.now_s)
         if reserved is not None and following is not None:  # an earlier answer was a pair
             self.load.withdraw((select.request, select.attempt + 1))
-        self._speculate(candidates, chosen, chosen.overlap.here, candidates.remembered)
+        self._speculate(candidates, select, chosen, chosen.overlap.here, candidates.remembered)
         selected = self._decide(candidates, select, candidates.request, choice, repeated=repeated)
         return Selection(selected, reserved, fault=fault)
 
@@ -278,8 +278,8 @@ class ModelRouter:
         if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
             delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
             reserved_decode = self._reserve(taken, pair.rest, decode, now_s, delay_s=delay_s)
-        for candidate in (prefill, decode):
-            self._speculate(candidates, candidate, candidate.overlap.device)
+        for asked, candidate in ((select, prefill), (taken, decode)):
+            self._speculate(candidates, asked, candidate, candidate.overlap.device)
         choice = pair.prefill.with_reason(f"computes the prompt, {decode.id[0]} decodes: {because}{pair.comparison}")
         selected = self._decide(candidates, select, pair.prompt, choice, repeated=repeated)
         choice = pair.decode.with_reason(f"decodes what {prefill.id[0]} hands over")
@@ -329,17 +329,22 @@ class ModelRouter:
         return reserved if self.load.add_reservation(reserved, now_s) else None
 
     def _speculate(
-        self, candidates: _Candidates, chosen: CandidateState, known: int, remembered: Sequence[ExpectedRun] = ()
+        self,
+        candidates: _Candidates,
+        select: Select,
+        chosen: CandidateState,
+        known: int,
+        remembered: Sequence[ExpectedRun] = (),
     ) -> None:
-        """Expect the prompt's blocks where the prompt was sent, except the `known` leading ones that are there. Renew
-        what is expected there of `remembered`."""
-        now_s, rest = candidates.now_s, candidates.select.hashes[8 * known :]
+        """Expect the prompt's blocks where the attempt of `select` was sent, except the `known` leading ones that are
+        there. Renew what is expected there of `remembered`."""
+        now_s, rest = candidates.now_s, select.hashes[8 * known :]
         slot = self.caches.chains[chosen.id].slot
         if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
             self.history.add(slot, rest, now_s)
         else:
-            self.speculation.add(slot, rest, now_s)
+            self.speculation.add(slot, rest, now_s, (select.request, select.attempt))
         if self.index.nearly_full:
             self.index.touch(candidates.hashes[:known])
 
@@ -388,7 +393,7 @@ class ModelRouter:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have
         been missed."""
         self.eligibility.frozen = self.load.frozen_instances(now_s, listening=listening)
-        self.speculation.expire(now_s, runs=_EXPIRED_PER_TICK)
+        self.speculation.expire(now_s, runs=_EXPIRED_PER_TICK, waits=self.load.waits)
         self.history.expire(now_s, runs=_EXPIRED_PER_TICK)
 
     def validate(self) -> None:

@@ -367,6 +367,21 @@ def test_a_routed_prompts_blocks_are_expected_there_until_the_cache_is_cleared()
     assert chosen(router, select("t", [1, 2, 3]), 1.0).overlap.blocks == 0
 
 
+def test_a_prompt_that_waits_long_for_others_is_expected_where_it_waits_until_it_has_been_computed() -> None:
+    router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(speculation_s=5)))
+    router.add_card(card("a"))
+    chosen(router, select("document", [1, 2, 3]), 0.0)
+    for tenths in range(300):
+        router.tick(tenths / 10, listening=False)
+    assert chosen(router, select("question", [1, 2, 3, 4]), 30.0).overlap.device == 3
+    router.apply_load_event(Prefilled("document", 1, 0), 30.0)
+    router.apply_load_event(Finished("question", 1), 30.0)
+    for tenths in range(300, 360):
+        router.tick(tenths / 10, listening=False)
+    assert chosen(router, select("later", [1, 2, 3, 4]), 36.0).overlap.blocks == 0, "no event has said so"
+    router.validate()
+
+
 def test_prompts_sent_to_an_instance_without_events_are_known_as_long_as_they_are_used() -> None:
     router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(history_s=100, speculation_s=5)))
     router.add_card(card("a"))
