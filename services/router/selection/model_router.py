@@ -20,8 +20,9 @@ from msgspec import Struct
 
 from services.router.config import RouterConfig
 from services.router.index.chains import SlotCleanup
-from services.router.index.index import Index
+from services.router.index.index import Index, Slot
 from services.router.index.inheritance import store_id_of
+from services.router.selection.awaited import awaited, check_awaited
 from services.router.selection.caches import FleetCaches
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,
@@ -64,6 +65,8 @@ class Selection(Struct, frozen=True):
     """The new reservation at the worker that decodes, if that is another one."""
     fault: PolicyFault | None = None
     """What was wrong with the policy, if anything; the reply is valid all the same."""
+    awaited: Reserved | None = None
+    """`reserved` with the blocks that its prompt will leave, if that waits. The other routers should hear of them."""
 
 
 class _Candidates(Struct, frozen=True):
@@ -262,7 +265,10 @@ class ModelRouter:
             self.load.withdraw((select.request, select.attempt + 1))
         self._speculate(candidates, select, chosen, chosen.overlap.here, candidates.remembered)
         selected = self._decide(candidates, select, candidates.request, choice, repeated=repeated)
-        return Selection(selected, reserved, fault=fault)
+        told = None
+        if reserved is not None and chosen.id[0] not in self._without_events:
+            told = awaited(select, reserved, chosen)
+        return Selection(selected, reserved, fault=fault, awaited=told)
 
     def _select_pair(
         self, candidates: _Candidates, pair: WorkerPair, fault: PolicyFault | None, *, because: str = ""
@@ -358,10 +364,12 @@ class ModelRouter:
                     raise ProtocolError(f"Reserved: delay_s is {event.delay_s:g}")
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
                     raise ProtocolError("Reserved: a number is negative")
+                check_awaited(event)
                 # No event would release a reservation at an unknown instance; if it joins later, it reports its
                 # attempts.
-                if event.router != self._router and (event.instance, event.rank) in self.caches.chains:
-                    self.load.add_reservation(event, now_s)
+                chains = self.caches.chains.get((event.instance, event.rank))
+                if event.router != self._router and chains is not None:
+                    self._add_reservation_of_another(event, chains.slot, now_s)
             case Prefilled():
                 self.load.mark_prefilled((event.request, event.attempt))
                 return self.decisions.record_first_token(event)
@@ -371,6 +379,12 @@ class ModelRouter:
             case _:
                 assert_never(event)
         return None
+
+    def _add_reservation_of_another(self, event: Reserved, slot: Slot, now_s: float) -> None:
+        self.load.add_reservation(msgspec.structs.replace(event, awaited=b"") if event.awaited else event, now_s)
+        attempt = event.request, event.attempt
+        if event.awaited and self.load.waits(attempt) and event.instance not in self._without_events:
+            self.speculation.add(slot, event.awaited, now_s, attempt)
 
     def apply_load_report(self, report: LoadReport, now_s: float) -> None:
         """Apply a worker's load report; ignore it if the worker does not serve this model."""

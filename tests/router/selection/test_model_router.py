@@ -14,10 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.config import IndexConfig, LoadConfig, RouterConfig
 from services.router.index.chains import SlotCleanup
+from services.router.selection.awaited import AWAITED_BLOCKS
 from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.eligibility import FROZEN
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN
+from shared.errors import ProtocolError
 from shared.hashing import pack_hashes
 from shared.messages.cards import KvLayout, ModelCard
 from shared.messages.load import LoadReport
@@ -30,8 +32,8 @@ def card(instance: str, **more: Any) -> ModelCard:
     return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4), **more)
 
 
-def model(policy: str = "kv", config: RouterConfig = CONFIG) -> ModelRouter:
-    return ModelRouter("m", "r1", config, BUILT_IN[policy](), Random(1))
+def model(policy: str = "kv", config: RouterConfig = CONFIG, name: str = "r1") -> ModelRouter:
+    return ModelRouter("m", name, config, BUILT_IN[policy](), Random(1))
 
 
 def select(request: str, blocks: list[int], **more: Any) -> Select:
@@ -380,6 +382,35 @@ def test_a_prompt_that_waits_long_for_others_is_expected_where_it_waits_until_it
         router.tick(tenths / 10, listening=False)
     assert chosen(router, select("later", [1, 2, 3, 4]), 36.0).overlap.blocks == 0, "no event has said so"
     router.validate()
+
+
+def test_of_a_prompt_that_waits_other_routers_hear_which_blocks_it_will_leave() -> None:
+    router, other = model(), model(name="other")
+    for each in (router, other):
+        each.add_card(card("a"))
+        each.apply_load_report(report("a", rate=1.0), 0.0)
+    assert router.select(select("first", [7, 8, 9]), 0.0).awaited is None, "nothing was before it"
+    waits = router.select(select("waits", [1, 2, 3]), 0.0)
+    assert waits.reserved is not None
+    assert waits.awaited is not None
+    for event in (waits.awaited, waits.reserved):  # in any order
+        other.apply_load_event(event, 0.0)
+    assert other.load.reservations()[0].reserved == waits.reserved, "the blocks are kept once"
+    assert chosen(other, select("question", [1, 2, 3, 4]), 1.0).overlap.device == 3
+    other.apply_load_event(Prefilled("waits", 1, 0), 1.0)
+    other.apply_load_event(msgspec.structs.replace(waits.awaited, awaited=pack_hashes([5])), 2.0)
+    assert chosen(other, select("late", [5, 6]), 2.0).overlap.device == 0, "it has been computed already"
+    other.validate()
+
+
+@pytest.mark.parametrize("size", [7, 8 * AWAITED_BLOCKS + 8])
+def test_blocks_of_which_another_router_tells_in_a_malformed_way_are_refused(size: int) -> None:
+    router = model()
+    router.add_card(card("a"))
+    event = Reserved("r", 1, "f", "a", 0, 4, 1, "other", awaited=bytes(size))
+    with pytest.raises(ProtocolError, match="awaited"):
+        router.apply_load_event(event, 0.0)
+    assert router.load.reservations() == []
 
 
 def test_prompts_sent_to_an_instance_without_events_are_known_as_long_as_they_are_used() -> None:
