@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.config import IndexConfig, LoadConfig, RouterConfig
 from services.router.index.chains import SlotCleanup
-from services.router.selection.awaited import AWAITED_BLOCKS
 from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.eligibility import FROZEN
 from services.router.selection.model_router import ModelRouter
@@ -401,16 +400,6 @@ def test_of_a_prompt_that_waits_other_routers_hear_which_blocks_it_will_leave() 
     other.apply_load_event(msgspec.structs.replace(waits.awaited, awaited=pack_hashes([5])), 2.0)
     assert chosen(other, select("late", [5, 6]), 2.0).overlap.device == 0, "it has been computed already"
     other.validate()
-
-
-@pytest.mark.parametrize("size", [7, 8 * AWAITED_BLOCKS + 8])
-def test_blocks_of_which_another_router_tells_in_a_malformed_way_are_refused(size: int) -> None:
-    router = model()
-    router.add_card(card("a"))
-    event = Reserved("r", 1, "f", "a", 0, 4, 1, "other", awaited=bytes(size))
-    with pytest.raises(ProtocolError, match="awaited"):
-        router.apply_load_event(event, 0.0)
-    assert router.load.reservations() == []
 
 
 def test_prompts_sent_to_an_instance_without_events_are_known_as_long_as_they_are_used() -> None:
