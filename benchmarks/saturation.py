@@ -40,6 +40,7 @@ from services.virtual.fleet import SimulatedFleet
 from services.virtual.journeys import TokenGaps
 from services.virtual.loads import Ideal, LoadTrace, agents, chats, ideal, read_trace
 from services.virtual.run import percentiles
+from services.worker.config import OVERTAKING
 
 FLEETS = (8, 16)
 SHARES = (0.5, 0.8, 0.95, 1.05)
@@ -87,13 +88,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=FLEETS)
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
     parser.add_argument("--policy", default="kv", help="by name or module:attribute")
+    parser.add_argument("--overtaking", type=float, default=OVERTAKING, help="the workers' setting")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     rows = []
     for workers in flags.workers:
         for each in _loads(flags.trace, flags.also, flags.requests * workers // 8, flags.loads):
             for share in flags.shares:
-                rows.append(_run(each, flags.policy, workers, share))
+                rows.append(_run(each, flags.policy, workers, share, flags.overtaking))
                 if not flags.json:
                     print(line(rows[-1]), flush=True)
     if flags.json:
@@ -104,7 +106,7 @@ def main() -> int:
 def _loads(trace: Path | None, also: Sequence[Path], requests: int, names: Sequence[str]) -> Iterator[Loads]:
     for chosen_on, load in _made(trace, also, requests):
         if not names or load.name in names:
-            yield Loads(load, chosen_on, capacity(load.first(min(requests, 1500))))
+            yield Loads(load, chosen_on, capacity(load))
 
 
 def _made(trace: Path | None, also: Sequence[Path], requests: int) -> Iterator[tuple[bool, LoadTrace]]:
@@ -122,9 +124,9 @@ def _made(trace: Path | None, also: Sequence[Path], requests: int) -> Iterator[t
         yield False, tenants(f"tenants{seed}", requests, Random(seed))
 
 
-def _run(of: Loads, policy: str, workers: int, share: float) -> SaturationRow:
+def _run(of: Loads, policy: str, workers: int, share: float, overtaking: float = OVERTAKING) -> SaturationRow:
     load, gaps = of.load.at(share * workers * of.rate), TokenGaps()
-    fleet = SimulatedFleet(load, policy, capacity_blocks=WORKER_BLOCKS, gaps=gaps)
+    fleet = SimulatedFleet(load, policy, capacity_blocks=WORKER_BLOCKS, gaps=gaps, overtaking=overtaking)
     for _ in range(workers):
         fleet.join(default_timing())
     fleet.run()

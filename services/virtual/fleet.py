@@ -42,7 +42,6 @@ from services.virtual.workers import (
     LONGEST_STEP_S,
     MAX_RUNNING,
     MODEL,
-    OVERTAKING,
     UNBOUNDED,
     WEIGHTS,
     SimulatedWorker,
@@ -52,6 +51,7 @@ from services.virtual.workers import (
     kv_layout,
     model_card,
 )
+from services.worker.config import OVERTAKING
 from services.worker.contracts.messages import EngineOrder, KvbmLink, Prefetch, Stepped, Submit
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import comes_meanwhile

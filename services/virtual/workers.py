@@ -24,7 +24,6 @@ MODEL = "model"
 WEIGHTS = "weights"
 LONGEST_STEP_S = 0.25
 MAX_RUNNING = 64
-OVERTAKING = 1.0
 COPY_BYTES_PER_S = 50e9
 """The rate of copies between a device and the block store's memory, in each direction."""
 UNBOUNDED = 1 << 40

@@ -18,7 +18,6 @@ from services.router.selection.decision_log import KEPT_CANDIDATES
 from services.router.selection.eligibility import FROZEN
 from services.router.selection.model_router import ModelRouter
 from services.router.selection.policy import BUILT_IN
-from shared.errors import ProtocolError
 from shared.hashing import pack_hashes
 from shared.messages.cards import KvLayout, ModelCard
 from shared.messages.load import LoadReport
