@@ -154,7 +154,7 @@ def _run(of: Loads, policy: str, workers: int, share: float, overtaking: float =
 
 
 def shared(load: LoadTrace, blocks: int) -> Ideal:
-    """Compute the hits of one cache of so many blocks from the order of arrival, least recently used first out."""
+    """Compute the hits of one cache of `blocks` blocks from the order of arrival, least recently used first out."""
     size, kept = load.block_size, OrderedDict[int, None]()
     full = found = 0
     for request in load.requests:

@@ -37,7 +37,7 @@ class Journey:
 
     @property
     def output(self) -> bytes:
-        """As many tokens as have come, packed. They are not those that were drawn, but differ as those do."""
+        """Packed tokens, one for each that has come. They are not those that were drawn, but differ as those do."""
         number = self.request.number
         return array("I", [number >> 8 * (index % 3) & 255 for index in range(self.produced)]).tobytes()
 

@@ -80,6 +80,7 @@ def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
             times=str(flags.profile.absolute()),
             workers=0,
             kv_tokens=kv_tokens,
+            overtakes="://" not in profile.subject.server and "vllm" not in profile.subject.server,
             late_s=late_s,
             late_most=late_most,
         )

@@ -143,7 +143,7 @@ class Scheduler:
         self._stalled_at = None
 
     def _set_due(self, sequence: Sequence, now_s: float, times: float = 1.0) -> None:
-        """Let a prompt be due so many times after the time that it takes alone: once, if it is handed over."""
+        """Let a prompt be due after its arrival by `times` the time that it takes alone."""
         sequence.due_s = now_s + times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
 
     def _knows(self, submit: Submit) -> bool:
