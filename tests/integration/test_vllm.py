@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import signal
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -216,15 +217,22 @@ def test_streams_go_on_elsewhere_when_a_core_is_killed(services: Fleet) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, services, max_tokens=400)
         time.sleep(0.7)
-        killed = [pid for name in WORKERS for pid in cores(services.services[name].process.pid)][:1]
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-        assert killed
+        killed = next(pid for name in WORKERS for pid in cores(services.services[name].process.pid))
+        before = {each for each in socket_directories() if any(each.iterdir())}
+        os.kill(killed, signal.SIGKILL)
         assert answer.result()["choices"][0]["text"] == whole
     for name in WORKERS:
         eventually(services.services[name].ready, limit_s=LIMIT_S, what=f"{name} serves again")
+    eventually(
+        lambda: bool(before - socket_directories()), limit_s=LIMIT_S, what="the killed engine's sockets are gone"
+    )
 
 
 def cores(worker: int) -> list[int]:
     """Return the ids of a worker's processes that have the name of vLLM's core."""
     return [pid for pid in below(worker) if b"EngineCor" in Path(f"/proc/{pid}/comm").read_bytes()]
+
+
+def socket_directories() -> set[Path]:
+    """Return the directories in which the processes of engines make their sockets."""
+    return {*Path(tempfile.gettempdir()).glob("headrace-vllm-*")}

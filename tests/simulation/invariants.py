@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from services.frontend.requests.service import RequestService
 from services.router.index.inheritance import store_id
+from services.router.index.kv_events import ENGINE_HASH_BITS
 from services.router.selection.model_router import ModelRouter
 from services.worker.scheduler.scheduler import Scheduler
 from shared.hashing import ContentKey, block_hash, event_hash, next_sequence_hash, seed_of
@@ -140,7 +141,7 @@ def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Proce
         source.validate()
         if source.state != "live":
             yield f"{process.instance} is {source.state} with {name}"
-        elif model.caches.stores[name].digest(1) != layout.tiers.digest("host"):
+        elif model.caches.stores[name].digest(1) != layout.tiers.digest("host") & ENGINE_HASH_BITS:
             yield f"{process.instance} has other blocks of {name} than are there"
     for name, worker in workers.items():
         source = process.router.feeds[name].source
@@ -153,15 +154,15 @@ def _router(process: Process, workers: dict[str, Process], kvbms: Sequence[Proce
 
 def _picture(router: str, name: str, model: ModelRouter, scheduler: Scheduler) -> Iterator[str]:
     """Whether the router's chains are what the worker's pool holds, and its index as far as its limit lets it."""
-    truth = held(scheduler)
+    truth = {key & ENGINE_HASH_BITS: sequence for key, sequence in held(scheduler).items()}
     chains = model.caches.chains[name, 0]
-    told = {int(key): sequence for key, sequence in chains.blocks_in(0).items()}
+    told = chains.blocks_in(0)
     more = told.keys() - truth.keys()
     less = {key for key, sequence in truth.items() if sequence not in (None, told.get(key))}
     if more or less:
         yield f"{router} has {len(more)} blocks of {name} too many and {len(less)} too few, of {len(truth)}"
         return
-    if chains.digest(0) != scheduler.kv_cache.digest:
+    if chains.digest(0) != scheduler.kv_cache.digest & ENGINE_HASH_BITS:
         yield f"{router} has another digest of {name}"
     indexed = model.index.blocks_of(chains.slot)
     found = sum(model.index.find([sequence]).get((name, 0), Overlap()).device for sequence in told.values() if sequence)

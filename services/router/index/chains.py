@@ -20,18 +20,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import zip_longest
+from operator import xor
 
 import msgspec
 
 from services.router.index.index import TIERS, CandidateId, Index, Slot
-from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent
+from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent, shortened
 from shared.errors import ProtocolError
 from shared.hashing import SEED, seed_of, sequence_hashes, unpack_tokens
 from shared.messages.kv_events import SnapshotBlock
 
 _VOCABULARY_CHECKS = 64
-_LOW_BITS = (1 << 64) - 1
 
 
 class CardMismatch(ProtocolError):
@@ -148,8 +149,8 @@ class Chains:
             self._check_vocabulary(block.tokens)
             self._insert_or_park(
                 StoredEvent(
-                    hashes=[block.hash],
-                    parent=block.parent,
+                    hashes=shortened((block.hash,)),
+                    parent=None if block.parent is None else shortened((block.parent,))[0],
                     tokens=block.tokens,
                     block_size=self._block_size,
                     tier=tier,
@@ -273,10 +274,14 @@ class Chains:
         sequences = sequence_hashes(
             packed_tokens[: stride * min(routable, len(engine_hashes))], self._block_size, seed, parent_sequence
         )
-        new = dict(zip_longest(engine_hashes, sequences))
-        stretches = [(parent_sequence, sequences)]
+        new = dict.fromkeys(engine_hashes)
         if len(new) < len(engine_hashes) or not tier.hashes.keys().isdisjoint(new):
             new, stretches = self._without_repeats(tier, engine_hashes, sequences, parent_sequence)
+            for before, stretch in stretches:
+                self._index.add_blocks(self.slot, tier_index, stretch, before)
+        else:
+            self._index.add_blocks(self.slot, tier_index, sequences, parent_sequence)
+            new = dict(zip_longest(engine_hashes, sequences))
         tier.hashes.update(new)
         if seed != SEED:
             tier.seeds.update(dict.fromkeys(new, seed))
@@ -286,8 +291,6 @@ class Chains:
             if parked
             else _digest(new)
         )
-        for before, stretch in stretches:
-            self._index.add_blocks(self.slot, tier_index, stretch, before)
 
     def _within_limit(self, tier: _TierBlocks, engine_hashes: Sequence[EngineHash]) -> Sequence[EngineHash]:
         """Return the leading blocks that fit within the limit."""
@@ -418,8 +421,8 @@ class Chains:
     # --- statistics and tests
 
     def digest(self, tier: int) -> int:
-        """Return the XOR of the low 64 bits of the engine hashes of all blocks that the source holds in a tier
-        according to its events. Orphans and blocks that are not routable are included."""
+        """Return the XOR of the engine hashes of all blocks that the source holds in a tier according to its events, as
+        far as their bits are kept. Orphans and blocks that are not routable are included."""
         return self._digests[tier]
 
     def blocks_in(self, tier: int) -> dict[EngineHash, int | None]:
@@ -447,8 +450,4 @@ class Chains:
 
 
 def _digest(engine_hashes: Iterable[EngineHash]) -> int:
-    """Return the XOR of the low 64 bits of each hash; for bytes these are the last eight, big-endian."""
-    bits = 0
-    for engine_hash in engine_hashes:
-        bits ^= engine_hash if isinstance(engine_hash, int) else int.from_bytes(engine_hash[-8:], "big")
-    return bits & _LOW_BITS
+    return reduce(xor, engine_hashes, 0)

@@ -21,7 +21,6 @@ runs that were added or touched longest ago are dropped first, for all their hol
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -29,7 +28,15 @@ from msgspec import Struct
 
 from services.router.index.inheritance import CandidateId as CandidateId
 from services.router.index.inheritance import Inheritance
-from services.router.index.runs import Holders, Masks, Runs, match_end, matching_piece, matching_piece_either_way
+from services.router.index.runs import (
+    Hashes,
+    Holders,
+    Masks,
+    Runs,
+    match_end,
+    matching_piece,
+    matching_piece_either_way,
+)
 from services.router.index.tier_counts import TierCounts
 from shared.messages.kv_events import Tier
 from shared.messages.select import Overlap
@@ -154,9 +161,10 @@ class Index:
 
     # --- events
 
-    def add_blocks(self, slot: Slot, tier: int, hashes: Sequence[int], parent: int | None = None) -> None:
+    def add_blocks(self, slot: Slot, tier: int, hashes: list[int], parent: int | None = None) -> None:
         """Add consecutive blocks of a chain to the slot's tier (an index into TIERS). A block that is held already is
-        counted once more. `parent` is the block before them, if it is known: runs grow by it."""
+        counted once more. `parent` is the block before them, if it is known: runs grow by it. Afterwards `hashes` are
+        the index's own objects, so that callers that keep them keep each hash once, however many hold it."""
         assert slot.state == "open"
         runs = self._runs
         bit = 1 << slot.number
@@ -171,6 +179,7 @@ class Index:
                 at += blocks
                 continue
             start, blocks = matching_piece(run, hashes, at)
+            hashes[at : at + blocks] = run.hashes[start : start + blocks]
             if run.holders.masks[tier] & bit:
                 self._repeat(slot.number, tier, hashes[at : at + blocks])
             else:
@@ -401,7 +410,7 @@ class Index:
             run = self._runs.coldest()
             if run is None:
                 return
-            blocks = run.hashes[:]
+            blocks = run.hashes
             for tier, mask in enumerate(run.holders.masks):
                 while mask:
                     bit = mask & -mask
@@ -410,7 +419,7 @@ class Index:
             self._runs.remove(run, 0, len(blocks))
             self._dropped_blocks += len(blocks)
 
-    def _lose(self, number: int, tier: int, blocks: array[int]) -> None:
+    def _lose(self, number: int, tier: int, blocks: Hashes) -> None:
         """Drop blocks of a slot in one tier."""
         repeats = self._repeats[tier][number]
         if repeats:

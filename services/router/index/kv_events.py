@@ -11,6 +11,8 @@ Checks that need the model card (block size, vocabulary) are in `services.router
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 from msgspec import Struct
 
@@ -18,8 +20,11 @@ from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
 from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
 
-EngineHash = int | bytes
-"""The engine's own hash of a block. It is opaque, and only compared for equality."""
+EngineHash = int
+"""The low 60 bits of the engine's own hash of a block. They are opaque, and only compared for equality."""
+ENGINE_HASH_BITS = (1 << 60) - 1
+"""CPython stores an int of at most 60 bits in 32 bytes, a longer one in 48, and 32 bytes in 80. A router keeps one for
+each pair of a block and a worker."""
 
 PAYLOAD_LIMIT_BYTES = 8 << 20
 BATCH_LIMIT_BLOCKS = 65_536
@@ -151,10 +156,15 @@ def decode(payload: bytes) -> DecodedBatch:
         if tier is None:
             ignored += 1
         elif isinstance(event, BlockRemoved | _RemovedArray):
-            events.append(RemovedEvent(event.block_hashes, tier, event.group_idx))
+            events.append(RemovedEvent(shortened(event.block_hashes), tier, event.group_idx))
         else:
             events.append(_stored(event, tier))
     return DecodedBatch(raw.ts, rank or 0, events, ignored)
+
+
+def shortened(hashes: Iterable[EventHash]) -> list[EngineHash]:
+    """Return what is kept of engines' hashes. Of bytes the last eight count, big-endian, as in digests."""
+    return [(each if isinstance(each, int) else int.from_bytes(each[-8:], "big")) & ENGINE_HASH_BITS for each in hashes]
 
 
 def _read(payload: bytes) -> _MapBatch | _ArrayBatch:
@@ -182,8 +192,8 @@ def _stored(event: _StoredMap | _StoredArray, tier: int) -> StoredEvent:
     lora = event.lora_name if isinstance(event.lora_name, str) else ""
     salt, routable = _read_keys(event, lora)
     return StoredEvent(
-        hashes=event.block_hashes,
-        parent=event.parent_block_hash,
+        hashes=shortened(event.block_hashes),
+        parent=None if event.parent_block_hash is None else shortened((event.parent_block_hash,))[0],
         tokens=tokens,
         block_size=event.block_size,
         tier=tier,

@@ -10,16 +10,15 @@ change. Either costs time in the number of blocks that change, or in RUN_BLOCKS.
 hint for joining: `next_block` is never wrong, because a sequence hash has one parent, but that block may be gone.
 
 The table is split by hash into many dicts, because a dict that grows blocks the loop: 1 ms at 90,000 blocks, 20 ms at
-350,000 (benchmarks/index.py). The garbage collector tracks no object in this module, so that a full collection need
-not walk a million blocks. A reference cycle would therefore never be freed: the list by warmth is the only cycle, and
-`__del__` breaks it.
+350,000 (benchmarks/index.py). The garbage collector tracks no object in this module for long, so that a full collection
+need not walk a million blocks. A reference cycle would therefore never be freed: the list by warmth is the only cycle,
+and `__del__` breaks it.
 
 docs/decisions/0011 gives the reasons.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -31,6 +30,8 @@ _SHARD = SHARDS - 1
 
 Masks = tuple[int, int, int]
 """One mask of slots per tier."""
+Hashes = tuple[int, ...]
+"""The keys of the table themselves. The garbage collector soon stops to track a tuple of ints."""
 
 
 class Holders(Struct, gc=False, eq=False):
@@ -49,7 +50,7 @@ class Run(Struct, gc=False, eq=False):
     """Consecutive blocks of one chain with the same holders."""
 
     holders: Holders
-    hashes: array[int]
+    hashes: Hashes
     size: int
     last: int
     """Copies of `len(hashes)` and `hashes[-1]`, so that `find` reads them without another memory access."""
@@ -65,7 +66,7 @@ class Runs:
     def __init__(self) -> None:
         self._shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
         self._holder_sets: dict[Masks, Holders] = {}
-        self._ends = Run(Holders((0, 0, 0), 0, 0), array("Q"), 0, 0)
+        self._ends = Run(Holders((0, 0, 0), 0, 0), (), 0, 0)
         """Sentinel between the coldest run (its `warmer`) and the warmest run (its `colder`)."""
         self._ends.colder = self._ends.warmer = self._ends
         self.blocks = 0
@@ -113,7 +114,7 @@ class Runs:
             run = before
             run.next_block = None
         else:
-            run = self._new(array("Q"), self.holders_of(masks), None, self._warmest())
+            run = self._new((), self.holders_of(masks), None, self._warmest())
             if before is not None:
                 before.next_block = hashes[at]
         most = RUN_BLOCKS - run.size
@@ -126,7 +127,7 @@ class Runs:
                 break
             shard[block] = run
             count += 1
-        run.hashes.extend(array("Q", new if count == len(new) else new[:count]))  # twice as fast as without `array`
+        run.hashes += (*new,) if count == len(new) else (*new[:count],)
         run.size += count
         run.last = new[count - 1]
         self.blocks += count
@@ -169,11 +170,11 @@ class Runs:
 
     # --- private
 
-    def _join_neighbour(self, piece: array[int], holders: Holders, before: Run | None, after: int | None) -> Run | None:
+    def _join_neighbour(self, piece: Hashes, holders: Holders, before: Run | None, after: int | None) -> Run | None:
         """Add the blocks to a neighbour with the same holders and enough room; return that neighbour, or None."""
         if before is not None:
             if before.holders is holders and before.size + len(piece) <= RUN_BLOCKS:
-                before.hashes.extend(piece)
+                before.hashes += piece
                 before.next_block = after
                 return _with_size(before)
             before.next_block = piece[0]
@@ -182,10 +183,10 @@ class Runs:
             return None
         if follower.size + len(piece) > RUN_BLOCKS:
             return None
-        follower.hashes[0:0] = piece
+        follower.hashes = piece + follower.hashes
         return _with_size(follower)
 
-    def _cut_out(self, run: Run, start: int, stop: int) -> tuple[array[int], int | None]:
+    def _cut_out(self, run: Run, start: int, stop: int) -> tuple[Hashes, int | None]:
         """Cut blocks out of a run. What is left of it stays: two runs if blocks are left on both sides. Return the
         blocks and the block that follows them. The table still maps them to `run`."""
         own = run.hashes
@@ -200,24 +201,24 @@ class Runs:
             if stop < run.size:
                 rest = own[stop:]
                 self._assign_blocks(rest, self._new(rest, run.holders, run.next_block, run))
-            del own[start:]
+            run.hashes = own[:start]
             run.next_block = piece[0]
         else:
             if start:
                 front = own[:start]
                 self._assign_blocks(front, self._new(front, run.holders, piece[0], run))
-            del own[:stop]
+            run.hashes = own[stop:]
         _with_size(run)
         return piece, after
 
-    def _new(self, hashes: array[int], holders: Holders, after: int | None, colder: Run) -> Run:
+    def _new(self, hashes: Hashes, holders: Holders, after: int | None, colder: Run) -> Run:
         run = Run(holders, hashes, len(hashes), hashes[-1] if hashes else 0, after)
         self._add_user(holders)
         self._link(run, colder)
         self.runs += 1
         return run
 
-    def _assign_blocks(self, blocks: array[int], run: Run) -> None:
+    def _assign_blocks(self, blocks: Hashes, run: Run) -> None:
         shards = self._shards
         for block in blocks:
             shards[block & _SHARD][block] = run
@@ -277,7 +278,7 @@ class Runs:
         assert uses == {masks: holders.runs for masks, holders in self._holder_sets.items()}
 
 
-def match_end(own: array[int], hashes: Sequence[int], at: int) -> int:
+def match_end(own: Hashes, hashes: Sequence[int], at: int) -> int:
     """Return the position in `hashes` where a chain that enters the run `own` at its first block leaves it. Once a
     chain and a run differ, all later blocks differ."""
     low, high = 1, min(len(own), len(hashes) - at)

@@ -26,7 +26,7 @@ from services.router.config import SourceConfig
 from services.router.index import kv_events
 from services.router.index.chains import CardMismatch, Chains, SlotCleanup
 from services.router.index.index import TIERS
-from services.router.index.kv_events import DecodedBatch, RemovedEvent, StoredEvent
+from services.router.index.kv_events import ENGINE_HASH_BITS, DecodedBatch, RemovedEvent, StoredEvent
 from services.router.metrics import RouterMetrics
 from services.router.sync.digest_check import DigestCheck, DigestResult, Digests
 from services.router.sync.snapshots import snapshot_slices
@@ -289,9 +289,8 @@ class EventFeed:
     def _digest_reported(self, state: KvState, digests: Digests) -> None:
         check = self._checks.get(state.rank)
         if check is not None:
-            self._record_result(
-                state.rank, check.add_source_digest(state.epoch, state.sequence, digests, self._now_s())
-            )
+            kept = tuple(digest & ENGINE_HASH_BITS for digest in digests)
+            self._record_result(state.rank, check.add_source_digest(state.epoch, state.sequence, kept, self._now_s()))
 
     def _compare_digests(self) -> None:
         """Pass the chains' digests to the open checks. Only if no action waits do the chains match the source's

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from shutil import rmtree
 from urllib.parse import quote
 
 import msgspec
@@ -42,6 +45,8 @@ PACKAGES = ("vllm", "torch", "msgspec", "zmq")
 LEAST_PYTHON = (3, 11)
 LIMIT_S = 60.0
 """Seconds within which the check must end; on a slow disk Python's own start may take some."""
+_SOCKETS = "headrace-vllm-"
+_ATTEMPTS = 20
 _REMEDY = f"{COMMAND} install-vllm makes an environment"
 _QUESTION = f"""
 import importlib.util, json, sys
@@ -56,6 +61,7 @@ class EngineProcess:
 
     process: subprocess.Popen[bytes]
     channel: ShellEnd
+    sockets: SocketDirectory | None = None
 
     @staticmethod
     async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
@@ -72,8 +78,10 @@ class EngineProcess:
                 replace(config, observe=observe), model_name, instance, parent_pid=os.getpid()
             )
             command = [python, "-m", module or PROGRAMS[config.engine], msgspec.json.encode(engine_config).decode()]
-            process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), engine_environment(config, instance))
-        return EngineProcess(process, await ShellEnd.open(ours))
+            sockets = SocketDirectory() if config.engine == "vllm" else None
+            environ = engine_environment(config, instance, sockets.path if sockets else "")
+            process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), environ)
+        return EngineProcess(process, await ShellEnd.open(ours), sockets)
 
     @property
     def pid(self) -> int:
@@ -114,7 +122,51 @@ class EngineProcess:
             pass
         self.kill()  # also where the process has ended: those that it started may live
         self.channel.close()
-        return await asyncio.to_thread(self.process.wait)
+        status = await asyncio.to_thread(self.process.wait)
+        if self.sockets is not None:
+            self.sockets.remove()
+        return status
+
+
+class SocketDirectory:
+    """Where the processes of one vLLM engine make the sockets between them, which they leave behind. It is locked until
+    it is removed; a worker that was killed could not remove its own, and the next one does."""
+
+    def __init__(self) -> None:
+        for left in Path(tempfile.gettempdir()).glob(_SOCKETS + "*"):
+            with suppress(OSError):  # it is another user's, or in use
+                lock = _locked(left)
+                rmtree(left, ignore_errors=True)
+                os.close(lock)
+        self.path, self._lock = _new_directory()
+
+    def remove(self) -> None:
+        """Remove it with all that is in it."""
+        rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _new_directory() -> tuple[str, int]:
+    """Return a new directory and its lock's descriptor. Raise ModelError if it is taken away each time."""
+    for _ in range(_ATTEMPTS):
+        path = tempfile.mkdtemp(prefix=_SOCKETS)
+        with suppress(OSError):  # a worker that starts at the same time took it for one that is left
+            lock = _locked(Path(path))
+            if Path(path).exists():
+                return path, lock
+            os.close(lock)
+    raise ModelError(f"no directory for vLLM's sockets stays in {tempfile.gettempdir()}")
+
+
+def _locked(directory: Path) -> int:
+    """Return the directory's descriptor, which holds a lock on it. Raise OSError if another process does."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -126,10 +178,11 @@ def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subproc
     return subprocess.Popen(command, pass_fds=(channel,), env=environ, stdin=subprocess.DEVNULL, process_group=0)
 
 
-def engine_environment(config: WorkerConfig, instance: str = "") -> dict[str, str]:
+def engine_environment(config: WorkerConfig, instance: str = "", sockets: str = "") -> dict[str, str]:
     """Return the engine's environment: the shell's without its settings and secrets. Added are the number of arithmetic
     threads, and where CuPy keeps compiled kernels, unless that is set: its own choice, the home directory, cannot be
-    written to in a container. `instance` is the worker's id, for vLLM's spans."""
+    written to in a container. `instance` is the worker's id, for vLLM's spans; `sockets` is where vLLM's processes
+    make theirs."""
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
     counts = dict.fromkeys(_THREAD_VARIABLES, str(count)) if (count := _threads(config)) else {}
@@ -139,7 +192,8 @@ def engine_environment(config: WorkerConfig, instance: str = "") -> dict[str, st
     chosen = {"CUDA_VISIBLE_DEVICES": config.vllm_gpus} if config.vllm_gpus else {}
     ours = {"PYTHONPATH": str(TREE)}  # vLLM's Python does not know the packages services and shared
     fixed = counts | chosen | _tracing(config, instance) | ours
-    return _vllm_defaults(config) | kept | fixed
+    inner = {"VLLM_RPC_BASE_PATH": sockets} if sockets else {}
+    return _vllm_defaults(config) | inner | kept | fixed
 
 
 def _threads(config: WorkerConfig) -> int:

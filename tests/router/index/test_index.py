@@ -194,10 +194,10 @@ def test_at_the_limit_the_coldest_runs_are_dropped_and_touched_ones_stay() -> No
     index = Index(limit_bytes=BLOCK_BYTES * 100 + RUN_BYTES * 10 + HOLDERS_BYTES)
     slot = index.open_slot(("a", 0))
     for start in range(0, 100, 10):
-        index.add_blocks(slot, DEVICE, range(start, start + 10))
+        index.add_blocks(slot, DEVICE, [*range(start, start + 10)])
     assert index.nearly_full
     index.touch([0, 1])
-    index.add_blocks(slot, DEVICE, range(100, 150))
+    index.add_blocks(slot, DEVICE, [*range(100, 150)])
     index.validate()
     assert index.find([0]) == {("a", 0): Overlap(1)}
     assert index.find([10]) == {}
@@ -210,7 +210,7 @@ def test_blocks_dropped_at_the_limit_are_gone_for_all_holders_and_tiers_with_the
     a, b = index.open_slot(("a", 0)), index.open_slot(("b", 0))
     for slot, tier in ((a, DEVICE), (a, HOST), (b, DEVICE), (b, DEVICE)):
         index.add_blocks(slot, tier, [1, 2, 3])
-    index.add_blocks(a, DEVICE, range(100, 112))
+    index.add_blocks(a, DEVICE, [*range(100, 112)])
     index.validate()
     assert index.find([1, 2, 3]) == {}
     assert (a.dropped_blocks, b.dropped_blocks) == (6, 3)
@@ -221,7 +221,7 @@ def test_blocks_dropped_at_the_limit_are_gone_for_all_holders_and_tiers_with_the
 
 def test_a_run_larger_than_the_limit_is_dropped() -> None:
     index = Index(limit_bytes=BLOCK_BYTES)
-    index.add_blocks(index.open_slot(("a", 0)), DEVICE, range(100))
+    index.add_blocks(index.open_slot(("a", 0)), DEVICE, [*range(100)])
     index.validate()
     assert index.bytes == 0
 
@@ -287,7 +287,7 @@ def test_the_memo_of_candidates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 def test_after_all_blocks_are_removed_their_memory_is_freed() -> None:
     def fill_and_empty(index: Index) -> None:
         slot = index.open_slot(("a", 0))
-        index.add_blocks(slot, DEVICE, range(20_000))
+        index.add_blocks(slot, DEVICE, [*range(20_000)])
         index.remove_blocks(slot, DEVICE, range(20_000))
 
     index = Index(limit_bytes=UNLIMITED)

@@ -17,6 +17,7 @@ from services.router.index.kv_events import (
     RemovedEvent,
     StoredEvent,
     decode,
+    shortened,
 )
 from shared.errors import ProtocolError
 from shared.hashing import pack_tokens
@@ -87,7 +88,7 @@ def test_a_batch_may_lack_a_rank_and_have_unknown_fields() -> None:
 )
 def test_every_name_of_a_medium_is_mapped_to_its_tier(medium: str | None, tier: int) -> None:
     payload = msgspec.msgpack.encode([1.0, [["BlockRemoved", [b"x" * 32], medium]]])
-    assert decode(payload).events == [RemovedEvent([b"x" * 32], tier, None)]
+    assert decode(payload).events == [RemovedEvent(shortened([b"x" * 8]), tier, None)]
 
 
 def test_events_of_an_unknown_tier_are_ignored_and_counted() -> None:
@@ -139,13 +140,15 @@ def test_a_lora_without_a_name_is_not_routable() -> None:
 )
 def test_the_salt_of_sglangs_events_is_read(event: Any) -> None:
     found = stored(event, 1)
-    assert (found.hashes, found.tier, found.lora, found.salt, found.routable) == ([-7, 8], 1, "", "tenant", 2)
+    assert (found.hashes, found.tier, found.lora, found.salt, found.routable) == ([2**60 - 7, 8], 1, "", "tenant", 2)
 
 
 def test_sglangs_shortest_arrays_are_read() -> None:
     found = stored(["BlockStored", [5740354900026072187], -3, [1, 2], 2, None])
-    assert (found.hashes, found.parent, found.tier, found.salt) == ([5740354900026072187], -3, 0, "")
-    assert decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [-3]]]])).events == [RemovedEvent([-3], 0, None)]
+    assert (found.hashes, found.parent, found.tier, found.salt) == ([5740354900026072187 % 2**60], 2**60 - 3, 0, "")
+    assert decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [-3]]]])).events == [
+        RemovedEvent([2**60 - 3], 0, None)
+    ]
 
 
 def test_a_batch_of_more_blocks_or_bytes_than_the_limit_is_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.index.chains import Chains, SlotCleanup
 from services.router.index.index import Index
-from services.router.index.kv_events import CacheEvent, DecodedBatch, RemovedEvent, StoredEvent
+from services.router.index.kv_events import CacheEvent, DecodedBatch, RemovedEvent, StoredEvent, shortened
 from services.router.sync.digest_check import CLAIMS_LIMIT, STATES_LIMIT, DigestCheck, DigestResult
 from services.router.sync.source import Action, ApplyBatch, ClearBlocks, RequestReplay, RequestSnapshot, SourceSync
 from shared.hashing import content_keys, event_hash, pack_tokens, root_key, sequence_hashes
@@ -98,7 +98,7 @@ class RankCache:
 def prompt(choices: list[bool]) -> tuple[bytes, list[int]]:
     """Return (packed tokens, engine hashes); prompts with the same beginning share blocks."""
     packed = pack_tokens([int(choice) + 1 for choice in choices for _ in range(BLOCK_SIZE)])
-    return packed, [event_hash(key) for key in content_keys(root_key("m"), packed, BLOCK_SIZE)]
+    return packed, shortened(map(event_hash, content_keys(root_key("m"), packed, BLOCK_SIZE)))
 
 
 PROMPTS = st.lists(st.booleans(), min_size=1, max_size=4)

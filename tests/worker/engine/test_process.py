@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineReport, Failed
 from services.worker.engine import process
 from services.worker.engine.channel import ShellEnd
-from services.worker.engine.process import EngineProcess, check_vllm_python, engine_environment
+from services.worker.engine.process import EngineProcess, SocketDirectory, check_vllm_python, engine_environment
 from shared.config import TraceConfig
 from shared.errors import ModelError
 from tests.worker.shell import LIMIT_S
@@ -24,6 +25,7 @@ OWNERS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "vLLM",
     "VLLM_HOST_IP": "vLLM",
     "VLLM_NO_USAGE_STATS": "vLLM",
+    "VLLM_RPC_BASE_PATH": "vLLM",
     "VLLM_CPU_OMP_THREADS_BIND": "vLLM",
     "VLLM_CPU_KVCACHE_SPACE": "vLLM",
     "HF_HUB_OFFLINE": "huggingface_hub",
@@ -91,7 +93,7 @@ def test_vllm_sends_its_spans_where_the_worker_does_and_none_of_requests_that_ar
 def set_for(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The variables that an engine gets in addition to those of its shell."""
     monkeypatch.setattr(process, "environment", dict)
-    return engine_environment(config)
+    return engine_environment(config, sockets="/tmp/sockets")
 
 
 def test_each_variable_that_an_engine_gets_has_a_program_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +198,24 @@ async def test_an_engine_that_ends_is_heard_to_its_end_whatever_it_still_says() 
     heard: list[EngineReport] = []
     assert await EngineProcess(started, await ShellEnd.open(ours)).end(LIMIT_S, heard.append) == 0
     assert heard == [Failed(str(number) + "x" * 50_000) for number in range(50)]
+
+
+def test_what_a_killed_worker_left_of_sockets_is_removed_by_the_next_and_nothing_in_use(tmp_path: Path) -> None:
+    tempfile.tempdir = str(tmp_path)
+    try:
+        used = SocketDirectory()
+        left = tmp_path / "headrace-vllm-left"
+        left.mkdir()
+        (left / "socket").touch()
+        (tmp_path / "headrace-vllm-file").touch()
+        another = SocketDirectory()
+    finally:
+        tempfile.tempdir = None
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "headrace-vllm-file",
+        Path(used.path).name,
+        Path(another.path).name,
+    }
+    used.remove()
+    another.remove()
+    assert [each.name for each in tmp_path.iterdir()] == ["headrace-vllm-file"]

@@ -61,7 +61,7 @@ def test_each_argument_of_sampling_parameters_is_in_the_table() -> None:
 
 
 def test_the_variables_of_vllm_that_a_worker_sets_are_in_the_table() -> None:
-    environment = engine_environment(WorkerConfig(model="m", engine="vllm"))
+    environment = engine_environment(WorkerConfig(model="m", engine="vllm"), sockets="/tmp/sockets")
     assert {name for name in environment if name.startswith("VLLM_")} >= set(ENVIRONMENT)
     source = (ROOT / "services" / "worker" / "engine" / "process.py").read_text(encoding="utf-8")
     assert set(re.findall(r'"(VLLM_\w+)"', source)) == set(ENVIRONMENT)
