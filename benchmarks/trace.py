@@ -154,7 +154,7 @@ def _measured(fleet: SimulatedFleet, best: Ideal, policy: str, workers: int, par
         ttft_mean_s=sum(ttft_s) / len(ttft_s),
         latency_mean_s=sum(journey.end_s - journey.request.arrival_s for journey in ended) / len(ended),
         output_tokens_per_s=sum(journey.request.output_tokens for journey in ended) / fleet.clock.now_s,
-        imbalance=_imbalance(fleet, workers),
+        imbalance=imbalance(fleet, workers),
         failed=len(fleet.journeys) - len(ended),
     )
 
@@ -163,7 +163,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-def _imbalance(fleet: SimulatedFleet, workers: int) -> float:
+def imbalance(fleet: SimulatedFleet, workers: int) -> float:
     """Return the imbalance over full windows up to the last arrival; later ones say nothing about balance."""
     windows: dict[int, list[int]] = {}
     last_s = fleet.load.requests[-1].arrival_s

@@ -26,7 +26,8 @@ class IndexConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Blocks of one candidate that may wait for an event about their parent block; at the limit the oldest are
     dropped."""
     speculation_s: Seconds = 5.0
-    """Seconds for which a routed prompt's blocks count as cached without an event that confirms it; 0 disables this."""
+    """Seconds for which a routed prompt's blocks count as cached without an event that confirms it, or longer until it
+    has its first token; 0 disables this."""
     history_s: Seconds = 120.0
     """Seconds for which a routed prompt's blocks count as cached, from their last use on, at workers whose KV events
     are not followed."""

@@ -45,6 +45,7 @@ from shared.messages.select import (
     RESERVATIONS_REQUEST,
     SELECT,
     SELECT_REPLY,
+    LoadEvents,
     Reserved,
     Select,
     Selected,
@@ -226,7 +227,7 @@ class Router:
             self._malformed("select", wrong)
             await self._answer(message, "", SelectRefused("", 0, "bad_request", str(wrong)), arrived)
             return
-        reply, reservations = self._choose(select)
+        reply, reservations, awaited = self._choose(select)
         if parent is not None:
             self._trace(select, reply, parent, arrived)
         answered = await self._answer(message, select.model if select.model in self.models else "", reply, arrived)
@@ -238,19 +239,27 @@ class Router:
             elif self._follower.other_routers or self._now() < self._joined_by_s:
                 # A router that misses this event learns of the attempt from the worker's report.
                 self._outbox.publish_load(select.model, reserved)
+                if awaited is not None and awaited.attempt == reserved.attempt:
+                    self._post_awaited(select.model, awaited)
         self._selects_since_yield = (self._selects_since_yield + 1) % SELECTS_PER_TURN
         if not self._selects_since_yield and self._follower.other_routers:
             await asyncio.sleep(0)
 
-    def _choose(self, select: Select) -> tuple[SelectReply, list[Reserved]]:
+    def _post_awaited(self, model: str, awaited: Reserved) -> None:
+        """Tell the other routers which blocks a prompt that waits will leave. It is lost while NATS is away."""
+        subject = subjects.router_load(self._runtime.namespace, model)
+        self._outbox.post(subject, LOAD_EVENTS.encode(LoadEvents(model, [awaited])))
+
+    def _choose(self, select: Select) -> tuple[SelectReply, list[Reserved], Reserved | None]:
         model = self.models.get(select.model)
         if model is None:
             reason = f"no worker has served the model {select.model[:200]} since this router started"
-            return SelectRefused(select.request[:256], select.attempt, "unknown_model", reason), []
+            return SelectRefused(select.request[:256], select.attempt, "unknown_model", reason), [], None
         selection = model.select(select, self._now())
         if selection.fault is not None:
             self._report_fault(select.model, selection.fault)
-        return selection.reply, [each for each in (selection.reserved, selection.reserved_decode) if each is not None]
+        reserved = [each for each in (selection.reserved, selection.reserved_decode) if each is not None]
+        return selection.reply, reserved, selection.awaited
 
     def _trace(self, select: Select, reply: SelectReply, parent: TraceParent, arrived: float) -> None:
         """Make the span of a choice, and note its trace for `headrace explain`."""

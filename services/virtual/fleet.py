@@ -51,15 +51,16 @@ from services.virtual.workers import (
     kv_layout,
     model_card,
 )
+from services.worker.config import OVERTAKING
 from services.worker.contracts.messages import EngineOrder, KvbmLink, Prefetch, Stepped, Submit
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import comes_meanwhile
 from services.worker.engine.loop import SLICE_S
 from services.worker.kv_connector.contract import KvbmAsk, KvbmNews, KvbmUp
+from shared.kv_events import encode_batch
 from shared.messages.cards import Role
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
-from shared.messages.kv_events import EVENT_BATCH, EventBatch
 from shared.messages.kvbm import StoreLayout
 from shared.messages.select import Finished, LoadEvent, Prefilled, Select, Selected
 
@@ -95,10 +96,11 @@ class SimulatedFleet:
         gaps: TokenGaps | None = None,
         max_running: int = MAX_RUNNING,
         late: Late | None = None,
+        overtaking: float = OVERTAKING,
     ) -> None:
         """Make the fleet. `sizes` are those of the block store that all workers share; None means no store. `compare`
-        weighs pairs against single workers. `gaps` collects the times between tokens. `max_running` is each worker's.
-        A run ends early once `late` says so."""
+        weighs pairs against single workers. `gaps` collects the times between tokens. `max_running` and `overtaking`
+        are each worker's. A run ends early once `late` says so."""
         self.clock = FleetClock()
         self.load = load
         self.journeys = [Journey(request) for request in load.requests]
@@ -113,6 +115,7 @@ class SimulatedFleet:
         self._gaps = gaps
         self._capacity_blocks = capacity_blocks
         self._max_running = max_running
+        self._overtaking = overtaking
         self._late = late
         self._upcoming: Iterator[Journey] = iter(())
         """The requests that start when another one ends."""
@@ -150,7 +153,8 @@ class SimulatedFleet:
         assert self.store is not None or role == "aggregated", "prompts are handed over through the block store"
         name = f"worker{next(self._names):03}"
         size, blocks = self.load.block_size, self._capacity_blocks
-        core = engine_core(name, role, longest_s, self._max_running, size, blocks, self.clock, self.store)
+        running, over = self._max_running, self._overtaking
+        core = engine_core(name, role, longest_s, running, size, blocks, self.clock, self.store, over)
         worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
         card = model_card(name, role, size, blocks, self.store)
         self.router.add_card(card, self.clock.now_s)
@@ -181,8 +185,8 @@ class SimulatedFleet:
         journey.attempt = journey.last_attempt = journey.last_attempt + 1
         if not journey.attempt:
             journey.asked_s = self.clock.now_s
-        name, left = str(request.number), request.output_tokens - len(journey.output) // 4
-        hashes, tokens = self.prompts.hashes(request), request.prompt_tokens + len(journey.output) // 4
+        name, left = str(request.number), request.output_tokens - journey.produced
+        hashes, tokens = self.prompts.hashes(request), request.prompt_tokens + journey.produced
         ask = Select(name, journey.attempt, FRONTEND, MODEL, hashes, tokens, left)
         reply = self.router.select(ask, self.clock.now_s).reply
         if not isinstance(reply, Selected):
@@ -212,6 +216,7 @@ class SimulatedFleet:
             Sampling(request.output_tokens, temperature=0.0, ignore_eos=True),
             UNBOUNDED,
             prefill_only=prefill_only,
+            number=request.number,
         )
 
     def _hand_over(self, journey: Journey) -> None:
@@ -261,15 +266,18 @@ class SimulatedFleet:
             core.handle(order, self.clock.now_s)
         worker.arrived.clear()
         told, works = core.begin(self.clock.now_s)
-        self._heard_of(worker, told)
-        self._pass_on(worker, core.step_connector(self.clock.now_s))
+        if told:
+            self._heard_of(worker, told)
+        if self.store is not None:
+            self._pass_on(worker, core.step_connector(self.clock.now_s))
         worker.stepping = works is not None
         if works is None:
             self._rest(worker, self.clock.now_s if core.busy else core.wait_until_s)
         else:
             elapsed_s = worker.step_s(works) if works else 0.0
             self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
-            self._rest_in_step(worker)
+            if self.store is not None:
+                self._rest_in_step(worker)
 
     def _pass_on(self, worker: SimulatedWorker, messages: Sequence[KvbmAsk | KvbmLink]) -> None:
         for message in messages:
@@ -294,8 +302,8 @@ class SimulatedFleet:
     def _finish(self, worker: SimulatedWorker, works: Sequence[Work], elapsed_s: float) -> None:
         if worker.gone:
             return
-        prompt_tokens = sum(work.end - work.start for work in works if work.start < work.prompt_tokens)
-        told = worker.core.finish([drawn(work) if work.draws else None for work in works], elapsed_s)
+        prompt_tokens = sum([work.end - work.start for work in works if work.start < work.prompt_tokens])
+        told = worker.core.finish(list(map(drawn, works)), elapsed_s)
         if prompt_tokens:
             window = int(self.clock.now_s // WINDOW_S), worker.name
             self.prefilled[window] = self.prefilled.get(window, 0) + prompt_tokens
@@ -305,26 +313,32 @@ class SimulatedFleet:
     def _heard_of(self, worker: SimulatedWorker, told: Sequence[Stepped]) -> None:
         for report in told:
             worker.last = report
-            if report.events:
-                payload = EVENT_BATCH.encode(EventBatch(self.clock.now_s, report.events))
+            if report.event_batch:
+                payload = encode_batch(self.clock.now_s, report.event_batch)
                 self.clock.after(HOP_S, partial(self._hear, worker, payload))
-            for part in report.parts.get(FRONTEND, ()):
+            # An attempt's first and last part come in the last step of a report.
+            for number in report.one_token_attempts:
+                journey = self.journeys[number]
+                journey.produced += 1
+                if self._gaps is not None:
+                    self._gaps.add(journey, self.clock.now_s)
+            for part in report.boundary_parts:
                 self._take(worker, part)
 
     def _take(self, worker: SimulatedWorker, part: Part) -> None:
         journey = self.journeys[int(part.request)]
-        if part.tokens and not journey.output:
+        if part.tokens and not journey.produced:
             journey.first_token_s = self.clock.now_s
             self.late_requests += self._late is not None and journey.ttft_s > self._late.after_s
             journey.cached_tokens = part.cached_tokens
             journey.cached_host_tokens, journey.cached_disk_tokens = part.cached_host_tokens, part.cached_disk_tokens
         new_worker = 0 <= journey.begun != part.attempt
         if part.tokens and self._gaps is not None:
-            self._gaps.add(journey, len(part.tokens) // 4, self.clock.now_s, new_worker=new_worker)
+            self._gaps.add(journey, self.clock.now_s, new_worker=new_worker)
         if part.tokens and journey.begun != part.attempt:
             journey.begun = part.attempt
             self._tell(Prefilled(part.request, part.attempt, part.cached_tokens, journey.ttft_s, worker.name))
-        journey.output += part.tokens
+        journey.produced += bool(part.tokens)
         if part.finish is not None:
             del worker.attempts[part.request, part.attempt]
             self._tell(Finished(part.request, part.attempt))
@@ -338,9 +352,6 @@ class SimulatedFleet:
     def _end(self, journey: Journey, failed: str) -> None:
         journey.end_s = self.clock.now_s
         journey.failed = failed
-        journey.output = bytearray()
-        if self._gaps is not None:
-            self._gaps.end(journey)
         self._left -= 1
         follower = next(self._upcoming, None)
         if follower is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.virtual.loads import TraceRequest
 
@@ -30,8 +30,16 @@ class Journey:
     first_token_s: float = -1.0
     end_s: float = -1.0
     failed: str = ""
-    output: bytearray = field(default_factory=bytearray)
-    """The output tokens as packed u32; emptied at the end."""
+    produced: int = 0
+    """How many tokens of the answer have come."""
+    last_token_s: float = -1.0
+    """When the last of them came."""
+
+    @property
+    def output(self) -> bytes:
+        """Packed tokens, one for each that has come. They are not those that were drawn, but differ as those do."""
+        number = self.request.number
+        return array("I", [number >> 8 * (index % 3) & 255 for index in range(self.produced)]).tobytes()
 
     @property
     def ttft_s(self) -> float:
@@ -46,19 +54,11 @@ class TokenGaps:
         """Seconds from each token to the next one of the same answer, hand-overs included."""
         self.handed_over_s = array("d")
         """Seconds from the first token of a request to its second one, where another worker computed that."""
-        self._last_s: dict[int, float] = {}
-        """When the last token of each request that runs came."""
 
-    def add(self, journey: Journey, tokens: int, now_s: float, *, new_worker: bool) -> None:
-        """Take up new tokens of a request. `new_worker` says whether they are the first after a hand-over."""
-        before_s = self._last_s.get(journey.request.number)
-        self._last_s[journey.request.number] = now_s
-        if before_s is not None:
-            self.all_s.append(now_s - before_s)
+    def add(self, journey: Journey, now_s: float, *, new_worker: bool = False) -> None:
+        """Take up a new token of a request. `new_worker` says whether it is the first after a hand-over."""
+        if journey.last_token_s >= 0:
+            self.all_s.append(now_s - journey.last_token_s)
             if new_worker:
-                self.handed_over_s.append(now_s - before_s)
-        self.all_s.extend([0.0] * (tokens - 1))
-
-    def end(self, journey: Journey) -> None:
-        """Forget the last token of a request that has ended."""
-        self._last_s.pop(journey.request.number, None)
+                self.handed_over_s.append(now_s - journey.last_token_s)
+        journey.last_token_s = now_s

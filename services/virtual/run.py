@@ -12,7 +12,7 @@ from services.virtual.journeys import TokenGaps
 from services.virtual.loads import LoadTrace, read_trace
 from services.virtual.store import StoreSizes
 from services.virtual.workers import StepTime
-from services.worker.config import SimulatedConfig
+from services.worker.config import OVERTAKING, SimulatedConfig
 from services.worker.simulated.runner import read_times
 from services.worker.simulated.timing import Timing
 from shared.messages.cards import Role
@@ -30,6 +30,7 @@ def run(wanted: VirtualRun) -> VirtualResult:
         sizes=StoreSizes(wanted.store_tokens // load.block_size, 0) if wanted.store_tokens else None,
         gaps=gaps,
         max_running=wanted.max_running,
+        overtaking=OVERTAKING if wanted.overtakes else 0.0,
         late=Late(wanted.late_s, wanted.late_most) if wanted.late_s else None,
     )
     roles: list[tuple[Role, int]] = [

@@ -78,6 +78,7 @@ def engine_core(
     capacity_blocks: int,
     clock: FleetClock,
     store: BlockStore | None,
+    overtaking: float,
 ) -> EngineCore:
     """Return the engine that a worker with these settings has. `longest_s` is `step_s`; `store` is its kvbm."""
     settings = WorkerConfig(
@@ -88,6 +89,7 @@ def engine_core(
         max_running=max_running,
         max_waiting=UNBOUNDED,
         max_waiting_tokens=UNBOUNDED,
+        overtaking=overtaking,
         kvbm=KVConnectorConfig(pool="" if store is None else KVBM),
     )
     config = EngineConfig.of(settings, MODEL, name, parent_pid=0)
@@ -130,6 +132,12 @@ def kv_layout(block_size: int) -> KvLayout:
     return KvLayout(dtype="bfloat16", layers=32, kv_heads=8, head_dim=128, block_size=block_size)
 
 
-def drawn(work: Work) -> Drawn:
-    """Draw a token so that the outputs of two sequences differ within three tokens."""
-    return Drawn(work.sequence >> 8 * (work.draw_index % 3) & 255)
+_DRAWN = [Drawn(token) for token in range(VOCABULARY)]
+
+
+def drawn(work: Work) -> Drawn | None:
+    """Draw a token, if the step yields one, so that the outputs of two sequences differ within three tokens."""
+    end = work.end
+    if end != len(work.history):
+        return None
+    return _DRAWN[work.sequence >> 8 * ((end - work.prompt_tokens) % 3) & 255]

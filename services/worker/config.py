@@ -22,6 +22,7 @@ CopyPath = Literal["auto", "rows", "batch", "staged"]
 Offload = Literal["filled", "evicted", "off"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+OVERTAKING = 2.0
 LORA_RANK = 64
 LORA_BYTES = 512 << 20
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
@@ -300,6 +301,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Most attempts in the queue; if there are more, Generate is refused as overloaded."""
     max_waiting_tokens: Positive = 1 << 20
     """Most uncomputed tokens in the queue; if there are more, Generate is refused as overloaded."""
+    overtaking: Annotated[float, Meta(ge=0, le=1000)] = OVERTAKING
+    """For how long a prompt lets shorter ones that come after it be computed first, in times of its own computing. What
+    is cached is not computed. 0 means first come, first served. vLLM and attached servers have an order of their
+    own."""
     simulated: SimulatedConfig = SimulatedConfig()
     kvbm: KVConnectorConfig = KVConnectorConfig()
     lora_rank: Positive = LORA_RANK

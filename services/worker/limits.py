@@ -46,6 +46,9 @@ class SchedulerLimits:
     """Most attempts in the queue."""
     max_waiting_tokens: int = 1 << 20
     """Most uncomputed tokens in the queue; one attempt alone may be longer."""
+    overtaking: float = 0.0
+    """How many times the time that its own computing takes a prompt is due after its arrival. What is due earlier is
+    computed first."""
     step_s: float = 0.25
     """Seconds that a step which prefills should take at most."""
     short_step_s: float = inf

@@ -62,6 +62,9 @@ class WorkerMetrics:
     _preemptions = counter("headrace_preemptions", "",
         "Sequences preempted: their blocks were needed by others, and they waited again",
         "Too little memory for KV: raise `worker.capacity_bytes`, or lower `worker.max_running`.")
+    _overtaken = counter("headrace_overtaken", "",
+        "How often a prompt was computed before one that had come earlier, as it is shorter",
+        "Long prompts wait too long: lower `worker.overtaking`.")
     _not_finite = counter("headrace_not_finite_sequences", "outcome",
         "Sequences whose numbers were not finite: computed once more (recomputed), and not finite again (failed)",
         "Suspect the GPU, or the model's files.")
@@ -141,6 +144,7 @@ class WorkerMetrics:
         if since.load is not None:
             load, shown, self._shown = since.load, self._shown, since.load
             self._preemptions.inc(load.preemptions - shown.preemptions)
+            self._overtaken.inc(load.overtaken - shown.overtaken)
             self._not_finite.labels("recomputed").inc(load.recomputed - shown.recomputed)
             self._not_finite.labels("failed").inc(load.not_finite - shown.not_finite)
             self._show(since.load, since.capacity_blocks)

@@ -132,6 +132,9 @@ class Reserved(Struct, frozen=True, tag="reserved"):
     """Whether the worker's reports never have the attempt, as `Select.unreported` says."""
     lasts_s: float = 0.0
     """For an unreported attempt: the seconds after which its frontend has said Finished at the latest."""
+    awaited: bytes = b""
+    """The sequence hashes of the first blocks that the instance will compute, packed u64, if the prompt waits there for
+    others. Such a message follows or precedes the same one without them, and may be lost."""
 
 
 class Prefilled(Struct, frozen=True, tag="prefilled"):

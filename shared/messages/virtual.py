@@ -31,6 +31,8 @@ class VirtualRun(Struct, frozen=True, kw_only=True, tag=True):
     """The tokens of KV for which each worker has room."""
     store_tokens: int = 0
     """The tokens of KV for which the block store has room. 0 means no store."""
+    overtakes: bool = True
+    """Whether the engine computes shorter prompts first, as ours do by default."""
     late_s: float = 0.0
     """The run is given up if first tokens come later, and more of them than `late_most`. 0 means never."""
     late_most: int = 0

@@ -163,7 +163,9 @@ class ScriptedWorker:
         batch = EventBatch(ts=float(self.epoch * 1000 + self.sequence), events=list(events), data_parallel_rank=rank)
         self.publisher.publish(self.sequence, EVENT_BATCH.encode(batch))
 
-    async def reports(self, *attempts: str, waiting_tokens: int = 0, held_blocks: int = 0) -> None:
+    async def reports(
+        self, *attempts: str, waiting_tokens: int = 0, held_blocks: int = 0, prefill_tokens_per_s: float = 0.0
+    ) -> None:
         report = LoadReport(
             instance=self.name,
             epoch=1,
@@ -179,6 +181,7 @@ class ScriptedWorker:
                 for rank in range(0 if self.plain else self.ranks)
             ],
             attempts=[(attempt, 1) for attempt in attempts],
+            prefill_tokens_per_s=prefill_tokens_per_s,
         )
         await self.bus.publish(subjects.worker(NAMESPACE, self.name, "load"), LOAD_REPORT.encode(report))
 

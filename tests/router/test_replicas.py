@@ -91,6 +91,21 @@ async def test_another_routers_reservations_are_received_in_the_middle_of_a_burs
         assert all(isinstance(each, Selected) and each.instance == "b" for each in chosen[10:25])
 
 
+async def test_a_question_finds_the_document_that_waits_at_a_worker_whichever_router_it_comes_to() -> None:
+    async with two(RouterConfig(), workers=2) as (first, second):
+        for worker in (*first.workers, *second.workers):
+            await worker.reports(prefill_tokens_per_s=1000.0, waiting_tokens=50_000)
+        for world in (first, second):
+            await until(lambda: len(world.router.models[MODEL].load.speeds) == 2)  # noqa: B023
+        document = tokens_of("long", 500)
+        there = await first.ask_raw(SELECT.encode(select(document, "document")), router=True)
+        await until(lambda: second.router.models[MODEL].speculation.bytes > 0)
+        found = await second.ask_raw(SELECT.encode(select([*document, 1, 2, 3, 4], "question")), router=True)
+        assert isinstance(there, Selected)
+        assert isinstance(found, Selected)
+        assert (found.router, found.instance, found.overlap.device) == ("0b", there.instance, 500)
+
+
 async def test_reservations_of_one_moment_are_published_together_and_the_answers_do_not_wait() -> None:
     published: list[LoadEvents] = []
 

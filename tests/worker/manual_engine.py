@@ -43,6 +43,7 @@ class Engine:
         offload: Offload = "filled",
         offers_limit: int = 64,
         wait_s: float = 0.0,
+        overtaking: float = 0.0,
     ) -> None:
         self.runner = FakeRunner(block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length)
         self.scheduler = Scheduler(
@@ -60,6 +61,7 @@ class Engine:
                 offload=offload,
                 offers_limit=offers_limit,
                 wait_s=wait_s,
+                overtaking=overtaking,
             )
         )
         self.now_s = 0.0
@@ -149,11 +151,11 @@ class Engine:
             seen.add(block.hash)
         assert digest == self.scheduler.kv_cache.digest
 
-    def run(self) -> None:
+    def run(self, elapsed_s: float = 0.01) -> None:
         for _ in range(10_000):
             if not self.scheduler.busy:
                 break
-            self.step()
+            self.step(elapsed_s)
         assert not self.scheduler.busy
         assert self.scheduler.load().held_blocks == 0
 

@@ -136,6 +136,7 @@ def _first_run(flags: PlanFlags, file: Path, profile: Profile, traffic: Traffic,
         workers=0,
         overhead_s=profile.overhead_s,
         kv_tokens=kv_tokens,
+        overtakes="://" not in profile.subject.server and "vllm" not in profile.subject.server,
         late_s=late_s,
         late_most=late_most,
     )

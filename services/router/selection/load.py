@@ -384,6 +384,11 @@ class LoadTracker:
         reservation = self._reservations.get(attempt)
         return None if reservation is None else reservation.candidate
 
+    def waits(self, attempt: AttemptId) -> bool:
+        """Return whether the attempt is reserved and has no token yet."""
+        reservation = self._reservations.get(attempt)
+        return reservation is not None and not reservation.prefilled
+
     def statistics(self) -> LoadStatistics:
         """Return counts, in constant time."""
         return LoadStatistics(len(self._reservations), len(self._without_reservation), self._forgotten)

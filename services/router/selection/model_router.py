@@ -20,8 +20,9 @@ from msgspec import Struct
 
 from services.router.config import RouterConfig
 from services.router.index.chains import SlotCleanup
-from services.router.index.index import Index
+from services.router.index.index import Index, Slot
 from services.router.index.inheritance import store_id_of
+from services.router.selection.awaited import awaited, check_awaited
 from services.router.selection.caches import FleetCaches
 from services.router.selection.candidates import (
     DISK_BYTES_PER_S,
@@ -64,6 +65,8 @@ class Selection(Struct, frozen=True):
     """The new reservation at the worker that decodes, if that is another one."""
     fault: PolicyFault | None = None
     """What was wrong with the policy, if anything; the reply is valid all the same."""
+    awaited: Reserved | None = None
+    """`reserved` with the blocks that its prompt will leave, if that waits. The other routers should hear of them."""
 
 
 class _Candidates(Struct, frozen=True):
@@ -260,9 +263,12 @@ class ModelRouter:
         reserved = None if repeated else self._reserve(select, candidates.request, chosen, candidates.now_s)
         if reserved is not None and following is not None:  # an earlier answer was a pair
             self.load.withdraw((select.request, select.attempt + 1))
-        self._speculate(candidates, chosen, chosen.overlap.here, candidates.remembered)
+        self._speculate(candidates, select, chosen, chosen.overlap.here, candidates.remembered)
         selected = self._decide(candidates, select, candidates.request, choice, repeated=repeated)
-        return Selection(selected, reserved, fault=fault)
+        told = None
+        if reserved is not None and chosen.id[0] not in self._without_events:
+            told = awaited(select, reserved, chosen)
+        return Selection(selected, reserved, fault=fault, awaited=told)
 
     def _select_pair(
         self, candidates: _Candidates, pair: WorkerPair, fault: PolicyFault | None, *, because: str = ""
@@ -278,8 +284,8 @@ class ModelRouter:
         if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
             delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
             reserved_decode = self._reserve(taken, pair.rest, decode, now_s, delay_s=delay_s)
-        for candidate in (prefill, decode):
-            self._speculate(candidates, candidate, candidate.overlap.device)
+        for asked, candidate in ((select, prefill), (taken, decode)):
+            self._speculate(candidates, asked, candidate, candidate.overlap.device)
         choice = pair.prefill.with_reason(f"computes the prompt, {decode.id[0]} decodes: {because}{pair.comparison}")
         selected = self._decide(candidates, select, pair.prompt, choice, repeated=repeated)
         choice = pair.decode.with_reason(f"decodes what {prefill.id[0]} hands over")
@@ -330,17 +336,22 @@ class ModelRouter:
         return reserved if self.load.add_reservation(reserved, now_s) else None
 
     def _speculate(
-        self, candidates: _Candidates, chosen: CandidateState, known: int, remembered: Sequence[ExpectedRun] = ()
+        self,
+        candidates: _Candidates,
+        select: Select,
+        chosen: CandidateState,
+        known: int,
+        remembered: Sequence[ExpectedRun] = (),
     ) -> None:
-        """Expect the prompt's blocks where the prompt was sent, except the `known` leading ones that are there. Renew
-        what is expected there of `remembered`."""
-        now_s, rest = candidates.now_s, candidates.select.hashes[8 * known :]
+        """Expect the prompt's blocks where the attempt of `select` was sent, except the `known` leading ones that are
+        there. Renew what is expected there of `remembered`."""
+        now_s, rest = candidates.now_s, select.hashes[8 * known :]
         slot = self.caches.chains[chosen.id].slot
         if chosen.id[0] in self._without_events:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
             self.history.add(slot, rest, now_s)
         else:
-            self.speculation.add(slot, rest, now_s)
+            self.speculation.add(slot, rest, now_s, (select.request, select.attempt))
         if self.index.nearly_full:
             self.index.touch(candidates.hashes[:known])
 
@@ -354,10 +365,12 @@ class ModelRouter:
                     raise ProtocolError(f"Reserved: delay_s is {event.delay_s:g}")
                 if min(event.attempt, event.rank, event.uncached_tokens, event.blocks) < 0:
                     raise ProtocolError("Reserved: a number is negative")
+                check_awaited(event)
                 # No event would release a reservation at an unknown instance; if it joins later, it reports its
                 # attempts.
-                if event.router != self._router and (event.instance, event.rank) in self.caches.chains:
-                    self.load.add_reservation(event, now_s)
+                chains = self.caches.chains.get((event.instance, event.rank))
+                if event.router != self._router and chains is not None:
+                    self._add_reservation_of_another(event, chains.slot, now_s)
             case Prefilled():
                 self.load.mark_prefilled((event.request, event.attempt))
                 return self.decisions.record_first_token(event)
@@ -367,6 +380,12 @@ class ModelRouter:
             case _:
                 assert_never(event)
         return None
+
+    def _add_reservation_of_another(self, event: Reserved, slot: Slot, now_s: float) -> None:
+        self.load.add_reservation(msgspec.structs.replace(event, awaited=b"") if event.awaited else event, now_s)
+        attempt = event.request, event.attempt
+        if event.awaited and self.load.waits(attempt) and event.instance not in self._without_events:
+            self.speculation.add(slot, event.awaited, now_s, attempt)
 
     def apply_load_report(self, report: LoadReport, now_s: float) -> None:
         """Apply a worker's load report; ignore it if the worker does not serve this model."""
@@ -389,7 +408,7 @@ class ModelRouter:
         """Update what depends on time; to be called some ten times a second. `listening` is False if messages may have
         been missed."""
         self.eligibility.frozen = self.load.frozen_instances(now_s, listening=listening)
-        self.speculation.expire(now_s, runs=_EXPIRED_PER_TICK)
+        self.speculation.expire(now_s, runs=_EXPIRED_PER_TICK, waits=self.load.waits)
         self.history.expire(now_s, runs=_EXPIRED_PER_TICK)
 
     def validate(self) -> None:

@@ -4,8 +4,10 @@
     next request:    s0 s1   s2 s3 x4       found at A: 2 by the index and 2 by the run that begins with s2
 
 A burst of similar requests comes faster than events do. Without speculation, each would find the cache empty, and they
-would be spread. For candidates that send no events, this is all that the router knows; it is kept for longer there, and
-renewed by use.
+would be spread. A prompt that waits for others at its worker is not computed for long, so its run does not expire
+before that: in a busy fleet, the questions about a document would else follow it to other workers, which all compute
+it. For candidates that send no events, this is all that the router knows; it is kept for longer there, and renewed by
+use.
 
 The index is not changed. A sequence hash names its whole prefix, so the first hash of a run is enough to find it. The
 run extends every overlap that reaches its beginning, and a binary search finds how far it agrees with a prompt: a run
@@ -19,14 +21,18 @@ could not say whether a block came from an event or from a guess.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from services.router.index.index import CandidateId, Slot
+from services.router.selection.load import AttemptId
 from shared.messages.select import Overlap
 
 RUN_BYTES = 600
 """Most bytes of one run without its hashes, as measured: an object, its key, and its entries in two tables in which
 keys come and go."""
+RENEW_S = 0.5
+"""Seconds before a run expires, from which on it is kept if its prompt still waits."""
 _HASH_BYTES = 8
 _NOTHING = Overlap()
 
@@ -34,10 +40,12 @@ _NOTHING = Overlap()
 class ExpectedRun:
     """Blocks expected in a slot, as packed sequence hashes."""
 
-    __slots__ = ("expires_s", "first", "packed", "slot")
+    __slots__ = ("attempt", "expires_s", "first", "packed", "slot")
 
-    def __init__(self, slot: Slot, packed: bytes, expires_s: float) -> None:
+    def __init__(self, slot: Slot, packed: bytes, expires_s: float, attempt: AttemptId | None) -> None:
         self.slot = slot
+        self.attempt = attempt
+        """The latest attempt that was sent there with it."""
         self.packed = packed
         self.first = int.from_bytes(packed[:_HASH_BYTES], "little")
         self.expires_s = expires_s
@@ -60,14 +68,16 @@ class Speculation:
         """Runs by first hash."""
         self.bytes = 0
 
-    def add(self, slot: Slot, packed: bytes, now_s: float) -> None:
-        """Expect blocks in the slot, after those that it holds or is already expected to hold."""
+    def add(self, slot: Slot, packed: bytes, now_s: float, attempt: AttemptId | None = None) -> None:
+        """Expect blocks in the slot, after those that it holds or is already expected to hold. `attempt` computes
+        them."""
         if self._ttl_s <= 0 or not packed or RUN_BYTES + len(packed) > self._limit_bytes:
             return
-        run = ExpectedRun(slot, packed, now_s + self._ttl_s)
+        run = ExpectedRun(slot, packed, now_s + self._ttl_s, attempt)
         known = self._runs.get((run.first, slot))
         if known is not None:
             if known.expires_s > now_s and len(known.packed) >= len(packed):
+                known.attempt = attempt
                 return  # the same prompt again; its last block is never looked up
             self._drop(known)
         while self.bytes + run.size_bytes > self._limit_bytes:
@@ -106,13 +116,16 @@ class Speculation:
             run.expires_s = now_s + self._ttl_s
             self._runs.move_to_end((run.first, run.slot))
 
-    def expire(self, now_s: float, *, runs: int) -> None:
-        """Drop expired runs, at most `runs` of them."""
-        for _ in range(runs):
-            run = next(iter(self._runs.values()), None)
-            if run is None or run.expires_s > now_s:
+    def expire(self, now_s: float, *, runs: int, waits: Callable[[AttemptId], bool] = lambda _attempt: False) -> None:
+        """Look at up to `runs` runs: drop expired ones, and keep those whose prompts wait to be computed, as `waits`
+        says."""
+        for run in list(islice(self._runs.values(), runs)):
+            if run.expires_s > now_s + RENEW_S:
                 return
-            self._drop(run)
+            if run.attempt is not None and waits(run.attempt):
+                self.renew((run,), now_s)
+            elif run.expires_s <= now_s:
+                self._drop(run)
 
     def _drop(self, run: ExpectedRun) -> None:
         del self._runs[run.first, run.slot]

@@ -201,6 +201,8 @@ class EngineLoad(Struct, frozen=True):
     """Seconds that a step which only decodes takes, as measured lately. 0 if not measured yet."""
     preemptions: int = 0
     """Preemptions since the engine started."""
+    overtaken: int = 0
+    """How often an attempt was put before one that had come earlier, since the engine started."""
     recomputed: int = 0
     """Sequences that were computed once more since the engine started, since their numbers were not finite."""
     not_finite: int = 0
@@ -274,6 +276,8 @@ class Begun(Struct, frozen=True, array_like=True):
     share of a step's tokens."""
     first_missing: bytes = b""
     """The key of its first full block that was in no cache. Empty if there is none, or the engine does not say."""
+    overtaken: int = 0
+    """How many attempts that came later were put before it in the queue, because they are due earlier."""
 
 
 class AttemptNote(Struct, frozen=True, array_like=True):

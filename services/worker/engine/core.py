@@ -144,6 +144,7 @@ class EngineCore:
             max_step_tokens=settings.step_tokens,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives
             max_waiting_tokens=settings.max_waiting_tokens,
+            overtaking=settings.overtaking,
             offload=settings.kvbm.offload,
             wait_s=settings.kvbm.wait_s,
         )
@@ -372,7 +373,7 @@ class EngineCore:
         if not self._pending_steps:
             return []
         pending, self._pending = self._pending, Outcome()
-        events = to_kv_events(pending.events, self._block_size)
+        events = to_kv_events(pending.events, self._block_size) if pending.events else []
         first, *others = pending.split(MOST_EMBEDDED_BYTES)
         stepped = self._stepped(first, events, self._pending_steps, self._pending_tokens, self._pending_s)
         self._pending_steps = self._pending_tokens = 0

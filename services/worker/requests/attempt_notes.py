@@ -13,9 +13,10 @@ def begun(report: Begun) -> str:
     wait = describe_wait(report.queued_s, report.waited_s)
     onboard_s = report.onboard_s
     onboard = f", {describe_wait(onboard_s)} of it for blocks of the kvbm" if onboard_s >= LEAST_S else ""
+    overtaken = f", overtaken by {report.overtaken} that were due earlier" if report.overtaken else ""
     missing = f"; the first block that no cache had: {report.first_missing.hex()}" if report.first_missing else ""
     prefill = f"then {describe_wait(report.prefill_s)} to its first token"
-    return f"waited {wait} for its first step{onboard}, {prefill}{missing}"
+    return f"waited {wait} for its first step{onboard}{overtaken}, {prefill}{missing}"
 
 
 def refused(reply: Refused) -> str:

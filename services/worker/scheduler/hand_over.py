@@ -50,6 +50,8 @@ class HandOvers:
 
     def take_ended(self, now_s: float) -> list[Sequence]:
         """Remove and return the sequences that are handed over now."""
+        if not self._storing:
+            return []
         ended = [
             sequence
             for sequence, until_s in self._storing.values()

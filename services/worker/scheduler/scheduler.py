@@ -134,15 +134,17 @@ class Scheduler:
             self._living[sequence.name] = sequence
             if submit.prefill_only:
                 self._set_due(sequence, now_s)
+            elif not sequence.produced and self._limits.overtaking and self.budget.throughput.tokens_per_s:
+                self._set_due(sequence, now_s, self._limits.overtaking)
             self._earliest_end_s = min(self._earliest_end_s, sequence.ends_by_s)
             self._queue.add(sequence, now_s)
             self._consider_onboarding(now_s)
         self._onboarding.arrived(sequence)
         self._stalled_at = None
 
-    def _set_due(self, sequence: Sequence, now_s: float) -> None:
-        """Prompts that are handed over are due after the time that they take alone."""
-        sequence.due_s = now_s + self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
+    def _set_due(self, sequence: Sequence, now_s: float, times: float = 1.0) -> None:
+        """Let a prompt be due after its arrival by `times` the time that it takes alone."""
+        sequence.due_s = now_s + times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
 
     def _knows(self, submit: Submit) -> bool:
         """Return whether the attempt lives here."""
@@ -248,7 +250,8 @@ class Scheduler:
         if probe.work is not None:
             self.kv_cache.free_blocks(probe.slots)
             probe.end(drawn[-1])
-        self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
+        if self._prefilling:
+            self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         return self.drain()
 
     def drain(self) -> Outcome:
@@ -299,12 +302,13 @@ class Scheduler:
         return EngineLoad(
             waiting=len(self._queue.sequences),
             running=len(self._running),
-            waiting_tokens=self._queue.tokens + sum(s.uncomputed for s in self._prefilling),
+            waiting_tokens=self._queue.tokens + sum([s.uncomputed for s in self._prefilling]),
             held_blocks=blocks.held + blocks.loading,
             cached_blocks=blocks.cached,
             prefill_tokens_per_s=self.budget.throughput.tokens_per_s,
             step_s=self.budget.throughput.step_s,
             preemptions=self._preemptions,
+            overtaken=self._queue.overtaken,
             recomputed=self._recomputed,
             not_finite=self.probe.failed,
             onboarding=self._onboarding.waiting,
@@ -370,6 +374,8 @@ class Scheduler:
     def _schedule_prefills(self) -> Cause | None:
         """Fill the step with prefills. Return what the head of the queue waits for, if it waits."""
         assert self._step is not None
+        if not (self._prefilling or self._queue.sequences):
+            return None
         places = self._limits.max_running - int(self.probe.work is not None)
         left = max(self.budget.tokens - len(self._step) - self.probe.tokens, self._limits.least_step_tokens)
         self._admit_before_prefills(places)

@@ -77,6 +77,8 @@ class Sequence:
     """When it was given blocks for the first time."""
     waited_s: WaitTimes = NO_WAIT
     """For what it waited until then."""
+    overtaken: int = 0
+    """How many that came later were put before it while it waited."""
     onboarding_s: float | None = None
     """When it began to wait for blocks that were then asked of the kvbm. None if it did not."""
     loaded: dict[int, bool] = field(default_factory=dict)
@@ -215,7 +217,8 @@ class Sequence:
         onboard_s = 0.0 if asked_s is None else max(0.0, min(admitted_s - asked_s, queued_s - held_up_s))
         missing = self.cached_tokens // self.block_size
         first_missing = self.keys[missing] if missing < self.prompt_tokens // self.block_size else b""
-        return Begun(self.number, queued_s, max(0.0, now_s - admitted_s), onboard_s, self.waited_s, first_missing)
+        prefill_s = max(0.0, now_s - admitted_s)
+        return Begun(self.number, queued_s, prefill_s, onboard_s, self.waited_s, first_missing, self.overtaken)
 
     def last_part(self, finish: FinishReason, error: str = "", embedding: bytes = b"") -> Part:
         """Return the part that ends the attempt without a token."""

@@ -1,15 +1,17 @@
 """WaitingQueue: the sequences that wait to be admitted, by rank, and what they wait for. Pure.
 
-Rank: higher `priority` first, then answers that another worker has begun, then first come first served; the head of
-the queue is never overtaken within its priority by a smaller prompt. Where prompts are handed over, the one is first
-that would end first if each had been computed alone from its arrival. So a prompt of a second does not wait for one of
-20 s that came just before it; the long one is overtaken only by prompts that come within the 20 s, and computes on
-after them in the blocks that it has.
+Rank: higher `priority` first, then answers that another worker has begun, then what is due earlier. A prompt is due
+after its arrival, by `overtaking` times the time that computing its uncached tokens takes; with 0 the order is first
+come, first served. So a conversation's next turn, most of which is cached, does not wait for a stranger's prompt of
+20 s that came just before it. The long one is overtaken only by prompts that come within the 20 s, and computes on
+after them in the blocks that it has. The head of the queue is never passed over for want of blocks.
+
+docs/decisions/0080 gives the reasons.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 
 from services.worker.scheduler.queue_clock import Cause, QueueClock, WaitTimes
 from services.worker.scheduler.sequence import Sequence, rank_of
@@ -25,6 +27,8 @@ class WaitingQueue:
         """By rank; to be changed by `add` and `remove` alone."""
         self.tokens = 0
         """Uncomputed tokens of all sequences."""
+        self.overtaken = 0
+        """How often a sequence was put before one of its priority that had come earlier."""
         self._clock = QueueClock()
 
     def refusal(self, tokens: int) -> str:
@@ -39,7 +43,12 @@ class WaitingQueue:
     def add(self, sequence: Sequence, now_s: float) -> None:
         """Let the sequence wait from now on."""
         sequence.queued_s, sequence.queued_at = now_s, self._clock.read(now_s)
-        insort(self.sequences, sequence, key=rank_of)
+        at = bisect_left(self.sequences, sequence.rank, key=rank_of)
+        for other in self.sequences[at:]:
+            if other.arrival < sequence.arrival and other.submit.priority == sequence.submit.priority:
+                other.overtaken += 1
+                self.overtaken += 1
+        self.sequences.insert(at, sequence)
         self.tokens += sequence.uncomputed
 
     def remove(self, sequence: Sequence) -> None:

@@ -30,8 +30,8 @@ def card(instance: str, **more: Any) -> ModelCard:
     return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, KvLayout("float32", 1, 1, 4, 4), **more)
 
 
-def model(policy: str = "kv", config: RouterConfig = CONFIG) -> ModelRouter:
-    return ModelRouter("m", "r1", config, BUILT_IN[policy](), Random(1))
+def model(policy: str = "kv", config: RouterConfig = CONFIG, name: str = "r1") -> ModelRouter:
+    return ModelRouter("m", name, config, BUILT_IN[policy](), Random(1))
 
 
 def select(request: str, blocks: list[int], **more: Any) -> Select:
@@ -365,6 +365,40 @@ def test_a_routed_prompts_blocks_are_expected_there_until_the_cache_is_cleared()
     assert router.index.bytes == 0, "the index holds only blocks of events"
     router.caches.chains["a", 0].clear()
     assert chosen(router, select("t", [1, 2, 3]), 1.0).overlap.blocks == 0
+
+
+def test_a_prompt_that_waits_long_for_others_is_expected_where_it_waits_until_it_has_been_computed() -> None:
+    router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(speculation_s=5)))
+    router.add_card(card("a"))
+    chosen(router, select("document", [1, 2, 3]), 0.0)
+    for tenths in range(300):
+        router.tick(tenths / 10, listening=False)
+    assert chosen(router, select("question", [1, 2, 3, 4]), 30.0).overlap.device == 3
+    router.apply_load_event(Prefilled("document", 1, 0), 30.0)
+    router.apply_load_event(Finished("question", 1), 30.0)
+    for tenths in range(300, 360):
+        router.tick(tenths / 10, listening=False)
+    assert chosen(router, select("later", [1, 2, 3, 4]), 36.0).overlap.blocks == 0, "no event has said so"
+    router.validate()
+
+
+def test_of_a_prompt_that_waits_other_routers_hear_which_blocks_it_will_leave() -> None:
+    router, other = model(), model(name="other")
+    for each in (router, other):
+        each.add_card(card("a"))
+        each.apply_load_report(report("a", rate=1.0), 0.0)
+    assert router.select(select("first", [7, 8, 9]), 0.0).awaited is None, "nothing was before it"
+    waits = router.select(select("waits", [1, 2, 3]), 0.0)
+    assert waits.reserved is not None
+    assert waits.awaited is not None
+    for event in (waits.awaited, waits.reserved):  # in any order
+        other.apply_load_event(event, 0.0)
+    assert other.load.reservations()[0].reserved == waits.reserved, "the blocks are kept once"
+    assert chosen(other, select("question", [1, 2, 3, 4]), 1.0).overlap.device == 3
+    other.apply_load_event(Prefilled("waits", 1, 0), 1.0)
+    other.apply_load_event(msgspec.structs.replace(waits.awaited, awaited=pack_hashes([5])), 2.0)
+    assert chosen(other, select("late", [5, 6]), 2.0).overlap.device == 0, "it has been computed already"
+    other.validate()
 
 
 def test_prompts_sent_to_an_instance_without_events_are_known_as_long_as_they_are_used() -> None:

@@ -43,6 +43,28 @@ def test_expected_blocks_are_found_until_they_expire(slots: list[Slot]) -> None:
     entries.validate()
 
 
+def test_the_blocks_of_a_prompt_that_waits_are_expected_until_it_is_computed(slots: list[Slot]) -> None:
+    entries, waiting = Speculation(ttl_s=5, limit_bytes=10_000), {("waits", 1)}
+    entries.add(slots[0], pack_hashes([1, 2]), 0.0, ("waits", 1))
+    entries.add(slots[0], pack_hashes([8, 9]), 0.0, ("computed", 1))
+    for tenths in range(300):
+        entries.expire(tenths / 10, runs=10, waits=waiting.__contains__)
+        entries.validate()
+    assert expected(entries, [1, 2], 30.0) == {A: Overlap(2)}
+    assert expected(entries, [8, 9], 30.0) == {}
+    waiting.clear()
+    entries.expire(35.0, runs=10, waits=waiting.__contains__)
+    assert entries.bytes == 0
+
+
+def test_the_same_prompt_again_keeps_its_blocks_expected_while_the_later_one_waits(slots: list[Slot]) -> None:
+    entries = Speculation(ttl_s=5, limit_bytes=10_000)
+    entries.add(slots[0], pack_hashes([1, 2]), 0.0, ("first", 1))
+    entries.add(slots[0], pack_hashes([1, 2]), 1.0, ("second", 1))
+    entries.expire(4.9, runs=10, waits={("second", 1)}.__contains__)
+    assert expected(entries, [1, 2], 9.0) == {A: Overlap(2)}
+
+
 def test_a_prompt_that_differs_from_the_run_finds_the_blocks_they_share(slots: list[Slot]) -> None:
     entries = Speculation(ttl_s=5, limit_bytes=10_000)
     entries.add(slots[0], pack_hashes([1, 2, 3, 4]), 0.0)

@@ -17,6 +17,12 @@ def test_the_note_of_a_first_token_says_for_what_the_attempt_waited() -> None:
     )
 
 
+def test_the_note_says_how_many_shorter_prompts_were_computed_first() -> None:
+    assert "for its first step, overtaken by 3 that were due earlier, then" in attempt_notes.begun(
+        Begun(7, 1.5, 0.02, overtaken=3)
+    )
+
+
 def test_only_answers_that_are_not_complete_have_a_note_of_their_end() -> None:
     for finish in ("stop", "length", None):
         assert attempt_notes.ended(Part("r", 1, 5, b"", finish)) == ""

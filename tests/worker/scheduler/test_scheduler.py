@@ -341,7 +341,48 @@ def test_of_prompts_to_hand_over_the_one_is_first_that_would_end_first_alone() -
     assert [name for name, _ in engine.parts] == ["short", "long", "late"], "no prompt is overtaken for ever"
 
 
-def test_prompts_that_are_decoded_where_they_are_computed_keep_their_order() -> None:
+def test_a_prompt_is_overtaken_by_shorter_ones_only_for_as_long_as_it_takes_itself() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=4, max_running=1, overtaking=1.0)
+    engine.submit("shows the speed", PROMPT, max_tokens=1)
+    engine.run(1.0)
+    engine.submit("runs", [4, *PROMPT], max_tokens=2, sampling=NO_EOS)
+    engine.step(1.0)
+    for name, prompt in (("long", LONG), ("short", OTHER)):
+        engine.submit(name, prompt, max_tokens=1)
+    engine.now_s += 1.0 + len(LONG)  # at least a token a second
+    engine.submit("late", [2, *OTHER], max_tokens=1)
+    engine.run(1.0)
+    assert [name for name, _ in engine.parts] == ["shows the speed", "runs", "short", "long", "late"]
+    assert [begun.overtaken for begun in engine.begun] == [0, 0, 0, 1, 0]
+    assert engine.scheduler.load().overtaken == 1
+
+
+def test_the_next_turn_of_a_conversation_is_computed_before_a_shorter_prompt_of_which_less_is_cached() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=8, max_running=1, overtaking=1.0)
+    engine.submit("turn", LONG, max_tokens=1)
+    engine.run(1.0)
+    engine.submit("runs", OTHER, max_tokens=2, sampling=NO_EOS)
+    engine.step(1.0)
+    engine.submit("stranger", [4, 4, *PROMPT, *PROMPT], max_tokens=1)
+    engine.submit("next turn", [*LONG, 3], max_tokens=1)
+    engine.run(1.0)
+    assert [name for name, _ in engine.parts] == ["turn", "runs", "next turn", "stranger"]
+
+
+def test_neither_a_higher_priority_nor_an_answer_that_goes_on_is_overtaken() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=8, max_running=1, overtaking=100.0)
+    engine.submit("shows the speed", PROMPT, max_tokens=1)
+    engine.run(1.0)
+    engine.submit("runs", [4, *PROMPT], max_tokens=2, sampling=NO_EOS)
+    engine.step(1.0)
+    engine.submit("short", OTHER, max_tokens=1)
+    engine.submit("goes on", LONG, attempt=2, produced=continuation(LONG, 2, 64)[:1], sampling=NO_EOS)
+    engine.submit("urgent", [1, *LONG], max_tokens=1, priority=1)
+    engine.run(1.0)
+    assert [name for name, _ in engine.parts] == ["shows the speed", "runs", "urgent", "goes on", "short"]
+
+
+def test_without_overtaking_prompts_keep_their_order() -> None:
     engine = Engine(capacity_blocks=64, step_tokens=4, first_tokens_per_s=4.0)
     engine.submit("long", LONG, max_tokens=1)
     engine.step(1.0)
@@ -573,7 +614,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = Engine(capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6)
+        self.engine = Engine(
+            capacity_blocks=10, context_length=24, max_running=3, max_waiting=6, step_tokens=6, overtaking=2.0
+        )
         self.engine.copies = True  # a block may outlive one that was forgotten
         self.asked: dict[str, tuple[list[int], list[int], Sampling]] = {}
 
