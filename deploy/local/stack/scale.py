@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import UpOptions, plan_worker, named_workers
+from deploy.local.stack.stack import UpOptions, named_workers, plan_worker
 from deploy.local.stack.up import Shell
 from shared.errors import ConfigError
 from shared.processors import usable_processors
