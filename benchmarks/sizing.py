@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from benchmarks.report import Goal, report
 from deploy.local.size.profile_file import Profile, decode_profile
-from deploy.local.size.started_up import command
+from deploy.local.size.started_up import command, running_up
 from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.size.traffic import MADE_BLOCK, Lengths, Traffic, TrafficRow, drawn_traffic
 from deploy.local.terminal import Terminal
