@@ -48,7 +48,9 @@ SET_BY_CHART: Mapping[str, tuple[str, ...]] = {
     "PeersConfig": ("listen", "advertise"),
 }
 """Class of settings → those that values name otherwise."""
-PARTS = ("frontend", "router", "kvbm", "workerDefaults")
+PLACED = ("nats", "etcd", "models")
+"""Values whose pods go where these say."""
+PARTS = ("frontend", "router", "kvbm", "workerDefaults", "picker.follow")
 TEXT = {"type": "string", "minLength": 1}
 OBJECT = {"type": "object"}
 OBJECTS = {"type": "array", "items": OBJECT}
@@ -69,6 +71,7 @@ OF_A_POD: Mapping[str, Any] = {
     "runtimeClassName": TEXT,
 }
 """What each part's pods may have in addition to what values.yaml lists."""
+OF_PLACES = ("nodeSelector", "affinity", "tolerations", "priorityClassName", "runtimeClassName")
 COUNT = {"type": "integer", "minimum": 1}
 _HANDS_OVER: Mapping[str, Any] = {
     "if": {"properties": {"role": {"enum": ["prefill", "decode"]}}, "required": ["role"]},
@@ -91,6 +94,12 @@ REFINED: Mapping[str, Any] = {
     "workerDefaults.engine": {"enum": ["native", "vllm", "attached", "simulated", "echo"]},
     "workerDefaults.role": {"enum": ["aggregated", "prefill", "decode"]},
     "workerDefaults.model": TEXT,
+    "picker.pool.targetPorts": {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": 8,
+        "items": {"type": "integer", "minimum": 1, "maximum": 65535},
+    },
     "picker.pool.failureMode": {"enum": ["FailOpen", "FailClose"]},
     **{f"{part}.autoscaling.{name}": COUNT for part in PARTS for name in ("min", "max", "inflight", "requests")},
 }
@@ -143,6 +152,8 @@ def _of(value: Any, path: str) -> dict[str, Any]:
     within = {name: _of(each, f"{path}.{name}".lstrip(".")) for name, each in value.items()}
     if path in PARTS:
         within |= OF_A_POD
+    if path in PLACED:
+        within |= {name: OF_A_POD[name] for name in OF_PLACES}
     return {"type": "object", "properties": within, "additionalProperties": False}
 
 

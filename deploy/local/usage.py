@@ -56,9 +56,10 @@ class StackFlags(StateFlags, frozen=True, kw_only=True):
     port: int = 8000
     """The port of the HTTP API on 127.0.0.1."""
     frontends: int | None = None
-    """The number of frontends, on one port (2; with one or two cores 1)."""
+    """The number of frontends, on one port (2; with one or two cores 1). 0 will do if --nats and --etcd name a fleet
+    that has some."""
     routers: int | None = None
-    """The number of routers (2; with one or two cores 1)."""
+    """The number of routers (2; with one or two cores 1). 0 as with --frontends."""
     chat_template: Annotated[str, "FILE|NAME"] = ""
     """The chat template in place of the model's own: a file, or a name in docs/tools.md."""
     policy: str = "kv"

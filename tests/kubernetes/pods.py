@@ -23,6 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deploy.local.stack import servers
 from tests.integration.stack import eventually
@@ -150,7 +151,8 @@ class Pod:
         for each in container.get("env", []):
             value = each["value"] if "value" in each else self._value_from(each["valueFrom"])
             own[each["name"]] = self._rewritten(re.sub(r"\$\((\w+)\)", lambda found: own[found[1]], value), mounts)
-        environment = {"PATH": os.environ["PATH"], **VARIABLES, **self._cluster.links(self.template), **own}
+        links = {**self._cluster.links(self.template), **self._cluster.api}
+        environment = {"PATH": os.environ["PATH"], **VARIABLES, **links, **own}
         program = PROGRAMS[words[0]]() if words[0] in PROGRAMS else words[0]
         command = [str(program), *(self._rewritten(word, mounts) for word in words[1:])]
         log = self._cluster.folder / f"{self.name}.{container['name']}.log"
@@ -188,6 +190,10 @@ class Cluster:
         self.manifests = manifests
         self.folder = folder
         self.secrets = secrets
+        self.api: dict[str, str] = {}
+        """The variables by which the kubelet names the API server to each pod; `account` is what pods show it."""
+        self.account: dict[str, str] = {}
+        """The token of service accounts by `token`, and the authority of the API server by `ca.crt`."""
         self._started: list[Pod] = []
         self._kept: dict[str, str] = {}
         """The addresses of servers by the names of their pods."""
@@ -272,6 +278,19 @@ class Cluster:
                 content = self.secrets[volume["secret"]["secretName"]]
                 items = volume["secret"].get("items") or [{"key": name, "path": name} for name in content]
                 yield volume["name"], {each["path"]: content[each["key"]] for each in items}
+            elif "projected" in volume:
+                yield volume["name"], self._projected(volume["projected"]["sources"])
+
+    def _projected(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the files of a token and of the authority."""
+        found: dict[str, str] = {}
+        for source in sources:
+            if token := source.get("serviceAccountToken"):
+                found[token["path"]] = self.account["token"]
+            else:
+                assert source["configMap"]["name"] == "kube-root-ca.crt", source
+                found |= {each["path"]: self.account[each["key"]] for each in source["configMap"]["items"]}
+        return found
 
     def close(self) -> None:
         for pod in self._started:

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import aiohttp
 import pytest
 
 from deploy.local.key import new
-from tests.authority import Authority, needs_openssl
+from tests.authority import Authority, needs_openssl, serving
+from tests.deploy.route.kube_server import TOKEN, KubeServer, kube_serving, pod
 from tests.hub_server import NO_PROXY, HubServer, Repository, files_of
 from tests.kubernetes.helm import VALUES, named, render
 from tests.kubernetes.pods import SERVERS, Cluster
-from tests.picker.gateway import connected
+from tests.picker.gateway import connected, destination
+from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
+from tests.worker.attached.peer import Peer, answering
 
 LONG = pytest.mark.tier("long")
 PASSWORDS = {name: f"12e4-{name}" for name in ("services-password", "client-password", "etcd-root-password")}
@@ -48,15 +52,20 @@ def values_for(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def cluster(
-    name: str, folder: Path, flags: Mapping[str, Any] | None = None, secrets: Mapping[str, Mapping[str, str]] = {}
+    name: str,
+    folder: Path,
+    flags: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, Mapping[str, str]] = {},
+    prepare: Callable[[Cluster], None] = lambda _: None,
 ) -> Iterator[Cluster]:
-    """Start what a file of values renders, with `flags` in addition; it is ready."""
+    """Start what a file of values renders, with `flags` in addition; it is ready. `prepare` is called before."""
     values = values_for(name)
     for part, more in (flags or {}).items():
         values[part] = {**values.get(part, {}), **more}
     manifests = named(render(VALUES[name], values=values))
     write_tiny_model(folder / "shared" / "models" / "tiny")
     one = Cluster(manifests, folder, {"headrace-passwords": PASSWORDS, **secrets})
+    prepare(one)
     try:
         one.apply()
         one.wait_ready()
@@ -158,6 +167,78 @@ async def test_keys_tls_a_disk_and_the_picker_reach_the_processes(tmp_path: Path
             assert await gateway.health("liveness") == 1
         assert (tmp_path / "cluster/shared/var/lib/blocks").stat().st_mode & 0o777 == 0o700
         assert list((tmp_path / "cluster/shared/var/lib/blocks").iterdir())
+
+
+@needs_openssl
+async def test_pods_of_an_inference_pool_get_workers_and_gateways_are_sent_to_those_that_are_ready(
+    tmp_path: Path,
+) -> None:
+    flags: dict[str, Any] = {
+        "picker": {
+            "enabled": True,
+            "pool": {"enabled": True, "selector": {"app": "vllm"}, "targetPorts": [port := free_port()]},
+            "follow": {"enabled": True, "modelName": "pooled"},
+        },
+        "settings": {"observe": {"log_format": "json"}},
+        "workers": {"cpu": {**values_for("cpu")["workers"]["cpu"], "replicas": 0}},
+        "kvbm": {"enabled": False},
+    }
+    authority = Authority(tmp_path)
+    model = write_tiny_model(tmp_path / "tiny", context_length=512)
+    kube: list[KubeServer] = []
+
+    def prepare(one: Cluster) -> None:
+        role = one.manifests["Role/headrace-pool-workers"]
+        kube.append(KubeServer(role["rules"], "serving"))
+        kube[0].token = TOKEN
+        one.account |= {"token": TOKEN, "ca.crt": authority.pem.read_text()}
+        one.api |= {"KUBERNETES_SERVICE_HOST": "localhost", "KUBERNETES_SERVICE_PORT": kube[0].url.rpartition(":")[2]}
+
+    async with contextlib.AsyncExitStack() as opened:
+        for address in ("127.0.0.2", "127.0.0.3"):
+            peer = Peer(model, port)
+            peer.models = [{"id": "pooled", "root": str(model), "max_model_len": 512}]
+            await opened.enter_async_context(answering(peer, address))
+        with ThreadPoolExecutor(1) as thread:  # it blocks, and the servers are on this loop
+            starting = cluster("cpu", tmp_path / "cluster", flags, {}, prepare)
+            entered = asyncio.get_running_loop().run_in_executor(thread, starting.__enter__)
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    while not kube:  # noqa: ASYNC110 - it is made in the thread
+                        await asyncio.sleep(0.01)
+                [server] = kube
+                await opened.enter_async_context(kube_serving(server, serving(*authority.sign("localhost"))))
+                made = json.loads(json.dumps(named(render(VALUES["cpu"], values=flags))["InferencePool/headrace-pool"]))
+                await server.put(server.pools, made)
+                await server.put(server.pods, pod("one", "127.0.0.2", {"app": "vllm"}))
+                one = await entered
+                frontends = one.served("headrace-picker", 0)
+                for address in frontends:
+                    await sent_to(f"{address}:9002", f"127.0.0.2:{port}")
+                await server.put(server.pods, pod("two", "127.0.0.3", {"app": "vllm"}))
+                await server.put(server.pods, pod("one", "127.0.0.2", {"app": "vllm"}, ready=False))
+                for address in frontends:
+                    await sent_to(f"{address}:9002", f"127.0.0.3:{port}")
+                [workers] = one.pods["Deployment/headrace-pool-workers"]
+                assert "joined nats://" in workers.logs()
+                await asyncio.to_thread(workers.stop)
+                assert [each.process.returncode for each in workers.containers] == [0]
+            finally:
+                await asyncio.wrap_future(thread.submit(starting.__exit__, None, None, None))
+
+
+async def sent_to(picker: str, endpoint: str) -> None:
+    """Ask a picker until it sends a request to this endpoint."""
+    body = json.dumps({"model": "pooled", "prompt": "hello"}).encode()
+    async with asyncio.timeout(LIMIT_S), connected(picker) as gateway:
+        while True:
+            stream = gateway.ask()
+            await stream.headers({":method": "POST", ":path": "/v1/completions"})
+            await stream.body(body)
+            found = destination(await stream.read())[0]
+            await stream.end()
+            if found == endpoint:
+                return
 
 
 @LONG

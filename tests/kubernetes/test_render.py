@@ -35,6 +35,7 @@ SCHEMAS: Mapping[str, type[ServiceConfig]] = {
     "worker": WorkerConfig,
 }
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job")
+TAINTED = [{"key": "reserved", "operator": "Exists"}]
 ON: Mapping[str, Any] = {
     "imagePullSecrets": ["registry"],
     "settings": {"discovery": {"lease_ttl_s": 5}, "trace": {"endpoint": "http://otel:4318/v1/traces"}},
@@ -48,12 +49,18 @@ ON: Mapping[str, Any] = {
     },
     "kvbm": {"diskHostPath": "/var/lib/headrace/blocks", "peers": True, "settings": {"disk": {"limit_bytes": 1 << 40}}},
     "workerDefaults": {"autoscaling": {"enabled": True}, "settings": {"drain_s": 60.5}, "runtimeClassName": "nvidia"},
-    "models": {"pull": [f"org/name@{40 * 'a'}"], "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}]},
+    "models": {
+        "pull": [f"org/name@{40 * 'a'}"],
+        "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}],
+        "tolerations": TAINTED,
+    },
+    **{part: {"tolerations": TAINTED, "nodeSelector": {"pool": "system"}} for part in ("nats", "etcd", "router")},
     "picker": {
         "enabled": True,
         "tlsSecret": "picker",
         "caSecret": "gateways",
-        "pool": {"enabled": True, "selector": {"app": "vllm"}},
+        "pool": {"enabled": True, "selector": {"app": "vllm"}, "targetPorts": [8000, 8001]},
+        "follow": {"enabled": True, "model": "/var/lib/headrace/hub/a", "modelName": "org/name"},
     },
     "monitoring": {"podMonitor": True, "rules": True, "boards": True, "labels": {"release": "prometheus"}},
     "networkPolicy": {key: [{"namespaceSelector": {}}] for key in ("clients", "monitoring", "gateway", "nats")},
@@ -136,6 +143,7 @@ def test_flags_add_what_they_name_and_nothing_is_there_without_them() -> None:
         return {each["kind"] for each in render(CPU, values=more)}
 
     added = {"HorizontalPodAutoscaler", "ScaledObject", "InferencePool", "PodMonitor", "PrometheusRule"}
+    added |= {"ServiceAccount", "Role", "RoleBinding"}
     assert kinds(ON) - kinds({}) == added
     assert kinds({}) - kinds(OFF) == {"DaemonSet", "Job", "NetworkPolicy"}
     on = named(render(CPU, values=ON))
@@ -227,6 +235,8 @@ def test_the_block_store_and_the_workers_of_a_node_share_one_directory_of_its_me
             "workers.cpu.role is prefill, but workers.cpu.kvbm is false: prompts are handed over through",
         ),
         ({"picker": {"enabled": True, "caSecret": "ca"}}, "at '/picker/tlsSecret': minLength: got 0, want 1"),
+        ({"picker": {"pool": {"targetPorts": []}}}, "at '/picker/pool/targetPorts': minItems: got 0, want 1"),
+        ({"picker": {"follow": {"enabled": True}}}, "picker.follow.enabled: there is no InferencePool to follow: set"),
         ({"picker": {"tls": "secret"}}, "at '/picker': additional properties 'tls' not allowed"),
     ],
     ids=str,
@@ -258,6 +268,114 @@ def test_the_picker_has_the_files_of_its_secrets_and_no_others(tmp_path: Path) -
         assert named_secrets == set(secrets.values())
         [port] = manifests["Service/headrace-picker"]["spec"]["ports"]
         assert port["appProtocol"] == ("https" if secrets else "kubernetes.io/h2c")
+
+
+def test_who_follows_a_pool_may_list_and_watch_it_and_pods_and_has_the_only_token() -> None:
+    manifests = named(render(CPU, values=ON))
+    [name] = [key for key in manifests if key.startswith("ServiceAccount/")]
+    rules = {tuple(rule["resources"]): rule for rule in manifests["Role/headrace-pool-workers"]["rules"]}
+    assert {tuple(rule["verbs"]) for rule in rules.values()} == {("list", "watch")}
+    assert rules["inferencepools",]["resourceNames"] == ["headrace-pool"]
+    assert rules.keys() == {("inferencepools",), ("pods",)}
+    bound = manifests["RoleBinding/headrace-pool-workers"]
+    assert bound["subjects"] == [{"kind": "ServiceAccount", "name": name.partition("/")[2], "namespace": "serving"}]
+    for key, manifest in manifests.items():
+        if manifest["kind"] in WORKLOADS:
+            pod = pod_of(manifest)
+            assert pod["automountServiceAccountToken"] is False
+            follows = key == "Deployment/headrace-pool-workers"
+            assert pod.get("serviceAccountName") == (name.partition("/")[2] if follows else None)
+            assert any("projected" in each for each in pod.get("volumes", [])) is follows
+    [container] = pod_of(manifests["Deployment/headrace-pool-workers"])["containers"]
+    set_by = {each["name"]: each.get("value") for each in container["env"]}
+    assert (set_by["HEADRACE_NAMESPACE"], set_by["HEADRACE_DISCOVERY_LEASE_TTL_S"]) == ("default", "5")
+    assert set_by["HEADRACE_TRACE_ENDPOINT"] == "http://otel:4318/v1/traces"
+    assert "--inference-pool=serving/headrace-pool" in container["args"]
+    egress = [each for each in manifests.values() if each["kind"] == "NetworkPolicy" and "egress" in each["spec"]]
+    assert [each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for each in egress] == [
+        "pool-workers"
+    ]
+    other = named(render(CPU, values={"picker": {"follow": {"enabled": True, "pool": "theirs"}}}))
+    assert other["Role/headrace-pool-workers"]["rules"][0]["resourceNames"] == ["theirs"]
+    assert not [key for key in other if key.startswith("InferencePool/")]
+
+
+def test_each_part_can_be_put_on_nodes_that_are_tainted() -> None:
+    """One project's router, another's operator and servers could not: their charts dropped or lacked the value."""
+    parts = ("frontend", "router", "kvbm", "workerDefaults", "nats", "etcd", "models")
+    placed: dict[str, Any] = {part: {"tolerations": TAINTED, "nodeSelector": {"pool": "system"}} for part in parts}
+    placed["models"] |= ON["models"]
+    placed["picker"] = {"follow": {"enabled": True, "pool": "theirs", **placed["router"]}}
+    for manifest in render(CPU, values=placed):
+        if manifest["kind"] in WORKLOADS:
+            assert pod_of(manifest)["tolerations"] == TAINTED, manifest["metadata"]["name"]
+            assert pod_of(manifest)["nodeSelector"] == {"pool": "system"}, manifest["metadata"]["name"]
+
+
+def test_what_names_something_else_in_the_release_finds_it() -> None:
+    """Selectors that match no pod, ports that no container has, and names of no object fail in silence."""
+    manifests = named(render(CPU, values=ON))
+    pods = [each["spec"]["template"] for each in manifests.values() if each["kind"] in WORKLOADS]
+
+    def selected(labels: Mapping[str, str]) -> list[Mapping[str, Any]]:
+        return [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
+
+    def ports(found: list[Mapping[str, Any]]) -> set[str]:
+        return {port["name"] for pod in found for each in pod["spec"]["containers"] for port in each.get("ports", [])}
+
+    for key, manifest in manifests.items():
+        spec = manifest.get("spec", {})
+        match manifest["kind"]:
+            case "Service":
+                found = ports(selected(spec["selector"]))
+                assert found >= {each["targetPort"] for each in spec.get("ports", [])}, key
+                assert selected(spec["selector"]), key
+            case "PodDisruptionBudget" | "Deployment" | "StatefulSet" | "DaemonSet":
+                assert selected(spec["selector"]["matchLabels"]), key
+                assert f"Service/{spec.get('serviceName', 'headrace-frontend')}" in manifests, key
+            case "PodMonitor":
+                assert ports(selected(spec["selector"]["matchLabels"])) >= {
+                    each["port"] for each in spec["podMetricsEndpoints"]
+                }, key
+            case "NetworkPolicy":
+                found = ports(selected(spec["podSelector"]["matchLabels"]))
+                named_ports = {port["port"] for each in spec.get("ingress", []) for port in each.get("ports", [])}
+                assert found >= named_ports, key
+            case "HorizontalPodAutoscaler" | "ScaledObject":
+                assert f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}" in manifests, key
+            case "InferencePool":
+                service = manifests[f"Service/{spec['endpointPickerRef']['name']}"]
+                assert spec["endpointPickerRef"]["port"]["number"] in [
+                    each["port"] for each in service["spec"]["ports"]
+                ]
+            case "RoleBinding":
+                assert f"Role/{manifest['roleRef']['name']}" in manifests, key
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    scaled = [each for each in manifests.values() if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+    for name in re.findall(r"headrace_\w+", str([each["spec"] for each in scaled])):
+        assert f"`{name}" in metrics, name
+
+
+def test_an_upgrade_changes_nothing_that_kubernetes_forbids_to_change() -> None:
+    """Selectors, claims of StatefulSets and pods of Jobs never change under one name."""
+    others: Mapping[str, Any] = {
+        "image": {"tag": "9.9.9"},
+        "imagePullSecrets": ["another"],
+        "models": {**ON["models"], "env": [{"name": "HF_ENDPOINT", "value": "http://elsewhere"}], "tolerations": []},
+        "nats": {"image": "nats:9"},
+        "etcd": {"image": "etcd:9", "priorityClassName": "high"},
+        "workers": {"cpu": {"replicas": 7, "settings": {"drain_s": 9}}},
+    }
+    before, after = named(render(CPU, values=ON)), named(render(CPU, values={**ON, **others}))
+    fixed = ("selector", "serviceName", "volumeClaimTemplates", "podManagementPolicy")
+    jobs = {key for key in before.keys() & after.keys() if before[key]["kind"] == "Job"}
+    assert not [key for key in jobs if "-pull-" in key], "a Job with another pod has another name"
+    for key in (before.keys() & after.keys()) - jobs:
+        for name in fixed if before[key]["kind"] in WORKLOADS else ():
+            there = before[key]["spec"].get(name)
+            assert there == after[key]["spec"].get(name), f"{key}.{name}"
+            assert "app.kubernetes.io/version" not in str(there), key
+            assert "helm.sh/chart" not in str(there), key
 
 
 def changed(before: Any, after: Any, path: str = "") -> set[str]:

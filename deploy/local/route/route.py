@@ -326,7 +326,7 @@ class Keeper:
         attached: dict[str, Value] = {"url": join.target.url, "ip": join.target.address, "model": join.model}
         attached |= {"events": found.events, "replay": found.replay, **({"kind": "text"} if found.text else {})}
         attached |= {"api_key_file": _path(key_file), **asdict(self._tls)}
-        (port,) = programs.free_ports(1)
+        (port,) = programs.free_ports(1, options.observe_host)
         name, python = join.target.worker, sys.executable
         return plan_attached(options, shell.stack, shell.state_dir, name, attached, port, python=python)
 

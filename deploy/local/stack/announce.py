@@ -72,7 +72,7 @@ class Announcer:
         """Services that are not ready yet."""
         self._frontends = {name for name in self._waiting if name.startswith(("frontend", SINGLE))}
         self._served = not self._frontends
-        self._joined = not stack.other_role
+        self._joined = not stack.other_role or not self._frontends
         """True once it is said that this machine waits for another one; also if it never does."""
         self._reasons: dict[str, str] = {}
         """Why a service is not ready, as it was shown last."""
@@ -109,6 +109,9 @@ class Announcer:
                 if self._joined:
                     self._say_joined()
             await asyncio.sleep(PROBE_EVERY_S)
+        if not self._frontends and not self._supervisor.stopping:
+            self._terminal.clear()
+            print(f"{paint('joined', 'yellow', sys.stdout)} {self._stack.nats}", flush=True)
 
     async def _is_ready(self, launch: Launch) -> bool:
         """Return whether a service is ready, or is not needed. Show what has changed: why it is not, or that it is

@@ -16,6 +16,7 @@ from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus
 from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
 from deploy.local.stack.stack import (
     AccessFiles,
+    LOOPBACK,
     BlockStoreOptions,
     Gpus,
     ServiceName,
@@ -35,6 +36,8 @@ UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-
 """Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
+OBSERVE_HOST = "HEADRACE_OBSERVE_HOST"
+"""The variable by which services listen, for other machines, at an address of this one."""
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
@@ -52,9 +55,10 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     prefill, decode = _roles(flags)
     roles = prefill + decode > 0
     workers = prefill + decode or ((1 if attached else 2) if flags.workers is None else flags.workers)
-    for flag, number in (("workers", workers), ("frontends", frontends), ("routers", routers)):
-        if not 1 <= number <= 64:
-            raise ConfigError(f"--{flag} is 1 to 64")
+    least = 0 if flags.nats and flags.etcd and flags.on == "machine" else 1  # other machines of the fleet may have them
+    for flag, number, fewest in (("workers", workers, 1), ("frontends", frontends, least), ("routers", routers, least)):
+        if not fewest <= number <= 64:
+            raise ConfigError(f"--{flag} is {fewest} to 64")
     if attached and workers > 1:
         raise ConfigError("--workers: an attached server is one worker")
     simulated = _settings("--simulated", flags.simulated)
@@ -97,6 +101,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         etcd=flags.etcd,
         single=flags.single,
         access=access,
+        observe_host=environment().get(OBSERVE_HOST) or LOOPBACK,
         log_level=flags.log_level,
         overrides=overrides,
     )

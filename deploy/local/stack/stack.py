@@ -20,6 +20,7 @@ Value = str | int | float | bool | list[str]
 Settings = Mapping[str, "Value | Mapping[str, Value]"]
 """The content of a TOML file: keys and one level of tables."""
 
+LOOPBACK = "127.0.0.1"
 SERVICE_DRAIN_S = 40.0
 """Seconds from SIGTERM to SIGKILL for a service. Above the services' own limits: a service drains, then ends by
 itself."""
@@ -109,6 +110,8 @@ class UpOptions(Struct, frozen=True):
     namespace: str = "default"
     single: bool = False
     """True if the services are one process, which needs no servers: one frontend, one router, one worker."""
+    observe_host: str = LOOPBACK
+    """The address of services' /health and KV events. If it is not of loopback, other machines follow the events."""
     access: AccessFiles = AccessFiles()
     log_level: str = "info"
     overrides: Mapping[ServiceName, Sequence[Setting]] = {}
@@ -295,10 +298,13 @@ def _service(
 ) -> tuple[Launch, dict[Path, str]]:
     """Return the launch of a service that is observed at `port`, and its file."""
     file = state_dir.run / f"{program.name}.toml"
-    observe: dict[str, Value] = {"port": port, "events": str(state_dir.run), "log_level": options.log_level}
+    host = options.observe_host
+    events = str(state_dir.run) if host == LOOPBACK else ""
+    observe: dict[str, Value] = {"host": host, "port": port, "events": events, "log_level": options.log_level}
     flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
     arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
-    return Launch(program, arguments, f"http://127.0.0.1:{port}"), {file: toml({**settings, "observe": observe})}
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return Launch(program, arguments, url), {file: toml({**settings, "observe": observe})}
 
 
 def _servers(options: UpOptions, state_dir: StateDirectory) -> list[Launch]:

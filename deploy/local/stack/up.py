@@ -61,7 +61,7 @@ def up(options: UpOptions, state_dir: StateDirectory, terminal: Terminal, beside
     stack = plan(
         options,
         state_dir,
-        servers.free_ports(ports_needed(options)),
+        servers.free_ports(ports_needed(options), options.observe_host),
         python=sys.executable,
         cores=usable_processors(),
         password=secrets.token_hex(32),

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from tests.servers import free_port
 
-POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
-PODS = "/api/v1/namespaces/default/pods"
+NAMESPACES = "/apis/inference.networking.k8s.io/v1/namespaces/", "/api/v1/namespaces/"
+POOLS, PODS = f"{NAMESPACES[0]}default/inferencepools", f"{NAMESPACES[1]}default/pods"
 TOKEN = "a-token"
 RULES = (
     {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"], "verbs": ["list", "watch"]},
@@ -46,9 +46,9 @@ def pod(name: str, address: str, labels: Mapping[str, str], *, ready: bool = Tru
 
 
 class KubeServer:
-    """The objects, and those that watch them."""
+    """The objects of a namespace, and those that watch them."""
 
-    def __init__(self, rules: Sequence[Mapping[str, Sequence[str]]] = RULES) -> None:
+    def __init__(self, rules: Sequence[Mapping[str, Sequence[str]]] = RULES, namespace: str = "default") -> None:
         self.rules = rules
         self.url = f"http://127.0.0.1:{free_port()}"
         self.token = ""
@@ -57,8 +57,9 @@ class KubeServer:
         """Each question's path and query."""
         self.said: dict[str, Callable[[], web.Response]] = {}
         """What a path answers in place of a list."""
-        self.paths = {POOLS, PODS}
-        self._objects: dict[str, dict[str, Object]] = {POOLS: {}, PODS: {}}
+        self.pools, self.pods = f"{NAMESPACES[0]}{namespace}/inferencepools", f"{NAMESPACES[1]}{namespace}/pods"
+        self.paths = {self.pools, self.pods}
+        self._objects: dict[str, dict[str, Object]] = {self.pools: {}, self.pods: {}}
         self._version = 1
         self._oldest = 1
         """The oldest version from which a watch may begin."""
@@ -112,7 +113,7 @@ class KubeServer:
         self.seen.append((path, query))
         if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"kind": "Status", "code": 401}, status=401)
-        if not self._allows(path, "watch" if "watch" in query else "list"):
+        if not self._allows(path, query):
             return web.json_response({"kind": "Status", "code": 403}, status=403)
         if path not in self.paths:
             return web.json_response({"kind": "Status", "code": 404}, status=404)
@@ -123,11 +124,16 @@ class KubeServer:
         items = [each for each in self._objects[path].values() if _selected(each, query)]
         return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": items})
 
-    def _allows(self, path: str, verb: str) -> bool:
-        parts = path.split("/")
+    def _allows(self, path: str, query: Mapping[str, str]) -> bool:
+        """A rule with names allows a list and a watch only of one of them, which the query must name."""
+        parts, verb = path.split("/"), "watch" if "watch" in query else "list"
+        asked = query.get("fieldSelector", "").removeprefix("metadata.name=")
         group, resource = (parts[2] if parts[1] == "apis" else ""), parts[-1]
         return any(
-            group in rule["apiGroups"] and resource in rule["resources"] and verb in rule["verbs"]
+            group in rule["apiGroups"]
+            and resource in rule["resources"]
+            and verb in rule["verbs"]
+            and asked in rule.get("resourceNames", [asked])
             for rule in self.rules
         )
 

@@ -36,6 +36,21 @@ def test_an_up_that_joins_a_fleet_has_a_worker_all_the_same(address: str) -> Non
         checked_options(UpFlags(prefill=0, decode=0, nats=f"nats://{address}", etcd=address))
 
 
+def test_an_up_that_joins_a_fleet_may_leave_frontends_and_routers_to_others(address: str) -> None:
+    joins = UpFlags(engine="echo", frontends=0, routers=0, nats=f"nats://{address}", etcd=address)
+    options, _ = checked_options(joins)
+    assert (options.frontends, options.routers, options.workers) == (0, 0, 2)
+    for flags in (UpFlags(frontends=0, nats=f"nats://{address}"), UpFlags(routers=0, etcd=address)):
+        with pytest.raises(ConfigError, match="s is 1 to 64"):
+            checked_options(flags)
+
+
+def test_services_are_reached_at_the_address_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked_options(UpFlags())[0].observe_host == "127.0.0.1"
+    monkeypatch.setenv("HEADRACE_OBSERVE_HOST", "10.0.0.7")
+    assert checked_options(UpFlags())[0].observe_host == "10.0.0.7"
+
+
 def test_one_address_is_not_a_fleet(address: str) -> None:
     for flags in (UpFlags(prefill=1, etcd=address), UpFlags(prefill=1, nats=f"nats://{address}")):
         with pytest.raises(ConfigError, match="to join a fleet that has the other role, give its --nats and --etcd"):

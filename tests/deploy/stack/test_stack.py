@@ -195,6 +195,19 @@ def test_workers_take_the_gpus_in_turn_and_share_the_memory_of_each(
     assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
 
 
+@pytest.mark.parametrize(("host", "url"), [("10.0.0.7", "http://10.0.0.7:"), ("fd00::7", "http://[fd00::7]:")])
+def test_services_of_an_address_that_other_machines_reach_have_ports_for_kv_events(
+    tmp_path: Path, host: str, url: str
+) -> None:
+    stack = planned(msgspec.structs.replace(OPTIONS, observe_host=host))
+    for launch in stack.launches:
+        assert not launch.observe or launch.observe.startswith(url)
+    observe = load(WorkerConfig, file=settings(stack, "worker-0", tmp_path), environ={}).observe
+    assert (observe.host, observe.events) == (host, "")
+    alone = load(WorkerConfig, file=settings(planned(OPTIONS), "worker-0", tmp_path), environ={}).observe
+    assert (alone.host, alone.events != "") == ("127.0.0.1", True)
+
+
 def test_workers_with_vllm_get_the_gpus_that_are_their_own(tmp_path: Path) -> None:
     options = msgspec.structs.replace(
         OPTIONS, workers=2, engine="vllm", vllm_python="/python", vllm_gpus=("0,1", "2,3")

@@ -1,11 +1,13 @@
 {{- /*
 A part is what templates hand to the helpers here:
   root        the chart's context
-  component   frontend, router, worker, kvbm, nats or etcd; picker and pool have a name alone
+  component   frontend, router, worker, kvbm, pool-workers, nats or etcd; picker and pool have a name alone
   set         of workers: the name of their set
   values      of our services: the part's values; image, resources, settings, nodeSelector and others
   grace       seconds from SIGTERM to SIGKILL
   fixed       settings that the chart makes itself, which override those of values
+  command     words in place of those that start the service of the component; such a pod has no settings and no probes
+  account     its service account, if it may ask the API server
   env, ports, mounts, volumes, init      what its pod has in addition
 The last two lines come from a template of the service's own, as YAML.
 */}}
@@ -38,19 +40,35 @@ labels:
 {{ $image.repository }}:{{ $image.tag | default .root.Chart.AppVersion }}
 {{- end }}
 
-{{- define "headrace.natsHost" -}}
-{{ .Release.Name }}-nats.{{ .Release.Namespace }}.svc
+{{- define "headrace.natsUrl" -}}
+{{ .Values.nats.deploy | ternary (printf "nats://%s-nats.%s.svc:4222" .Release.Name .Release.Namespace) .Values.nats.url }}
 {{- end }}
 
 {{- define "headrace.etcdHost" -}}
 {{ .Release.Name }}-etcd.{{ .Release.Namespace }}.svc
 {{- end }}
 
+{{- define "headrace.etcdEndpoints" -}}
+{{ .Values.etcd.deploy | ternary (list (printf "%s:2379" (include "headrace.etcdHost" .))) .Values.etcd.endpoints | toJson }}
+{{- end }}
+
+{{- /* Settings as variables of a container. */}}
+{{- define "headrace.variables" -}}
+{{- range $key, $value := .table }}
+{{- $name := printf "%s_%s" $.name (upper $key) }}
+{{- if kindIs "map" $value }}
+{{- include "headrace.variables" (dict "name" $name "table" $value) }}
+{{- else if not (kindIs "invalid" $value) }}
+- { name: {{ $name }}, value: {{ kindIs "slice" $value | ternary (join "," $value) (kindIs "string" $value | ternary $value (toJson $value)) | quote }} }
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* The settings of a service, as YAML. A later map overrides an earlier one. */}}
 {{- define "headrace.settings" -}}
 {{- $values := .root.Values }}
-{{- $nats := dict "url" ($values.nats.deploy | ternary (printf "nats://%s:4222" (include "headrace.natsHost" .root)) $values.nats.url) }}
-{{- $etcd := dict "endpoints" ($values.etcd.deploy | ternary (list (printf "%s:2379" (include "headrace.etcdHost" .root))) $values.etcd.endpoints) }}
+{{- $nats := dict "url" (include "headrace.natsUrl" .root) }}
+{{- $etcd := dict "endpoints" (include "headrace.etcdEndpoints" .root | fromJsonArray) }}
 {{- $own := dict "namespace" $values.fleet "nats" $nats "discovery" $etcd "observe" (dict "port" 9100) }}
 {{- mustMergeOverwrite (deepCopy $values.settings) (deepCopy (.values.settings | default dict)) $own (.fixed | default dict) | toYaml }}
 {{- end }}
@@ -102,7 +120,16 @@ capabilities: { drop: [ALL] }
 
 {{- /* What a pod of ours and of the servers has, above its containers. */}}
 {{- define "headrace.podSettings" -}}
-automountServiceAccountToken: false
+{{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" }}
+{{- with get ($.values | default dict) $field }}
+{{ $field }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+automountServiceAccountToken: false # the pod that needs the token mounts it by name
+{{- with .account }}
+serviceAccountName: {{ . }}
+{{- end }}
 enableServiceLinks: false # variables such as HEADRACE_NATS_PORT would be unknown settings
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -125,21 +152,19 @@ securityContext:
 metadata:
   labels:
     {{- include "headrace.selector" . | nindent 4 }}
+  {{- if or (not .command) .values.podAnnotations }}
   annotations:
+    {{- if not .command }}
     checksum/settings: {{ include "headrace.file" . | sha256sum }}
+    {{- end }}
     {{- with .values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- end }}
 spec:
   terminationGracePeriodSeconds: {{ .grace }} # SIGTERM drains
   shareProcessNamespace: true # the pause container is process 1 and reaps, as `init: true` does in Compose
   {{- include "headrace.podSettings" . | nindent 2 }}
-  {{- range $field := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" }}
-  {{- with get $.values $field }}
-  {{ $field }}:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- end }}
   {{- if ne .component "kvbm" }}
   topologySpreadConstraints:
     {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
@@ -159,7 +184,8 @@ spec:
     - name: {{ .component }}
       image: {{ include "headrace.image" (dict "root" .root "image" .values.image) }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      args: [services.{{ .component }}, --config, /etc/headrace/settings/settings.toml]
+      args:
+        {{- .command | default (list (printf "services.%s" .component) "--config" "/etc/headrace/settings/settings.toml") | toYaml | nindent 8 }}
       env:
         - name: HEADRACE_OBSERVE_HOST # routers and Prometheus reach a pod by its address: its name is in no DNS
           valueFrom: { fieldRef: { fieldPath: status.podIP } }
@@ -176,6 +202,7 @@ spec:
         {{- with concat (.env | default list) (.values.env | default list) }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- if not .command }}
       ports:
         - { name: observe, containerPort: 9100 }
         {{- with .ports }}
@@ -195,12 +222,15 @@ spec:
         periodSeconds: 2
         timeoutSeconds: 5
         failureThreshold: 2
+      {{- end }}
       resources:
         {{- toYaml .values.resources | nindent 8 }}
       securityContext:
         {{- include "headrace.restricted" . | nindent 8 }}
       volumeMounts:
+        {{- if not .command }}
         - { name: settings, mountPath: /etc/headrace/settings, readOnly: true }
+        {{- end }}
         - { name: tmp, mountPath: /tmp }
         {{- if $values.nats.secret }}
         - { name: nats-password, mountPath: /etc/headrace/nats, readOnly: true }
@@ -212,8 +242,10 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
+    {{- if not .command }}
     - name: settings
       configMap: { name: {{ include "headrace.name" . }} }
+    {{- end }}
     - name: tmp
       emptyDir: { sizeLimit: 1Gi }
     {{- if $values.nats.secret }}
