@@ -3,8 +3,10 @@
     cards of a model ─▶ its other names ─▶ name ─▶ the model that it means
                                             └── of several models, or the own name of one: it means none of them here
 
-All frontends see the same cards, so a name means the same at each: a model that has lost its workers, which a frontend
-that started later does not know, keeps only the names that no other model has.
+A model that has lost its workers keeps its names: who asks by one of them must not get the answer of another model. So
+a name that it shares with a model of other files means none, as if both had workers. A model of the same files, such as
+the same one under a new name, takes the name over. A frontend that started later does not know the model that has gone,
+and gives the name to the other one, whose servers call it that.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ COMPARED_CHARACTERS = 256
 """The length up to which a name that does not exist is compared with others."""
 
 
+ModelFilesKey = tuple[str, str]
+"""The path and the tokenizer's digest of a model's files."""
+
+
 class ModelAliases:
     """The other names of all models. A model has no more of them than it has workers."""
 
@@ -28,16 +34,20 @@ class ModelAliases:
         """The other names of each model that has any."""
         self._models: dict[str, tuple[str, ...]] = {}
         """The models that have a name, in order."""
+        self._files: dict[str, ModelFilesKey] = {}
+        """What the files of each model that has any are known by."""
         self._gone: set[str] = set()
         """Models with other names that have no workers now."""
 
-    def set_names(self, model: str, names: Iterable[str]) -> None:
-        """Replace the other names of a model. An empty one, and its own, are none."""
+    def set_names(self, model: str, names: Iterable[str], files: ModelFilesKey) -> None:
+        """Replace the other names of a model. An empty one, and its own, are none. Models with the same `files` have
+        the same weights."""
         now = frozenset(names) - {"", model}
         before = self._of_model.pop(model, frozenset())
         self._gone.discard(model)
+        self._files.pop(model, None)
         if now:
-            self._of_model[model] = now
+            self._of_model[model], self._files[model] = now, files
         for name in before - now:
             self._models[name] = tuple(each for each in self._models[name] if each != model)
             if not self._models[name]:
@@ -46,17 +56,19 @@ class ModelAliases:
             self._models[name] = tuple(sorted((*self._models.get(name, ()), model)))
 
     def find(self, name: str) -> str:
-        """Return the model that a name means. Empty if it is no other name, or one of several models."""
+        """Return the model that a name means. Empty if it is no other name, or one of several models, of which some may
+        have gone."""
         models = self._meant(self._models.get(name, ()))
         return models[0] if len(models) == 1 else ""
 
     def lose_workers(self, model: str) -> None:
-        """Keep the names that a model without workers had last, unless other models have them."""
+        """Keep the names that a model without workers had last, unless another model of the same files has them."""
         if model in self._of_model:
             self._gone.add(model)
 
     def _meant(self, models: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(each for each in models if each not in self._gone) or models
+        there = {self._files[each] for each in models if each not in self._gone}
+        return tuple(each for each in models if each not in self._gone or self._files[each] not in there)
 
     def refusals(self, *own: Container[str]) -> Iterator[str]:
         """Yield what is to be said of each name that does not mean the model which has it as another one. `own` are
@@ -65,12 +77,13 @@ class ModelAliases:
             if any(name in names for names in own):
                 yield f"the name {name!r} means the model of that name, although servers of {', '.join(models)} have it"
             elif len(models) > 1:
-                yield f"the name {name!r} means no model, because servers of {', '.join(models)} have it"
+                gone = [f" ({each} has no workers now)" for each in models if each in self._gone]
+                yield f"the name {name!r} means no model, because servers of {', '.join(models)} have it{''.join(gone)}"
 
     def validate(self) -> None:
         """Assert the invariants."""
         assert all(names and not names & {"", model} for model, names in self._of_model.items())
-        assert self._gone <= self._of_model.keys()
+        assert self._gone <= self._of_model.keys() == self._files.keys()
         pairs = {(name, model) for model, names in self._of_model.items() for name in names}
         assert pairs == {(name, model) for name, models in self._models.items() for model in models}
         assert all(models and list(models) == sorted(models) for models in self._models.values())

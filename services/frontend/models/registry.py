@@ -326,7 +326,9 @@ class ModelRegistry:
         """Order the cards again, and load the newest if it is not loaded. Many changes at once are one."""
         entry.forget_order()
         if entry.cards:
-            self._aliases.set_names(name, (card.alias for card in entry.cards.values()))
+            newest = entry.ordered[-1]
+            aliases = (card.alias for card in entry.cards.values())
+            self._aliases.set_names(name, aliases, (newest.path, newest.tokenizer_digest))
         else:
             self._aliases.lose_workers(name)
         self._report_hidden()

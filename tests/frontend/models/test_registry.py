@@ -86,6 +86,23 @@ async def test_the_only_model_need_not_be_named_and_one_of_several_must(director
                 assert (await response.json())["error"]["param"] == "model"
 
 
+async def test_a_servers_name_of_a_model_that_has_gone_is_not_answered_by_another_model(
+    directory: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    async with world(directory, announced=False) as w, clients(w) as (client, _):
+        await w.announce_router()
+        await w.announce("w1", instance_entry("worker", "w1") | card_entry("w1", directory, "one", alias="org/one"))
+        await w.ready("one")
+        await w.leave("w1")
+        await w.announce("w2", instance_entry("worker", "w2") | card_entry("w2", other, "two", alias="org/one"))
+        await w.ready("two")
+        w.say("fine")
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="org/one", prompt="x")
+        assert (await client.completions.create(model="two", prompt="x")).model == "two"
+
+
 async def test_a_model_is_known_by_its_servers_name_too_and_listed_once(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
