@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -157,7 +158,7 @@ class PeerConnections:
         parts.add(stream, peer.busy)
         if self._peers.get(address.instance) is not peer:
             raise PeerFault("closed", "the peer has left")
-        first_frame = await self.in_thread(_begin, stream, self._tls)
+        first_frame = await self.in_thread(_begin, stream, await self._reader_tls(parts.deadline_s))
         hello = check_hello(first_frame, address.instance, None)
         if peer.epoch is not None and hello.epoch != peer.epoch:
             self.gone(address.instance)
@@ -166,6 +167,16 @@ class PeerConnections:
         check_backend(hello, self.hello())
         check_layout(hello, layout)
         return stream
+
+    async def _reader_tls(self, deadline_s: float) -> ssl.SSLContext | None:
+        """Return the TLS of a new connection. None if there is none. Raise PeerFault."""
+        if self._tls is None:
+            return None
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return (await self._tls.current()).reader
+        except TimeoutError:
+            raise PeerFault("unreachable", "the files of TLS were not read in time") from None
 
     def keep(self, address: PeerAddress, stream: PeerStream, parts: ReadParts) -> None:
         """Keep a connection on which nothing is under way."""
@@ -306,9 +317,9 @@ def _connect(address: PeerAddress, limit_s: float) -> PeerStream:
         raise PeerFault("unreachable", f"{address.host}:{address.port}: {wrong.strerror or wrong}") from None
 
 
-def _begin(stream: PeerStream, tls: PeerTls | None) -> PeerAnswer:
+def _begin(stream: PeerStream, tls: ssl.SSLContext | None) -> PeerAnswer:
     if tls is not None:
-        stream.encrypt(tls.reader(), server=False)
+        stream.encrypt(tls, server=False)
     return receive_answer(stream)
 
 

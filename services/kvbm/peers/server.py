@@ -17,7 +17,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -240,7 +240,8 @@ class PeerServer:
         fault = PeerFault("closed", "closed")
         try:
             if self._tls is not None:
-                stream.encrypt(self._tls.lender(), server=True)
+                reading = asyncio.run_coroutine_threadsafe(self._tls.current(), self._loop)
+                stream.encrypt(reading.result(_LOOP_S).lender, server=True)
             stream.send_frame(PEER_ANSWER.encode(self._in_loop(lambda: self._hello(connection))))
             while True:
                 body = stream.receive_frame(QUESTION_BYTES_MOST)
@@ -257,7 +258,7 @@ class PeerServer:
             fault = wrong
         except ProtocolError as wrong:
             fault = PeerFault("garbage", str(wrong)[:200])
-        except (RuntimeError, TimeoutError):
+        except (RuntimeError, TimeoutError, CancelledError):
             pass  # the event loop has ended, or stands still
         finally:
             stream.close()

@@ -16,12 +16,14 @@ A certificate that is renewed counts from the next connection on; those that are
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import ssl
 import struct
 import threading
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from services.kvbm.peers.messages import (
     pack_header,
 )
 from shared.errors import ConfigError, ModelError
+from shared.file_reads import READ_LIMIT_S, FileReads
 from shared.model_file import read_model_file
 
 SEND_BYTES = 1 << 20
@@ -180,36 +183,41 @@ class PeerStream:
 
 
 class PeerTls:
-    """The TLS of both directions. The files are read for each handshake, in its thread."""
+    """The TLS of both directions, used on one event loop. The files are read for each handshake; handshakes at the same
+    time share a read, so that a file system which hangs keeps one thread."""
 
     def __init__(self, config: PeersConfig) -> None:
         """Raise ConfigError if a file cannot be used."""
         self._config = config
         self._loaded = self._load(None)
+        self._reads = FileReads()
+        self._reading: asyncio.Task[PeerContexts] | None = None
 
-    def lender(self) -> ssl.SSLContext:
-        """Return what accepts connections. Raise PeerFault if a file cannot be used."""
-        return self._now().lender
+    async def current(self) -> PeerContexts:
+        """Return the contexts of the files as they are. Raise PeerFault if a file cannot be used."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+            self._reading.add_done_callback(lambda read: read.cancelled() or read.exception())  # all may have left
+        return await asyncio.shield(self._reading)
 
-    def reader(self) -> ssl.SSLContext:
-        """Return what makes connections. Raise PeerFault if a file cannot be used."""
-        return self._now().reader
-
-    def _now(self) -> _Loaded:
+    async def _read(self) -> PeerContexts:
         try:
-            self._loaded = self._load(self._loaded)
+            self._loaded = await self._reads.read(partial(self._load, self._loaded))
         except ConfigError as wrong:
             raise PeerFault("unreachable", str(wrong)) from None
+        except TimeoutError:
+            files = "peers.tls_cert, tls_key and tls_ca"
+            raise PeerFault("unreachable", f"{files}: not read in {READ_LIMIT_S:g} s") from None
         return self._loaded
 
-    def _load(self, former: _Loaded | None) -> _Loaded:
+    def _load(self, former: PeerContexts | None) -> PeerContexts:
         """Return the contexts; the former ones if no file has changed."""
         config = self._config
         files = {"tls_cert": config.tls_cert, "tls_key": config.tls_key, "tls_ca": config.tls_ca}
         digests = [blake2b(_read(name, Path(path))).digest() for name, path in files.items()]
         if former is not None and former.digests == digests:
             return former
-        loaded = _Loaded(digests, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        loaded = PeerContexts(digests, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         for context in (loaded.lender, loaded.reader):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False  # the authority is the fleet's own; PeerHello says which kvbm it is
@@ -223,12 +231,14 @@ class PeerTls:
         return loaded
 
 
-class _Loaded(Struct, frozen=True):
+class PeerContexts(Struct, frozen=True):
     """What the files had when they were read."""
 
     digests: list[bytes]
     lender: ssl.SSLContext
+    """What accepts connections."""
     reader: ssl.SSLContext
+    """What makes connections."""
 
 
 def peer_tls(config: PeersConfig) -> PeerTls | None:

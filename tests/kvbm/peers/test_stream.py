@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from services.kvbm.config import PeersConfig
+from services.kvbm.peers import stream
 from services.kvbm.peers.stream import peer_tls
+from shared import file_reads
 from shared.errors import ConfigError
+from shared.model_file import read_model_file
 from tests.kvbm.chains import chain
 from tests.kvbm.peer_rig import PEERS, address, faults, machines, read
 
@@ -80,6 +85,39 @@ async def test_a_certificate_that_is_renewed_counts_from_the_next_connection_on(
         assert fault.code == "unreachable"
         assert f"peers.tls_cert {reader.tls_cert}" in str(fault)
         assert secured(tmp_path, "r", fleet, fleet) == reader
+        assert (await read(two, address(one), CONTENTS)).fault is None
+        assert await b.load(CONTENTS) == (20, 0)
+
+
+@pytest.mark.parametrize("side", ["lender", "reader"])
+async def test_files_that_hang_are_no_blocks_and_come_back(
+    tmp_path: Path, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = authority(tmp_path, "fleet")
+    lender, reader = secured(tmp_path, "l", fleet, fleet), secured(tmp_path, "r", fleet, fleet)
+    slow, goes_on, begun = (
+        Path(lender.tls_cert if side == "lender" else reader.tls_cert),
+        threading.Event(),
+        list[int](),
+    )
+
+    def reads(path: Path, limit_bytes: int) -> bytes:
+        if path == slow and not goes_on.is_set():
+            begun.append(1)
+            assert goes_on.wait(60)
+        return read_model_file(path, limit_bytes)
+
+    async with machines(tmp_path, lender=lender, reader=reader) as (one, a, two, b):
+        await a.store(CONTENTS)
+        monkeypatch.setattr(file_reads, "READ_LIMIT_S", 0.2)
+        monkeypatch.setattr(stream, "read_model_file", reads)
+        try:
+            faulty = await asyncio.gather(*(read(two, address(one), CONTENTS) for _ in range(3)))
+            assert all(done.fault is not None for done in faulty)
+            assert begun == [1], "reads at the same time are one"
+        finally:
+            goes_on.set()
+        monkeypatch.setattr(file_reads, "READ_LIMIT_S", 60.0)
         assert (await read(two, address(one), CONTENTS)).fault is None
         assert await b.load(CONTENTS) == (20, 0)
 
