@@ -115,7 +115,7 @@ class ObserveConfig(Struct, frozen=True, forbid_unknown_fields=True):
     is."""
     events_stream_bytes: Annotated[int, Meta(ge=1 << 20, le=1 << 40)] = 256 << 20
     """The maximum size in bytes of the stream of the plane jetstream, in the memory of nats-server, for all processes
-    of the namespace. A stream that is there already keeps its size."""
+    of the namespace. A process that starts with another size changes it. A stream that you made keeps its own."""
     hosts: tuple[str, ...] = ()
     """Host names by which scrapers reach this port, in addition to addresses, localhost and names without a dot. Counts
     only if `host` is a loopback address, or if this is not empty: other names then get 403."""

@@ -45,7 +45,7 @@ def nats_tls(files: ServerTls) -> str:
 
 @contextmanager
 def nats_cluster(directory: Path, settings: str = "", size: int = 3) -> Iterator[list[NatsServer]]:
-    """Running nats-servers that know each other, ended on leaving."""
+    """Running nats-servers that know each other, ended on leaving. `{folder}` in the settings is that of each."""
     routes = [free_port() for _ in range(size)]
     known = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes)
     with ExitStack() as running:
@@ -55,7 +55,7 @@ def nats_cluster(directory: Path, settings: str = "", size: int = 3) -> Iterator
             folder.mkdir()
             name = f'server_name: "nats-{number}"\n'
             cluster = f'cluster {{ name: "test", listen: "127.0.0.1:{port}", routes: [{known}] }}\n'
-            server = NatsServer(folder, name + cluster + settings)
+            server = NatsServer(folder, name + cluster + settings.replace("{folder}", str(folder)))
             running.callback(server.kill)
             server.start()
             servers.append(server)

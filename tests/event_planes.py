@@ -63,7 +63,7 @@ async def event_planes(
 async def stream_there(config: NatsConfig, namespace: str) -> None:
     """Return when the namespace has its stream."""
     user = config.user or None
-    client = await nats.connect(config.url, user=user, password=user, inbox_prefix=config.inbox)
+    client = await nats.connect(config.url.split(","), user=user, password=user, inbox_prefix=config.inbox)
     try:
         async with asyncio.timeout(LIMIT_S):
             while True:

@@ -3,21 +3,24 @@
     sources ──publish──▶ headrace.NS.events.SOURCE ──▶ routers that listen
                                    └──▶ the stream, in the server's memory ──read by sequence──▶ routers with a gap
 
-A stream that is there already is taken as it is, with the limits that it has. Ours has at most
+A stream that someone else has made is taken as it is, with the limits that it has. Ours has at most
 `observe.events_stream_bytes` for all sources, KEPT_BATCHES of each, and nothing older than KEPT_S. It is in memory: a
 restart of the server loses it, and then a source makes it again. Routers that miss something from before take
-snapshots.
+snapshots. A source that starts with another size gives ours that size; those that run leave it so.
 
 The server numbers the messages of all sources in one row, and a replay needs those of one source from a sequence on. So
-the reader steps back from that source's newest message, further each time, until it is early enough.
+the reader steps back from that source's newest message, further each time, until it is early enough. From there on it
+asks for pages of many messages; a server older than 2.11 answers with one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 
 from nats.js import JetStreamContext
-from nats.js.api import RawStreamMsg, StorageType, StreamConfig
+from nats.js.api import RawStreamMsg, StorageType, StreamConfig, StreamInfo
 from nats.js.errors import APIError, BadRequestError, NotFoundError, ServiceUnavailableError
 
 from shared import subjects
@@ -38,10 +41,17 @@ LOOK_S = 1.0
 ASKED_S = 30.0
 """The time in seconds after which a source asks whether the stream is still there: a person may delete it."""
 ANSWER_LIMIT_S = 5.0
+PAGE_BATCHES, PAGE_BYTES = 1000, 8 << 20
+"""The most that one question of a replay is answered with; a batch that is larger comes alone."""
+MADE_BY = "KV events of Headrace"
+"""The description of a stream of ours."""
+_PAGE_ENDS, _NOT_FOUND = "204", "404"
 _NO_JETSTREAM = (None, 10039, 10076)
 """The errors of a server, or of an account, without JetStream; None stands for no answer at all."""
 _NAME_TAKEN = 10058
 _SUBJECTS_TAKEN = 10065
+
+_logger = logging.getLogger(__name__)
 
 
 class EventStore:
@@ -61,7 +71,7 @@ class EventStore:
             connections = self._bus.connections
             if self._bus.connected and (connections != made or now() - asked_s >= ASKED_S):
                 try:
-                    await self.make()
+                    await self.make(resize=not made)
                     made, asked_s = connections, now()
                 except ConfigError as wrong:
                     if not made:
@@ -79,23 +89,45 @@ class EventStore:
             context = self._context()
             number = await _start(context, stream, subject, first)
             while number:
-                message = await context.get_msg(stream, seq=number, subject=subject, direct=True, next=True)
-                replayed.append(*_batch(message))
-                number = (message.seq or 0) + 1
-        except NotFoundError:  # the end
+                number = await self._read_page(stream, subject, number, replayed)
+        except NotFoundError:  # the stream has nothing of the source
             pass
         except FAILURES as wrong:
             raise Unavailable(f"stream {stream}: {wrong!r}") from wrong
         return replayed.batches
 
-    async def make(self) -> None:
-        """Make the stream if it is not there. Raise ConfigError, or Unavailable if it may work later."""
+    async def _read_page(self, stream: str, subject: str, number: int, replayed: ReplayedBatches) -> int:
+        """Read messages on `subject` from a number in the stream on. Return the number of the next page; 0 at the end.
+        Raise Unavailable, or ProtocolError."""
+        question = {"seq": number, "next_by_subj": subject, "batch": PAGE_BATCHES, "max_bytes": PAGE_BYTES}
+        asked, next_number = f"$JS.API.DIRECT.GET.{stream}", 0
+        answered = self._bus.stream(
+            asked, json.dumps(question).encode(), idle_timeout_s=ANSWER_LIMIT_S, pending_limit=PAGE_BATCHES + 1
+        )
+        async with answered as answers:
+            async for answer in answers:
+                status, pending = answer.headers.get("Status", ""), answer.headers.get("Nats-Num-Pending", "")
+                if status:
+                    if status not in (_PAGE_ENDS, _NOT_FOUND):
+                        raise Unavailable(f"{asked}: {status} {answer.headers.get('Description', '')}")
+                    return next_number if pending not in ("", "0") else 0
+                replayed.append(*_split(answer.payload))
+                next_number = int(answer.headers.get("Nats-Sequence", "0")) + 1
+                if not pending:  # a server that knows no pages
+                    break
+        return next_number
+
+    async def make(self, *, resize: bool = True) -> None:
+        """Make the stream if it is not there. With `resize`, give one of ours its size. Raise ConfigError, or
+        Unavailable if it may work later."""
         context = self._context()
         try:
             try:
                 found = await context.stream_info(self.name)
             except NotFoundError:
                 found = await context.add_stream(self._settings())
+            if resize:
+                found = await self._resized(context, found)
         except ServiceUnavailableError as wrong:
             if wrong.err_code not in _NO_JETSTREAM:
                 raise Unavailable(str(wrong)) from wrong
@@ -119,6 +151,22 @@ class EventStore:
                 f" {self._subjects}; change or delete it"
             )
 
+    async def _resized(self, context: JetStreamContext, found: StreamInfo) -> StreamInfo:
+        """Return the stream with the size that the settings say, if it is ours; else say that it keeps its own."""
+        there = found.config.max_bytes
+        if there == self._limit_bytes:
+            return found
+        if found.config.description == MADE_BY:
+            _logger.info("the stream %s has %s bytes from now on, and had %s", self.name, self._limit_bytes, there)
+            return await context.update_stream(found.config.evolve(max_bytes=self._limit_bytes))
+        _logger.warning(
+            "observe.events_stream_bytes is %d, but the stream %s, which someone else has made, keeps its max_bytes %s",
+            self._limit_bytes,
+            self.name,
+            there,
+        )
+        return found
+
     def _refused(self, wrong: APIError) -> ConfigError:
         if wrong.err_code == _SUBJECTS_TAKEN:
             return ConfigError(
@@ -133,6 +181,7 @@ class EventStore:
     def _settings(self) -> StreamConfig:
         return StreamConfig(
             name=self.name,
+            description=MADE_BY,
             subjects=[self._subjects],
             storage=StorageType.MEMORY,
             max_bytes=self._limit_bytes,
@@ -164,6 +213,10 @@ async def _start(context: JetStreamContext, stream: str, subject: str, first: in
 
 
 def _batch(message: RawStreamMsg) -> tuple[int, bytes]:
-    if message.data is None or len(message.data) < 8:
+    return _split(message.data or b"")
+
+
+def _split(message: bytes) -> tuple[int, bytes]:
+    if len(message) < 8:
         raise ProtocolError("a message in the stream without a sequence")
-    return split_message(message.data)
+    return split_message(message)

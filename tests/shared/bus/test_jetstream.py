@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
-from nats.js.api import StreamConfig
+from nats.errors import Error
+from nats.js.api import StorageType, StreamConfig
 
 from shared import subjects
 from shared.bus import jetstream
@@ -18,6 +21,7 @@ from shared.bus.jetstream import EventStore
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig
 from shared.errors import ConfigError, Unavailable
+from tests.clusters import nats_cluster, url_of
 from tests.event_planes import event_planes, stream_there, with_jetstream
 from tests.servers import NatsServer, nats_server
 from tests.shared.bus.test_events import DEADLINE_S, Batches, joined, replayed
@@ -72,6 +76,30 @@ async def test_a_replay_finds_its_beginning_among_the_batches_of_other_sources(
         assert batches == [(sequence, str(sequence).encode()) for sequence in range(first, 50)]
     assert await store.read(store.name, mine, 50) == []
     assert await store.read(store.name, subjects.events(namespace, "unknown"), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "questions"), [("PAGE_BATCHES", 1000, 3), ("PAGE_BYTES", 2000, None), ("PAGE_BATCHES", 0, 2500)]
+)
+async def test_a_long_replay_is_read_in_pages_and_from_an_old_server_one_by_one(
+    bus: NatsBus, namespace: str, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, questions: int | None
+) -> None:
+    monkeypatch.setattr(jetstream, limit, value)  # without a number of messages, the server answers as one before 2.11
+    store, mine, asked = EventStore(bus, namespace, LIMIT_BYTES), subjects.events(namespace, "mine"), list[str]()
+    await store.make()
+    for sequence in range(2500):
+        publish(bus, mine, sequence)
+        publish(bus, subjects.events(namespace, "other"), sequence)
+    await stored(store, mine, 2499)
+    ask = bus.stream
+
+    def counted(subject: str, payload: bytes, **limits: Any) -> Any:
+        asked.append(subject)
+        return ask(subject, payload, **limits)
+
+    monkeypatch.setattr(bus, "stream", counted)
+    assert await store.read(store.name, mine, 0) == [(number, str(number).encode()) for number in range(2500)]
+    assert questions is None or len(asked) in (questions, questions + 1), "the last page may be empty"
 
 
 async def test_a_replay_with_gaps_has_what_was_stored(bus: NatsBus, namespace: str) -> None:
@@ -199,6 +227,69 @@ async def test_a_stream_that_an_operator_has_made_keeps_its_limits(
     assert len(await store.read(name, subjects.events(namespace, "mine"), 6)) == 3
     assert await store.read(name, subjects.events(namespace, "mine"), 5) == []
     await client.close()
+
+
+async def test_a_source_that_starts_with_another_size_gives_it_to_a_stream_of_ours_and_to_no_other(
+    bus: NatsBus, jetstream_url: str, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, mine = subjects.event_stream(namespace)
+    client = await nats.connect(jetstream_url)
+
+    async def size() -> int | None:
+        return (await client.jetstream().stream_info(name)).config.max_bytes
+
+    await (before := EventStore(bus, namespace, LIMIT_BYTES)).make()
+    publish(bus, subjects.events(namespace, "mine"), 7)
+    await stored(before, subjects.events(namespace, "mine"), 7)
+    await EventStore(bus, namespace, 2 * LIMIT_BYTES).make()
+    assert await size() == 2 * LIMIT_BYTES
+    await before.make(resize=False)
+    assert await size() == 2 * LIMIT_BYTES
+    assert await before.read(name, subjects.events(namespace, "mine"), 7) == [(7, b"7")]
+    found = (await client.jetstream().stream_info(name)).config
+    assert (found.max_age, found.max_msgs_per_subject) == (jetstream.KEPT_S, jetstream.KEPT_BATCHES)
+    await client.jetstream().delete_stream(name)
+    await client.jetstream().add_stream(StreamConfig(name=name, subjects=[mine], max_bytes=1 << 20, allow_direct=True))
+    await before.make()
+    assert await size() == 1 << 20
+    assert f"observe.events_stream_bytes is {LIMIT_BYTES}, but the stream {name}, which someone else has" in caplog.text
+    await client.close()
+
+
+async def test_events_and_replays_go_on_when_one_of_three_servers_that_have_the_stream_is_killed(
+    tmp_path: Path, namespace: str
+) -> None:
+    name, mine = subjects.event_stream(namespace)
+    made = StreamConfig(name=name, subjects=[mine], num_replicas=3, storage=StorageType.MEMORY, allow_direct=True)
+    with nats_cluster(tmp_path, 'jetstream { store_dir: "{folder}/jetstream" }\n') as servers:
+        client = await nats.connect(servers[0].url)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                with suppress(Error):  # the servers have not elected a leader yet
+                    await client.jetstream().add_stream(made)
+                    break
+                await asyncio.sleep(0.1)
+        async with event_planes("jetstream", url_of(servers), namespace=namespace) as events:
+            publisher, batches = events.open_publisher(), Batches()
+            subscription = events.subscribe(publisher.source, batches.receive)
+            await joined(publisher, batches)
+            publisher.publish(1_000_000, b"before")
+            await batches.wait(1_000_000)
+            await replayed(subscription, 1_000_000, 1_000_000)
+            cluster = (await client.jetstream().stream_info(name)).cluster
+            assert cluster is not None
+            await client.close()
+            servers[int((cluster.leader or "").removeprefix("nats-"))].kill()
+            found: list[tuple[int, bytes]] = []
+            async with asyncio.timeout(DEADLINE_S):
+                for sequence in itertools.count(2_000_000):  # some are lost while connections move and servers elect
+                    publisher.publish(sequence, b"after")
+                    with suppress(Unavailable):
+                        found = await subscription.replay(1_000_000, timeout_s=DEADLINE_S)
+                    if found and found[-1][0] > 1_000_000 and batches.sequences[-1] > 1_000_000:
+                        break
+                    await asyncio.sleep(0.05)
+            assert found[0] == (1_000_000, b"before")
 
 
 async def test_another_stream_that_has_the_subjects_is_named(bus: NatsBus, jetstream_url: str, namespace: str) -> None:
