@@ -83,8 +83,6 @@ def test_a_cluster_of_another_version_is_refused_with_both(model: str, tmp_path:
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "flags", [("--single",), ("--engine", "vllm"), ("--prefill", "1", "--decode", "1"), ("--discovery", "file")]
-)
+@pytest.mark.parametrize("flags", [("--single",), ("--engine", "attached"), ("--discovery", "file")])
 def test_what_ray_does_not_run_is_refused_at_once(flags: tuple[str, ...], model: str, tmp_path: Path) -> None:
     assert refusal(tmp_path, model, *flags).startswith(f"error: {' '.join(flags[:2])}".split(" 1")[0])

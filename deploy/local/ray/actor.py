@@ -93,7 +93,8 @@ class ProgramActor:
         pool = f"{fleet}-{node[:8]}"
         if order["owns_pool"]:
             self._held.enter_context(private_pool(name=pool))
-        places = {"host": host, "pool": str(pool_directory(pool)), "url_file": str(self._url_file)}
+        places = {"host": host, "peers": f"{host}:0", "pool": str(pool_directory(pool))}
+        places["url_file"] = str(self._url_file)
         programs = {"": (sys.executable, "-P"), "nats": (str(servers.nats_server()),), "etcd": (str(servers.etcd()),)}
         command = (*programs[order["server"]], *order["arguments"])
         variables = {name: places[place] for name, place in order["variables"].items()}

@@ -8,8 +8,9 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-Place = Literal["host", "pool", "url_file"]
-"""What differs from node to node: its address, the directory of its pool, the file for a service's URL."""
+Place = Literal["host", "peers", "pool", "url_file"]
+"""What differs from node to node: its address, also with port 0; the directory of its pool; the file for a service's
+URL."""
 
 
 class Order(Struct, frozen=True):

@@ -2,8 +2,9 @@
 
 head node        NATS and etcd, unless they run already; the first frontend and the first router
 any node         further frontends and routers
-nodes of workers the workers, spread, each with a GPU of its own if it computes on one
-                 one kvbm on each of these nodes, which watch.py adds as Ray places workers
+nodes of workers the workers, spread, each with GPUs of its own if it computes on some
+                 one kvbm on each of these nodes, which watch.py adds as Ray places workers. With roles they read
+                 from each other, since a prompt may be computed at another node than the one that decodes
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from deploy.local.stack.stack import (
     Settings,
     UpOptions,
     Value,
+    named_workers,
     tiers,
     toml,
     worker_settings,
@@ -84,8 +86,8 @@ def plan(options: UpOptions, head: Head, state_dir: StateDirectory, *, name: str
     for order, count in ((frontend, options.frontends), (router, options.routers)):
         names = [order.name] if count == 1 else [f"{order.name}-{index}" for index in range(count)]
         orders += [replace(order, name=each, node="" if index else head.node) for index, each in enumerate(names)]
-    worker = _worker(options, common, state_dir)
-    orders += [replace(worker, name=f"worker-{index}") for index in range(options.workers)]
+    for worker, role in named_workers(options):
+        orders.append(replace(_worker(options, common, state_dir, role), name=worker))
     store = None
     if options.store is not None:
         store = _service(options, "kvbm", 2, common | tiers(options.store))
@@ -104,15 +106,17 @@ def paths_needed(options: UpOptions) -> list[tuple[str, str]]:
         ("--keys", access.keys),
         ("--tls-cert", access.tls_cert),
         ("--tls-key", access.tls_key),
+        ("--engine vllm", options.vllm_python),
+        ("--vllm-args", options.vllm_args),
     ]
     return [(flag, path) for flag, path in named if path]
 
 
-def lacking(orders: tuple[Order, ...], resources: Mapping[str, float]) -> str:
+def lacking(options: UpOptions, orders: tuple[Order, ...], resources: Mapping[str, float]) -> str:
     """Return what a cluster with these resources, free or in use, lacks for the orders. Empty if nothing."""
     for resource, flag, needed in (
-        ("GPU", "--device cuda", sum(order.gpus for order in orders)),
-        ("CPU", "--workers", sum(order.cpus for order in orders)),
+        ("GPU", "--engine vllm" if options.vllm_gpus else "--device cuda", sum(order.gpus for order in orders)),
+        ("CPU", "--prefill, --decode" if _roles(options) else "--workers", sum(order.cpus for order in orders)),
     ):
         if needed > (found := resources.get(resource, 0.0)):
             return (
@@ -130,6 +134,8 @@ def _service(options: UpOptions, service: ServiceName, stage: int, settings: Set
         variables["HEADRACE_HTTP_HOST"] = "host"
     elif service == "kvbm":
         variables["HEADRACE_POOL_DIRECTORY"] = "pool"
+        if _roles(options):
+            variables["HEADRACE_PEERS_LISTEN"] = "peers"
     elif service == "worker" and options.store is not None:
         variables["HEADRACE_KVBM_POOL"] = "pool"
     arguments = ("-m", f"services.{service}", "--config", SETTINGS, *flags)
@@ -137,17 +143,23 @@ def _service(options: UpOptions, service: ServiceName, stage: int, settings: Set
     return Order(service, arguments, files, stage, SERVICE_DRAIN_S, variables=variables, service=service)
 
 
-def _worker(options: UpOptions, common: Settings, state_dir: StateDirectory) -> Order:
-    """Return a worker. On a CPU it takes as many of Ray's CPUs as it has threads; on a GPU one CPU and one GPU."""
-    of_gpu = options.gpus is not None
+def _roles(options: UpOptions) -> bool:
+    """Return whether each worker has one role."""
+    return options.prefill + options.decode > 0
+
+
+def _worker(options: UpOptions, common: Settings, state_dir: StateDirectory, role: str) -> Order:
+    """Return a worker. On a CPU it takes as many of Ray's CPUs as it has threads; on GPUs one CPU and its GPUs, which
+    Ray names to it."""
+    gpus = 1 if options.gpus is not None else len(options.vllm_gpus[0].split(",")) if options.vllm_gpus else 0
     threads = 1
     for flag, value in options.overrides.get("worker", ()):
         if flag == "--threads" and value.isdecimal():
             threads = int(value)
-    settings = worker_settings(replace(options, workers=1), 0, "", state_dir, threads)
-    settings["threads"] = 0 if of_gpu else threads
+    settings = worker_settings(replace(options, workers=1, vllm_gpus=()), 0, role, state_dir, threads)
+    settings["threads"] = 0 if gpus else threads
     order = _service(options, "worker", 1, {**common, **settings})
-    return replace(order, cpus=1 if of_gpu else max(1, threads), gpus=1 if of_gpu else 0)
+    return replace(order, cpus=1 if gpus else max(1, threads), gpus=gpus)
 
 
 def _servers(options: UpOptions, head: Head, password: str) -> list[Order]:

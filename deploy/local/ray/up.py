@@ -47,7 +47,7 @@ def up_on_ray(options: UpOptions, cluster: Cluster, state_dir: StateDirectory, t
     ConfigError if the cluster cannot run it."""
     head = cluster.check_nodes(paths_needed(options), options.port)
     fleet = plan(options, head, state_dir, name=secrets.token_hex(4), password=secrets.token_hex(32))
-    if wrong := lacking(fleet.orders, cluster.resources()):
+    if wrong := lacking(options, fleet.orders, cluster.resources()):
         raise ConfigError(wrong)
     cluster.reserve(fleet.orders)
     prepare({state_dir.fleet: fleet.text}, state_dir)

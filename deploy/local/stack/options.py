@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +16,8 @@ from deploy.local.stack.block_store import store_request
 from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus
 from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
 from deploy.local.stack.stack import (
-    AccessFiles,
     LOOPBACK,
+    AccessFiles,
     BlockStoreOptions,
     Gpus,
     ServiceName,
@@ -35,9 +36,9 @@ from shared.vllm_args import read_file
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
-JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
 OBSERVE_HOST = "HEADRACE_OBSERVE_HOST"
 """The variable by which services listen, for other machines, at an address of this one."""
+JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
@@ -73,7 +74,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     if "kvbm" in overrides and not wanted.pool_bytes:
         setting = overrides["kvbm"][0][0].removeprefix("--")
         raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
-    vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ())) if flags.engine == "vllm" else ()
+    vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ()), workers) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or workers
     _check_servers(flags)
     options = UpOptions(
@@ -100,8 +101,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         nats=flags.nats,
         etcd=flags.etcd,
         single=flags.single,
-        access=access,
         observe_host=environment().get(OBSERVE_HOST) or LOOPBACK,
+        access=access,
         log_level=flags.log_level,
         overrides=overrides,
     )
@@ -143,15 +144,13 @@ def _check_ray(flags: UpFlags) -> None:
     """Raise ConfigError for flags that do not go with --on ray."""
     refused = {
         "--single": flags.single,
-        "--prefill": flags.prefill is not None,
-        "--decode": flags.decode is not None,
-        f"--engine {flags.engine}": flags.engine in ("vllm", "attached"),
+        "--engine attached": flags.engine == "attached",
         "--discovery file": flags.discovery == "file",
     }
     for flag, given in refused.items():
         if given:
             raise ConfigError(
-                f"{flag}: not with --on ray, whose workers are alike and have an engine of ours (docs/ray.md)"
+                f"{flag}: not with --on ray, which runs each service as a program of its own (docs/ray.md)"
             )
 
 
@@ -265,11 +264,14 @@ def _gpus(flags: UpFlags) -> Gpus | None:
     )
 
 
-def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return each worker's GPUs; none if vLLM computes on the CPU."""
+def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting], workers: int) -> tuple[str, ...]:
+    """Return each worker's GPUs; none if vLLM computes on the CPU. On Ray their names mean nothing, as it chooses."""
     if install_vllm.device_of() != "cuda":
         return ()
     file = read_file("" if flags.vllm_args is None else str(flags.vllm_args))
+    if flags.on == "ray":
+        sizes = parallel_sizes(settings, file)
+        return assign_gpus(workers, sizes, list(map(str, range(workers * prod(sizes.values())))))
     visible = visible_gpus(gpus.ask_driver("--engine vllm", 0), environment().get("CUDA_VISIBLE_DEVICES"))
     return assign_gpus(flags.workers, parallel_sizes(settings, file), visible)
 

@@ -235,7 +235,7 @@ def plan(
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store))
-    for index, (name, role) in enumerate(_workers(options)):
+    for index, (name, role) in enumerate(named_workers(options)):
         settings = common | worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
         service(program, "worker", settings, hands_over=bool(role))
@@ -365,7 +365,7 @@ def _names(service: str, count: int) -> list[str]:
     return [service] if count == 1 else [f"{service}-{index}" for index in range(count)]
 
 
-def _workers(options: UpOptions) -> list[tuple[str, str]]:
+def named_workers(options: UpOptions) -> list[tuple[str, str]]:
     """Return the name and the role of each worker; the role is empty if each does all."""
     if not options.prefill and not options.decode:
         return [(f"worker-{index}", "") for index in range(options.workers)]

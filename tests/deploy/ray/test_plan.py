@@ -112,12 +112,41 @@ def test_a_worker_on_a_gpu_has_one_of_its_own_as_the_only_one_it_sees(tmp_path: 
 
 def test_what_a_cluster_lacks_is_named_with_the_flag() -> None:
     orders = planned(replace(OPTIONS, gpus=Gpus(1, 0.9))).orders
-    assert lacking(orders, {"CPU": 2.0, "GPU": 2.0}) == ""
-    assert lacking(orders, {"CPU": 16.0, "GPU": 1.0}) == (
+    assert lacking(OPTIONS, orders, {"CPU": 2.0, "GPU": 2.0}) == ""
+    assert lacking(OPTIONS, orders, {"CPU": 16.0, "GPU": 1.0}) == (
         "--device cuda: the workers need 2 GPUs, the nodes of this Ray cluster have 1"
         " (`ray start --num-gpus` says how many a node has)"
     )
-    assert lacking(planned().orders, {"CPU": 1.0}).startswith("--workers: the workers need 2 CPUs, the nodes of this")
+    assert lacking(OPTIONS, planned().orders, {"CPU": 1.0}).startswith("--workers: the workers need 2 CPUs, the nodes")
+    roles = replace(OPTIONS, prefill=1, decode=1)
+    assert lacking(roles, planned(roles).orders, {"CPU": 1.0}).startswith("--prefill, --decode: the workers need 2 CP")
+    vllm = replace(OPTIONS, engine="vllm", vllm_gpus=("0,1", "2,3"))
+    assert lacking(vllm, planned(vllm).orders, {"CPU": 4.0}).startswith("--engine vllm: the workers need 4 GPUs, the ")
+
+
+def test_workers_with_roles_have_kvbms_that_read_from_each_other(tmp_path: Path) -> None:
+    fleet = planned(replace(OPTIONS, workers=3, prefill=1, decode=2))
+    orders = named(fleet)
+    for name, role in {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}.items():
+        (tmp_path / SETTINGS).write_text(orders[name].files[SETTINGS], encoding="utf-8")
+        config = load(WorkerConfig, file=tmp_path / SETTINGS, environ={"HEADRACE_KVBM_POOL": "/dev/shm/pool"})
+        assert (config.role, orders[name].service, orders[name].cpus) == (role, "worker", 1)
+    assert fleet.store is not None
+    assert fleet.store.variables["HEADRACE_PEERS_LISTEN"] == "peers"
+    alike = planned().store
+    assert alike is not None
+    assert "HEADRACE_PEERS_LISTEN" not in alike.variables
+
+
+def test_a_worker_with_vllm_has_as_many_gpus_of_ray_as_it_has_ranks_and_its_settings_name_none(tmp_path: Path) -> None:
+    vllm = replace(OPTIONS, engine="vllm", vllm_python="/opt/vllm/bin/python", vllm_gpus=("0,1", "2,3"))
+    order = named(planned(vllm))["worker-1"]
+    assert (order.cpus, order.gpus) == (1, 2)
+    (tmp_path / SETTINGS).write_text(order.files[SETTINGS], encoding="utf-8")
+    config = load(WorkerConfig, file=tmp_path / SETTINGS, environ={})
+    assert (config.engine, config.vllm_python, config.vllm_gpus) == ("vllm", "/opt/vllm/bin/python", "")
+    assert ("--engine vllm", "/opt/vllm/bin/python") in paths_needed(vllm)
+    assert named(planned(replace(vllm, vllm_gpus=())))["worker-0"].gpus == 0
 
 
 def test_nodes_must_have_the_files_that_flags_name() -> None:
