@@ -3,6 +3,7 @@ change."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from shared.config import DiscoveryConfig
 from shared.discovery import etcd_client
 from shared.discovery.etcd import EtcdDiscovery
 from shared.discovery.etcd_access import EtcdAccess, check_settings, read_access
+from shared.discovery.etcd_client import EtcdClient, EtcdConnection, rpc
 from shared.errors import ConfigError, DiscoveryDown
 from tests.authority import Authority, needs_openssl
 from tests.servers import EtcdServer, free_port
@@ -123,6 +125,29 @@ async def test_a_password_that_changes_is_read_again(own_etcd: EtcdServer, tmp_p
     with pytest.raises(DiscoveryDown, match=r"etcd at .*: discovery\.password_file .*: No such file or directory$"):
         await discovery.list(PREFIX)
     await discovery.close()
+
+
+async def test_each_login_that_is_too_slow_gives_the_next_one_more_time(
+    own_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An etcd to which all come back at once gets through with their logins, and no login is begun in vain for ever."""
+    monkeypatch.setattr(etcd_client, "CALL_TIMEOUT_S", 0.1)
+    etcdctl(own_etcd, "user add root:root", "user grant-role root root", "auth enable")
+    client = EtcdClient(DiscoveryConfig(endpoints=(own_etcd.endpoint,), user="root", password="root"), lambda: None)
+    own_etcd.freeze()
+    for _ in range(6):
+        with pytest.raises(DiscoveryDown):
+            await client.call(status)
+    waiting = asyncio.ensure_future(client.call(status))
+    await asyncio.sleep(0.3)
+    assert not waiting.done(), "it waits for longer than the first did"
+    own_etcd.thaw()
+    await waiting
+    await client.close()
+
+
+async def status(etcd: EtcdConnection) -> object:
+    return await etcd.maintenance.Status(rpc.StatusRequest(), timeout=LIMIT_S, metadata=etcd.metadata)
 
 
 async def test_files_that_hang_are_named_and_the_event_loop_goes_on(
