@@ -21,7 +21,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +223,9 @@ class Cluster:
         for pod in sorted(itertools.chain(*self.pods.values()), key=lambda pod: "-frontend-" in pod.name):
             pod.wait_ready()
 
-    def roll(self, key: str) -> None:
-        """Put a new pod in the place of each pod of a workload."""
+    def roll(self, key: str, steady: Callable[[Pod], bool] = lambda _: True) -> None:
+        """Put a new pod in the place of each pod of a workload. `steady` stands for its minReadySeconds: whether they
+        are over for a pod."""
         surges = self.manifests[key]["kind"] == "Deployment"
         for index, former in enumerate(list(self.pods[key])):
             if not surges:
@@ -233,6 +234,7 @@ class Cluster:
             added = self._start(key, index)
             self.pods[key].append(added)
             added.wait_ready()
+            eventually(lambda pod=added: steady(pod), limit_s=READY_LIMIT_S, what=f"{added.name} is steady")  # type: ignore[misc]
             if surges:
                 former.stop()
                 self.pods[key].remove(former)

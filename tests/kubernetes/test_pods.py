@@ -219,16 +219,21 @@ async def test_pods_of_an_inference_pool_get_workers_and_gateways_are_sent_to_th
                 await server.put(server.pods, pod("one", "127.0.0.2", {"app": "vllm"}, ready=False))
                 for address in frontends:
                     await sent_to(f"{address}:9002", f"127.0.0.3:{port}")
-                [workers] = one.pods["Deployment/headrace-pool-workers"]
-                assert "joined nats://" in workers.logs()
+                followers, key = one.pods, "Deployment/headrace-pool-workers"
+                assert "joined nats://" in followers[key][0].logs()
+                rolling = asyncio.ensure_future(asyncio.to_thread(one.roll, key, lambda pod: ": serves" in pod.logs()))
+                while not rolling.done():
+                    await sent_to(f"{frontends[0]}:9002", f"127.0.0.3:{port}", at_once=True)
+                await rolling
+                [workers] = followers[key]
                 await asyncio.to_thread(workers.stop)
                 assert [each.process.returncode for each in workers.containers] == [0]
             finally:
                 await asyncio.wrap_future(thread.submit(starting.__exit__, None, None, None))
 
 
-async def sent_to(picker: str, endpoint: str) -> None:
-    """Ask a picker until it sends a request to this endpoint."""
+async def sent_to(picker: str, endpoint: str, *, at_once: bool = False) -> None:
+    """Ask a picker until it sends a request to this endpoint; with `at_once` the first one must go there."""
     body = json.dumps({"model": "pooled", "prompt": "hello"}).encode()
     async with asyncio.timeout(LIMIT_S), connected(picker) as gateway:
         while True:
@@ -239,6 +244,7 @@ async def sent_to(picker: str, endpoint: str) -> None:
             await stream.end()
             if found == endpoint:
                 return
+            assert not at_once, f"{found} in place of {endpoint}"
 
 
 @LONG
