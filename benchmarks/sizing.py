@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from benchmarks.report import Goal, report
 from deploy.local.size.profile_file import Profile, decode_profile
-from deploy.local.size.started_up import command, started_up
+from deploy.local.size.started_up import command, running_up
 from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.size.traffic import MADE_BLOCK, Lengths, Traffic, TrafficRow, drawn_traffic
 from deploy.local.terminal import Terminal
@@ -171,7 +171,7 @@ def main() -> None:
         profile = decode_profile(file.read_bytes(), str(file))
         capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
         terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
-        with started_up(words, terminal, FLEET) as (url, _):
+        with running_up((*FLEET, *words), terminal, "this comparison") as (url, _):
             for load in (float(text) for text in flags.loads.split(",")):
                 traffic = traffic_of(load * capacity, int(load * capacity * 60 * minutes))
                 planned = predicted(traffic, profile, file, folder)

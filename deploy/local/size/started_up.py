@@ -1,4 +1,4 @@
-"""Starts an `up` for `headrace profile`, by default with one worker, and stops it again."""
+"""Starts an `up` for a measurement, and stops it again."""
 
 from __future__ import annotations
 
@@ -41,21 +41,27 @@ _OURS = (
 
 
 @contextmanager
-def started_up(
-    words: Sequence[str], terminal: Terminal, fleet: Sequence[str] = ONE_WORKER
-) -> Iterator[tuple[str, Path]]:
-    """Yield the URL of an `up` with these flags and those of its `fleet`, and its state directory. Raise ConfigError
-    for flags that are not the caller's to choose, Unavailable if it does not start."""
+def started_up(words: Sequence[str], terminal: Terminal) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of an `up` with these flags and one worker, and its state directory. Raise ConfigError for flags
+    that are not the caller's to choose, Unavailable if it does not start."""
     ours = next((word for word in words if word.split("=")[0] in _OURS), None)
     if ours is not None:
         raise ConfigError(f"{ours}: `profile` starts one worker, and chooses this flag itself")
-    with tempfile.TemporaryDirectory(prefix="headrace-profile-") as home:
+    with running_up((*ONE_WORKER, *words), terminal, "this profile") as found:
+        yield found
+
+
+@contextmanager
+def running_up(words: Sequence[str], terminal: Terminal, purpose: str) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of an `up` with these flags, and its state directory. `purpose` is what it is for, in messages.
+    Raise Unavailable if it does not start."""
+    with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
         state, port = StateDirectory(Path(home)), _free_port()
-        flags = ("--port", str(port), "--state", home, *fleet, *words)
+        flags = ("--port", str(port), "--state", home, *words)
         process = subprocess.Popen(command("up", *flags), env=_variables(), stdout=subprocess.PIPE, text=True)
         try:
-            url = _ready_url(process)
-            terminal.notice(f"started for this profile: {url}")
+            url = _ready_url(process, purpose)
+            terminal.notice(f"started for {purpose}: {url}")
             yield url, state.home
         finally:
             _stop(process)
@@ -100,7 +106,7 @@ def _free_port() -> int:
         return port
 
 
-def _ready_url(process: subprocess.Popen[str]) -> str:
+def _ready_url(process: subprocess.Popen[str], purpose: str) -> str:
     """Wait until it says ready, and return its URL."""
     assert process.stdout is not None
     timer = threading.Timer(START_LIMIT_S, process.terminate)
@@ -112,7 +118,7 @@ def _ready_url(process: subprocess.Popen[str]) -> str:
                 return url
     finally:
         timer.cancel()
-    raise Unavailable(f"the `up` for this profile did not start, status {process.wait()}: stderr above says why")
+    raise Unavailable(f"the `up` for {purpose} did not start, status {process.wait()}: stderr above says why")
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
