@@ -169,9 +169,11 @@ def main() -> None:
         if not file.exists():
             make_profile(file, words, quick=flags.quick)
         profile = decode_profile(file.read_bytes(), str(file))
+        if len(profile.prefill) < 2 or len(profile.decode) < 2:
+            sys.exit(f"{file}: too few points: the machine is too busy, or `profile` must go on with it")
         capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
         terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
-        with running_up((*FLEET, *words), terminal, "this sizing") as (url, _):
+        with running_up((*FLEET, *words), terminal, "this comparison") as (url, _):
             for load in (float(text) for text in flags.loads.split(",")):
                 traffic = traffic_of(load * capacity, int(load * capacity * 60 * minutes))
                 planned = predicted(traffic, profile, file, folder)

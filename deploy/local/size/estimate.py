@@ -82,6 +82,7 @@ def estimate_of(flags: EstimateFlags) -> Estimate:
     split = GpuSplit(flags.tensor_parallel, flags.pipeline_parallel, flags.expert_parallel)
     check_split(shape, split, flags.engine)
     bits = shape.bits if flags.dtype == "auto" else BITS[flags.dtype]
+    bits = 16.0 if flags.engine == "native" else bits  # it expands weights of fewer bits when it loads them
     kv_bits = 16.0 if flags.kv_dtype == "auto" else BITS[flags.kv_dtype]
     roofline = Roofline(shape, gpu, split, ENGINES[flags.engine], bits, kv_bits)
     kv_tokens, length = roofline.kv_tokens(flags.memory_share), flags.prompt + flags.output

@@ -131,6 +131,8 @@ def test_fewer_bits_make_room_and_steps_shorter_and_a_quantised_config_says_so(t
     assert eight.loads[0].itl_s < 0.75 * plain.loads[0].itl_s
     config(tmp_path, quantization_config={"quant_method": "fp8"})
     assert estimate_of(flags).weights_gb == eight.weights_gb
+    native = msgspec.structs.replace(flags, engine="native")
+    assert estimate_of(native).weights_gb == plain.weights_gb  # it expands them
     config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     assert estimate_of(flags).weights_gb < 0.7 * eight.weights_gb
 
