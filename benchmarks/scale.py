@@ -11,7 +11,7 @@ One process, the router's own deciders, and the messages as NATS brings them: ca
     fill                        CPU of learning all pairs, which a router that starts needs
     reports                     bytes of load reports that each router gets from NATS
 
-and at 16 workers a select beside 4,096 prompts that wait, each of a priority of its own.
+and at 16 workers a select next to 4,096 prompts that wait, each of a priority of its own.
 
 The last column divides a second's CPU by one: above 1 the router cannot keep up, and the models must have routers of
 their own.
@@ -60,7 +60,7 @@ SELECTS_A_SECOND, REPORTS_A_SECOND, BLOCKS_A_SECOND = 20, 4, 100
 RUNNING = 16
 """Attempts in each worker's report."""
 QUEUE, SELECTS_BESIDE = 4096, 400
-"""Waiting prompts, each of a priority of its own, at 16 workers; and selects beside them."""
+"""Waiting prompts, each of a priority of its own, at 16 workers; and selects next to them."""
 SELECT_GOAL_MS, MEMORY_GOAL_GB, BESIDE_GOAL_US = 5.0, 2.0, 60.0
 LIMIT_BYTES = 1 << 40
 Row = dict[str, Any]
@@ -85,13 +85,13 @@ def main() -> int:
         goals = [
             Goal(f"select p99, {last['workers']} workers", p99_ms, "ms", SELECT_GOAL_MS, p99_ms <= SELECT_GOAL_MS),
             Goal(f"{last['pairs'] / 1e6:.0f} M pairs", memory_gb, "GB", MEMORY_GOAL_GB, memory_gb <= MEMORY_GOAL_GB),
-            Goal(f"select beside {QUEUE} priorities", beside_us, "us", BESIDE_GOAL_US, beside_us <= BESIDE_GOAL_US),
+            Goal(f"select next to {QUEUE} priorities", beside_us, "us", BESIDE_GOAL_US, beside_us <= BESIDE_GOAL_US),
         ]
         print(msgspec.json.encode(report("scale", sys.argv[1:], goals, rows)).decode())
         return 0
     for row in rows:
         print("  ".join(f"{name} {value:,.3g}" for name, value in row.items()))
-    print(f"select beside {QUEUE} priorities: {beside_us:.0f} us")
+    print(f"select next to {QUEUE} priorities: {beside_us:.0f} us")
     return 0
 
 
@@ -233,7 +233,7 @@ class _Fleet:
                 router.caches.chains[name, 0].apply(RemovedEvent(shortened(own), 0, None))
 
     def queue(self, priorities: list[int]) -> float:
-        """Reserve a short prompt at each of these priorities. Return the median seconds of a choice beside them."""
+        """Reserve a short prompt at each of these priorities. Return the median seconds of a choice next to them."""
         (router,) = self.routers
         spent_s = []
         for number, priority in enumerate([*priorities, *self._draw.choices(priorities, k=SELECTS_BESIDE)]):

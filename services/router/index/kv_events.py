@@ -163,7 +163,7 @@ def decode(payload: bytes) -> DecodedBatch:
 
 
 def shortened(hashes: Iterable[EventHash]) -> list[EngineHash]:
-    """Return what is kept of engines' hashes. Of bytes the last eight count, big-endian, as in digests."""
+    """Return what is kept of engines' hashes. The last eight bytes count, big-endian, as in digests."""
     return [(each if isinstance(each, int) else int.from_bytes(each[-8:], "big")) & ENGINE_HASH_BITS for each in hashes]
 
 
