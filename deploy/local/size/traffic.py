@@ -7,9 +7,8 @@ no two prompts have a beginning in common.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from math import log, sqrt
 from random import Random
 
@@ -137,13 +136,15 @@ def _azure(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
     """Read `TIMESTAMP,ContextTokens,GeneratedTokens`, of which Azure published days in 2023 and 2024."""
     names = iter(range(1, 1 << 60))
     began: datetime | None = None
-    for number, fields in enumerate(csv.reader(text.splitlines()), 1):
-        if number == 1 or not fields:
+    for number, line in enumerate(text.splitlines(), 1):
+        if number == 1 or not line.strip():
             continue
         try:
-            when, prompt, output = datetime.fromisoformat(fields[0][:26]), int(fields[1]), int(fields[2])
-        except (ValueError, IndexError):
+            said, prompt, output = line.split(",")[:3]
+            when, prompt, output = datetime.fromisoformat(said), int(prompt), int(output)
+        except ValueError:
             raise ConfigError(f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens") from None
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
         began = began or when
         yield number, _unshared(1000 * (when - began).total_seconds(), prompt, output, names)
 
