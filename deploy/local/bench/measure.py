@@ -84,9 +84,9 @@ class Measurer:
         times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
         planned = point.requests
         if options.traffic is not None:
-            sessions = trace_sessions(options.traffic, point.value)
+            sessions = trace_sessions(options.traffic, point.value, f"{seed} {point.name}")
         elif options.agents:
-            made = agent_sessions(times, options.agents, options.speed, seed)
+            made = agent_sessions(times, options.agents, options.speed, seed, point.name)
             planned, sessions = sum(each.requests for each in made), iter(made)
         else:
             sessions = (LoadSession(at_s, (LoadTurn(next(asks)),)) for at_s in times)
