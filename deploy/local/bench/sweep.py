@@ -29,8 +29,9 @@ from deploy.local.bench.plan import Point, open_point
 from deploy.local.bench.ratios import Ratio, ratios, render_ratios, unsteady
 from deploy.local.bench.rows import BenchRow, RowKey, render, render_terms, render_turns
 from deploy.local.bench.saturation import RateSearch, Saturation, render_saturations, saturation_of, why_not
-from deploy.local.bench.terms import TARGETS, Terms
+from deploy.local.bench.terms import Terms
 from deploy.local.bench.variants import Variant
+from deploy.local.size.flags import TARGETS
 from deploy.local.size.started_up import running_up
 from deploy.local.size.traffic import Traffic
 from deploy.local.terminal import Terminal

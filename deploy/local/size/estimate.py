@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.aiconfigurator import decode_s
-from deploy.local.size.flags import numbers
+from deploy.local.size.flags import check_ranges, numbers
 from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
 from deploy.local.size.shape import shape_of
 from deploy.local.table import table
@@ -133,9 +133,8 @@ def _assumed(roofline: Roofline) -> list[str]:
 
 
 def _check(flags: EstimateFlags) -> None:
-    for name in ("prompt", "output", "tensor_parallel", "pipeline_parallel", "expert_parallel"):
-        if not 1 <= getattr(flags, name) <= LIMIT:
-            raise ConfigError(f"--{name.replace('_', '-')} is 1 to {LIMIT}")
+    names = ("prompt", "output", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+    check_ranges(flags, dict.fromkeys(names, (1, LIMIT)))
     if not 0 <= flags.cached < 1:
         raise ConfigError("--cached is a share of the prompt: 0 or more, below 1")
     if not 0 < flags.memory_share <= 1:

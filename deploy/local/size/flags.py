@@ -1,11 +1,23 @@
-"""Reads the numbers that flags of `estimate`, `profile` and `plan` list. Pure."""
+"""Ranges, lists of numbers and targets, as flags of several commands give them. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from shared.errors import ConfigError
 
 NUMBERS_LIMIT = 64
 """The most numbers that one flag lists."""
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+TARGETS = tuple(f"{figure}_{share}" for figure in ("ttft", "itl") for share in SHARES)
+"""The names of targets, those of higher percentiles last."""
+
+
+def check_ranges(flags: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ConfigError for a number that is out of its range."""
+    for name, (least, most) in ranges.items():
+        if not least <= getattr(flags, name) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {least:.7g} to {most:.7g}")
 
 
 def numbers(text: str, flag: str, *, least: int = 1, most: int = 1 << 24) -> list[int]:
