@@ -8,8 +8,8 @@ from pathlib import Path
 from msgspec.structs import asdict, replace
 
 from deploy.local.bench import plan
+from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point
-from deploy.local.bench.sweep import BenchOptions
 from deploy.local.bench.variants import variants
 from deploy.local.size.files import check_parent, read_given
 from deploy.local.size.flags import TARGETS, check_ranges

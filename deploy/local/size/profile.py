@@ -34,7 +34,7 @@ from deploy.local.size.profile_file import (
     encode_profile,
 )
 from deploy.local.size.started_up import blocks_of, started_up
-from deploy.local.size.token_client import TimedAnswer, TokenClient, server_version, token_client
+from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.terminal import Terminal
 from deploy.local.usage import ProfileFlags
 from shared.errors import Unavailable
@@ -101,18 +101,17 @@ def _endpoint(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[str
 
 
 async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Terminal) -> Profile:
-    async with token_client(url, "", options.api_key) as one:
-        served = await one.models()
-    model = options.model or (served[0] if served else "")
-    if model not in served:
-        raise Unavailable(f"{url} does not serve {model or 'a model'}; it has {', '.join(served) or 'none'}")
-    versions = {"headrace": VERSION, "server": await server_version(url, options.api_key)}
-    subject = _subject(options, model, versions)
-    known = _earlier(options.out, subject)
-    block_size, kv_tokens = await asyncio.to_thread(blocks_of, state, model)
-    async with token_client(url, model, options.api_key) as asked:
+    async with token_client(url, options.model, options.api_key) as asked:
+        served = await asked.models()
+        asked.model = asked.model or (served[0] if served else "")
+        if asked.model not in served:
+            has = ", ".join(served) or "none"
+            raise Unavailable(f"{url} does not serve {asked.model or 'a model'}; it has {has}")
+        subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
+        known = _earlier(options.out, subject)
+        blocks = await asyncio.to_thread(blocks_of, state, asked.model)
         await asked.learn_ids()
-        sweep = Sweep(asked, options, subject, known, terminal, (block_size, kv_tokens))
+        sweep = Sweep(asked, options, subject, known, terminal, blocks)
         try:
             await sweep.run()
         except asyncio.CancelledError:  # Ctrl-C: the file has what was measured

@@ -53,7 +53,7 @@ class TokenClient:
         self._http = http
         self._url = url
         self._root = url.removesuffix("/v1")
-        self._model = model
+        self.model = model
         self.ids: Sequence[int] = FALLBACK_IDS
         """The ids that prompts are made of."""
 
@@ -78,7 +78,7 @@ class TokenClient:
 
     async def learn_ids(self) -> None:
         """Ask which token ids are plain words, so that each token of an answer has text."""
-        body = {"model": self._model, "prompt": PLAIN_TEXT, "add_special_tokens": False}
+        body = {"model": self.model, "prompt": PLAIN_TEXT, "add_special_tokens": False}
         try:
             async with (
                 asyncio.timeout(CONNECT_LIMIT_S),
@@ -106,7 +106,7 @@ class TokenClient:
     async def ask(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
         """Ask for exactly that many tokens. Raise Unavailable."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
@@ -150,12 +150,6 @@ def error_text(text: bytes) -> str:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text[:200].decode("utf-8", "replace").strip()
-
-
-async def server_version(url: str, api_key: str) -> str:
-    """Return what the endpoint says of its version, as vLLM does at /version; empty if it says nothing."""
-    async with token_client(url, "", api_key) as one:
-        return await one.version()
 
 
 @asynccontextmanager
