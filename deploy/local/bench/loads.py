@@ -12,20 +12,18 @@ from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
-from math import log, sqrt
+from math import log
 from random import Random
 
 from msgspec import Struct
 
-from deploy.local.size.traffic import Traffic
+from deploy.local.size.traffic import Traffic, drawn_length
 
 _TEXT = """
 water river wheel mill stone gate flow dam weir sluice basin valley bridge boat rope oak iron grain bread slow quick
 deep shallow old new bright quiet heavy round turns carries lifts grinds opens closes falls rises
 """
 WORDS = _TEXT.split()
-LENGTH_LIMIT = 1 << 22
-"""The longest part of a prompt, in words or tokens."""
 PIECE = 4096
 """Words or tokens of a part that are drawn, and kept, together."""
 KEPT_PIECES = 4096
@@ -116,14 +114,6 @@ def drawn_asks(shape: AskShape, given: Sequence[str], seed: int, load: str) -> I
         shared = min(shared, length)
         beginning = f"opening {seed} {shape.shared_ratio} {draw.randrange(shape.beginnings)}"
         yield LoadRequest(((beginning, shared), (f"prompt {seed} {load} {number}", length - shared)), output)
-
-
-def drawn_length(draw: Random, mean: float, spread: float) -> int:
-    """Return a length of at least 1, log-normal around its mean."""
-    if not spread:
-        return max(1, round(mean))
-    sigma = sqrt(log(1 + spread * spread))
-    return min(LENGTH_LIMIT, max(1, round(draw.lognormvariate(log(mean) - sigma * sigma / 2, sigma))))
 
 
 def trace_sessions(traffic: Traffic, speed: float, load: str) -> Iterator[LoadSession]:

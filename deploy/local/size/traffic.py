@@ -79,17 +79,20 @@ def drawn_traffic(lengths: Lengths) -> Traffic:
     common = [next(names) for _ in range(lengths.shared // MADE_BLOCK)]
     at_ms, rows = 0.0, list[TrafficRow]()
     for _ in range(lengths.requests):
-        prompt = len(common) * MADE_BLOCK + _length(draw, lengths.prompt - len(common) * MADE_BLOCK, lengths.spread)
+        prompt = len(common) * MADE_BLOCK + drawn_length(
+            draw, lengths.prompt - len(common) * MADE_BLOCK, lengths.spread
+        )
         own = -(-prompt // MADE_BLOCK) - len(common)
-        output = _length(draw, lengths.output, lengths.spread)
+        output = drawn_length(draw, lengths.output, lengths.spread)
         rows.append(TrafficRow(at_ms, prompt, output, [*common, *(next(names) for _ in range(own))]))
         at_ms += 1000 * draw.expovariate(lengths.rate)
     return Traffic(MADE_BLOCK, rows)
 
 
-def _length(draw: Random, mean: int, spread: float) -> int:
+def drawn_length(draw: Random, mean: float, spread: float) -> int:
+    """Return a length of at least 1, log-normal around its mean; `spread` is its standard deviation divided by that."""
     if not spread:
-        return max(1, mean)
+        return max(1, round(mean))
     sigma = sqrt(log(1 + spread * spread))
     return min(TOKENS_LIMIT, max(1, round(draw.lognormvariate(log(max(1, mean)) - sigma * sigma / 2, sigma))))
 
@@ -140,8 +143,8 @@ def _azure(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
         if number == 1 or not line.strip():
             continue
         try:
-            said, prompt, output = line.split(",")[:3]
-            when, prompt, output = datetime.fromisoformat(said), int(prompt), int(output)
+            at, *lengths = line.split(",")[:3]
+            when, (prompt, output) = datetime.fromisoformat(at), map(int, lengths)
         except ValueError:
             raise ConfigError(f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens") from None
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
