@@ -118,8 +118,9 @@ class Autoscaler:
             self._state = replace(self._state, wanted=there)
             return
         is_new, is_due = decision.wanted != self._ordered, time.monotonic() >= self._again_s
-        # What is not there was perhaps lost with an `up` that has started again, so it is asked for once more.
-        if (is_new and not self._refused) or (is_due and (is_new or there != decision.wanted)):
+        # Workers were perhaps lost with an `up` that has started again, so that they are asked for once more.
+        is_lost = any(there[role] < number for role, number in decision.wanted.items())
+        if (is_new and not self._refused) or (is_due and (is_new or is_lost)):
             await self._order(decision.wanted, found, self._policy.start_s)
 
     async def _order(self, wanted: Workers, found: Look, start_s: float) -> None:
