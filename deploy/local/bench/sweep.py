@@ -54,7 +54,6 @@ class BenchReport(Struct, frozen=True):
     rows: list[BenchRow]
     ratios: list[Ratio] = []
     saturations: list[Saturation] = []
-    goals: list[str] = []
 
 
 def bench(options: BenchOptions) -> int:

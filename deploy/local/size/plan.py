@@ -22,7 +22,7 @@ from queue import SimpleQueue
 import msgspec
 
 from deploy.local.size.files import check_parent, read_given, read_profile
-from deploy.local.size.flags import SHARES, TARGETS, check_ranges, numbers, positives
+from deploy.local.size.flags import SHARES, TARGETS, check_ranges, numbers, whole_numbers
 from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
 from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
@@ -115,9 +115,9 @@ def _settings(flags: PlanFlags, profile: Profile) -> list[FleetSetting]:
     return settings_of(
         splits=flags.roles,
         policies=flags.policies.split(","),
-        max_running=numbers(flags.max_running or str(profile.subject.most), "--max-running", most=65_535)[::-1],
-        step_s=positives(flags.step_s, "--step-s"),
-        store_tokens=[int(size * 1e9 / flags.kv_token_bytes) for size in positives(flags.store_gb, "--store-gb")],
+        max_running=whole_numbers(flags.max_running or str(profile.subject.most), "--max-running", most=65_535)[::-1],
+        step_s=numbers(flags.step_s, "--step-s"),
+        store_tokens=[int(size * 1e9 / flags.kv_token_bytes) for size in numbers(flags.store_gb, "--store-gb")],
     )
 
 
@@ -280,5 +280,5 @@ def _check(flags: PlanFlags) -> None:
         raise ConfigError(f"--out {flags.out}: leave out {Path(flags.out).suffix}, which is that of another file")
     if not any(getattr(flags, name) for name in TARGETS):
         raise ConfigError("give a target, such as --ttft-p90 0.5 or --itl-p99 0.03")
-    if flags.roles and not any(positives(flags.store_gb, "--store-gb")):
+    if flags.roles and not any(numbers(flags.store_gb, "--store-gb")):
         raise ConfigError("--roles needs a block store, through which prompts are handed over: give --store-gb")
