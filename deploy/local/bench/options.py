@@ -1,4 +1,4 @@
-"""The checked options of `headrace bench`. Pure."""
+"""The checked options of `headrace bench`."""
 
 from __future__ import annotations
 
