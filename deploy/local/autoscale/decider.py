@@ -188,7 +188,7 @@ def decide(
         notes.append("not everything was seen: nothing is taken away")
     if stuck:
         serving = spelled({role: seen.serving.get(role, 0) for role in wanted})
-        notes.append(f"the fleet does not settle: {spelled(wanted)} are wanted, for {stuck_s:.0f} s {serving} serve")
+        notes.append(f"the fleet does not settle: {spelled(wanted)} are wanted, {serving} serve")
     if state.correction > 1.05:
         notes.append(f"workers are slower than their times say: {state.correction:.2f} times as many are planned")
     reason = f"{rate:.3g} requests/s expected, {queue:.0f} to catch up with, {spelled(needed)} needed"
