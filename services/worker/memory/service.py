@@ -227,7 +227,8 @@ class MemoryService:
     def _log_packet(self, number: int, message: object) -> None:
         connection = self._connections.get(number)
         if isinstance(message, NotMapped) and connection is not None:
-            _log.warning("process %d gets no weights: %s", packets.process_of(connection), message.reason)
+            process = packets.process_of(connection)
+            self._refused.warn(f"no weights ({message.code})", f"process {process}: {message.reason}")
 
 
 def _hold(directory: Path) -> HeldLock:
