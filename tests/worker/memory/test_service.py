@@ -191,11 +191,12 @@ def of_a_disk() -> list[int]:
         (unsealed, "could shrink"),
         (lambda: [made(7, fcntl.F_SEAL_SHRINK)], "could be written to"),
         (lambda: [made(7, size_bytes=SIZE - 1)], f"has {SIZE - 1} bytes"),
+        (lambda: [made(7, size_bytes=SIZE + 1)], f"has {SIZE + 1} bytes, more than"),
         (lambda: [made(7), made(7)], "one descriptor; these are 2"),
         (list, "one descriptor; these are 0"),
         (of_a_disk, "no memory"),
     ],
-    ids=["unsealed", "writable", "short", "two", "none", "file"],
+    ids=["unsealed", "writable", "short", "long", "two", "none", "file"],
 )
 def test_memory_that_is_not_fit_is_not_committed_and_not_kept(tmp_path: Path, memory: object, why: str) -> None:
     assert callable(memory)
