@@ -159,7 +159,8 @@ def test_a_planned_set_of_workers_reads_what_autoscale_shows_for_its_role() -> N
     scaled = {"role": "prefill", "autoscaling": {"enabled": True, "planned": True}}
     manifests = render(CPU, values={"workers": {"prompts": scaled}})
     [trigger] = named(manifests)["ScaledObject/headrace-worker-prompts"]["spec"]["triggers"]
-    assert trigger["metadata"]["query"] == 'max(headrace_desired_workers{role="prefill"})'
+    query = 'max(headrace_desired_workers{namespace="serving",role="prefill"})'
+    assert trigger["metadata"]["query"] == query, "other namespaces may have fleets, and planners, of their own"
     assert trigger["metadata"]["threshold"] == "1"
     assert not faults(manifests)
 
@@ -305,7 +306,9 @@ def test_who_follows_a_pool_may_list_and_watch_it_and_pods_and_has_the_only_toke
     assert [each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for each in egress] == [
         "pool-workers"
     ]
-    other = named(render(CPU, values={"picker": {"follow": {"enabled": True, "pool": "theirs"}}}))
+    own = {"enabled": True, "pool": "theirs", "modelName": "a: b # c"}
+    other = named(render(CPU, values={"picker": {"follow": own}}))
+    assert pod_of(other[follower])["containers"][0]["args"][-1] == "--model-name=a: b # c"
     assert other["Role/headrace-pool-workers"]["rules"][0]["resourceNames"] == ["theirs"]
     assert not [key for key in other if key.startswith("InferencePool/")]
     leaves = {each["key"]: each["tolerationSeconds"] for each in pod_of(other[follower])["tolerations"]}

@@ -29,6 +29,7 @@ from shared.config import environment
 from shared.errors import ModelError, ProtocolError
 from shared.installation import COMMAND, TREE
 from shared.processors import usable_processors
+from shared.regular_file import ownership_fault
 from shared.runtime import logs
 
 PROGRAMS = {
@@ -147,9 +148,13 @@ class SocketDirectory:
 
 
 def _new_directory() -> tuple[str, int]:
-    """Return a new directory and its lock's descriptor. Raise ModelError if it is taken away each time."""
+    """Return a new directory and its lock's descriptor. Raise ModelError if none can be made, or it is taken away each
+    time."""
     for _ in range(_ATTEMPTS):
-        path = tempfile.mkdtemp(prefix=_SOCKETS)
+        try:
+            path = tempfile.mkdtemp(prefix=_SOCKETS)
+        except OSError as wrong:
+            raise ModelError(f"no directory for vLLM's sockets (TMPDIR): {wrong.strerror}: {wrong.filename}") from None
         with suppress(OSError):  # a worker that starts at the same time took it for one that is left
             lock = _locked(Path(path))
             if Path(path).exists():
@@ -159,9 +164,12 @@ def _new_directory() -> tuple[str, int]:
 
 
 def _locked(directory: Path) -> int:
-    """Return the directory's descriptor, which holds a lock on it. Raise OSError if another process does."""
+    """Return the directory's descriptor, which holds a lock on it. Raise OSError if another process does, or it is
+    another user's."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
+        if fault := ownership_fault(os.fstat(descriptor), "directory", ""):
+            raise PermissionError(fault)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)

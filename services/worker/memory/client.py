@@ -56,6 +56,7 @@ class WeightsLock:
         self._send(AskWeights(PROTOCOL, self._identity, self._size_bytes, name))
         message, descriptors = self._receive(self._timeout_s)
         if isinstance(message, WaitForWriter):
+            packets.close_all(descriptors)
             waits()
             message, descriptors = self._receive(wait_s)
         if isinstance(message, WriteWeights):

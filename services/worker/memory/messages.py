@@ -26,7 +26,8 @@ from shared.messages.codec import JSON_HEADER, Codec
 PROTOCOL = 1
 """The version of the packets; another one is refused."""
 MOST_NAME = 128
-"""The most characters of a model's name."""
+"""The most characters of a model's name. All that the service keeps is shown in one packet, even if JSON writes each
+character as six bytes."""
 DIGEST = "^[0-9a-f]{16}$"
 _Digest = Annotated[str, Meta(pattern=DIGEST)]
 _Size = Annotated[int, Meta(ge=1, le=1 << 46)]
@@ -41,7 +42,7 @@ class WeightsIdentity(Struct, frozen=True):
     """The digest of the files that they are made from."""
     layout: _Digest
     """The digest of what lies where in the memory."""
-    device: Annotated[str, Meta(max_length=64)] = ""
+    device: Annotated[str, Meta(pattern="^[0-9a-z]{0,32}$")] = ""
     """The UUID of the GPU, in hex. Empty for host memory."""
 
 

@@ -184,7 +184,11 @@ class MemoryService:
         """Return what is wrong with the memory that a writer commits. Empty if nothing is, or that cannot be seen."""
         if identity.device:  # only CUDA could tell more
             return "" if len(descriptors) == 1 else f"device memory has one descriptor; these are {len(descriptors)}"
-        return memory_fault(descriptors, self.ledger.written_bytes(number), IMMUTABLE)
+        size_bytes = self.ledger.written_bytes(number)
+        fault = memory_fault(descriptors, size_bytes, IMMUTABLE)
+        if not fault and (held_bytes := os.fstat(descriptors[0]).st_size) > size_bytes:
+            fault = f"the memory has {held_bytes} bytes, more than the {size_bytes} that count"
+        return fault
 
     def _do(self, actions: Iterable[LedgerAction], descriptors: list[int] | None = None) -> None:
         """Carry actions out, and what follows from a connection that ends meanwhile."""
@@ -227,7 +231,8 @@ class MemoryService:
     def _log_packet(self, number: int, message: object) -> None:
         connection = self._connections.get(number)
         if isinstance(message, NotMapped) and connection is not None:
-            _log.warning("process %d gets no weights: %s", packets.process_of(connection), message.reason)
+            process = packets.process_of(connection)
+            self._refused.warn(f"no weights ({message.code})", f"process {process}: {message.reason}")
 
 
 def _hold(directory: Path) -> HeldLock:

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from services.worker.sharing.messages import MOST_DESCRIPTORS, MOST_PACKET_BYTES
@@ -129,8 +129,10 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors. One of a file whose system fails, which a peer may have sent, is closed all the same."""
     for descriptor in descriptors:
-        os.close(descriptor)
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def _new_socket() -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -219,3 +220,21 @@ def test_what_a_killed_worker_left_of_sockets_is_removed_by_the_next_and_nothing
     used.remove()
     another.remove()
     assert [each.name for each in tmp_path.iterdir()] == ["headrace-vllm-file"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_what_another_user_has_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = tmp_path / "headrace-vllm-theirs"
+    theirs.mkdir()
+    os.chown(theirs, 12345, 12345)
+    SocketDirectory().remove()
+    assert theirs.exists()
+
+
+def test_without_a_place_for_sockets_the_line_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ModelError, match=r"^no directory for vLLM's sockets \(TMPDIR\): No such file"):
+        SocketDirectory()

@@ -18,6 +18,7 @@ from services.worker.memory.ledger import (
     SendPacket,
 )
 from services.worker.memory.messages import (
+    MOST_NAME,
     PROTOCOL,
     AskWeights,
     MapWeights,
@@ -26,7 +27,13 @@ from services.worker.memory.messages import (
     WeightsFreed,
     WeightsIdentity,
     WriteWeights,
+    decode_to_service,
+    encode_from_service,
+    encode_to_service,
 )
+from services.worker.memory.service import MOST_CONNECTIONS
+from services.worker.sharing.messages import MOST_PACKET_BYTES
+from shared.errors import ProtocolError
 
 LIMITS = LedgerLimits(size_bytes=100, keep_s=10.0, write_s=60.0)
 
@@ -195,6 +202,22 @@ def test_what_is_there_is_shown_with_the_processes() -> None:
     mapped, written = ledger.show({1: 11, 2: 12, 3: 13, 4: 14}).rows
     assert (mapped.name, mapped.state, mapped.readers) == ("model-7", "committed", (11, 12))
     assert (written.name, written.state, written.writer, written.waiting) == ("model-8", "written", 13, (14,))
+
+
+def test_all_that_is_there_is_shown_and_freed_in_one_packet_whatever_the_names() -> None:
+    ledger = Ledger(LedgerLimits(size_bytes=1 << 46))
+    for connection in range(MOST_CONNECTIONS):
+        model = connection % MOST_WEIGHTS
+        named = WeightsIdentity(f"{model:016x}", "0" * 16, "f" * 32)
+        ledger.ask(connection, AskWeights(PROTOCOL, named, (1 << 46) // MOST_WEIGHTS, "\1" * MOST_NAME), 0.0)
+    shown = ledger.show(dict.fromkeys(range(MOST_CONNECTIONS), 1 << 22))
+    [freed] = answers(ledger.free(999, "")).values()
+    assert sum(1 + len(row.waiting) for row in shown.rows) == MOST_CONNECTIONS
+    assert isinstance(freed, WeightsFreed)
+    assert len(freed.held) == MOST_WEIGHTS
+    assert max(len(encode_from_service(message)) for message in (shown, freed)) <= MOST_PACKET_BYTES
+    with pytest.raises(ProtocolError, match="device"):
+        decode_to_service(encode_to_service(AskWeights(PROTOCOL, WeightsIdentity("0" * 16, "0" * 16, "\1" * 32), 1)))
 
 
 class LedgerMachine(RuleBasedStateMachine):

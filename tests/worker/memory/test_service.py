@@ -35,6 +35,7 @@ from services.worker.memory.messages import (
     WeightsShown,
     WriteWeights,
     decode_from_service,
+    encode_from_service,
     encode_to_service,
 )
 from services.worker.memory.service import MOST_CONNECTIONS, MemoryService
@@ -190,11 +191,12 @@ def of_a_disk() -> list[int]:
         (unsealed, "could shrink"),
         (lambda: [made(7, fcntl.F_SEAL_SHRINK)], "could be written to"),
         (lambda: [made(7, size_bytes=SIZE - 1)], f"has {SIZE - 1} bytes"),
+        (lambda: [made(7, size_bytes=SIZE + 1)], f"has {SIZE + 1} bytes, more than"),
         (lambda: [made(7), made(7)], "one descriptor; these are 2"),
         (list, "one descriptor; these are 0"),
         (of_a_disk, "no memory"),
     ],
-    ids=["unsealed", "writable", "short", "two", "none", "file"],
+    ids=["unsealed", "writable", "short", "long", "two", "none", "file"],
 )
 def test_memory_that_is_not_fit_is_not_committed_and_not_kept(tmp_path: Path, memory: object, why: str) -> None:
     assert callable(memory)
@@ -260,6 +262,31 @@ def test_nonsense_closes_only_its_own_connection(tmp_path: Path) -> None:
                 stranger.socket.send(packet)
                 assert stranger.answer() is None
         assert len(shown(tmp_path / "memory").rows) == 1
+
+
+def test_refusals_do_not_flood_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tmp_path / "memory"):
+        for _ in range(50):
+            with closing(Peer(tmp_path / "memory")) as stranger:
+                stranger.send(AskWeights(PROTOCOL + 1, identity_of(7), SIZE))
+                assert isinstance(stranger.answer(), NotMapped)
+    [record] = caplog.records
+    assert f"process {os.getpid()}: protocol {PROTOCOL + 1}" in record.getMessage()
+
+
+def test_a_service_that_sends_more_than_it_should_leaves_no_descriptors(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    with packets.listening(tmp_path / "memory" / SOCKET) as listening, ExitStack() as ends:
+        lock = WeightsLock(tmp_path / "memory", identity_of(7), SIZE, LIMIT_S)
+        ends.callback(lock.close)
+        theirs, _ = listening.accept()
+        ends.enter_context(theirs)
+        descriptor = made(7)
+        ends.callback(os.close, descriptor)
+        for message in (WaitForWriter(), WriteWeights()):
+            packets.send(theirs, encode_from_service(message), [descriptor])
+        assert lock.ask("model-7", LIMIT_S, lambda: None) is None
+        assert kept_files() == 1
 
 
 def test_a_connection_beyond_the_limit_is_refused(tmp_path: Path) -> None:
