@@ -18,7 +18,7 @@ def check_ranges(flags: object, ranges: Mapping[str, tuple[float, float]]) -> No
     """Raise ConfigError for a number that is out of its range."""
     for name, (least, most) in ranges.items():
         if not least <= getattr(flags, name) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} is {least:.7g} to {most:.7g}")
+            raise ConfigError(f"--{name.replace('_', '-')} is {least:.15g} to {most:.15g}")
 
 
 def numbers(text: str, flag: str, *, least: float = 0, most: float = 1e9, whole: bool = False) -> list[float]:
@@ -34,7 +34,7 @@ def numbers(text: str, flag: str, *, least: float = 0, most: float = 1e9, whole:
             number = nan
         if not least <= number <= most or (whole and number != int(number)):
             kind = "whole numbers" if whole else "numbers"
-            raise ConfigError(f"{flag}: {word!r}: must be {kind} from {least:.8g} to {most:.8g}, separated by commas")
+            raise ConfigError(f"{flag}: {word!r}: must be {kind} from {least:.15g} to {most:.15g}, separated by commas")
         found.append(number)
     return list(dict.fromkeys(found))
 
