@@ -8,7 +8,7 @@ from statistics import median
 
 from msgspec import Struct
 
-from deploy.local.size.flags import SHARES, TARGETS
+from deploy.local.size.flags import TARGETS
 
 FEW = 12
 """Requests with fewer than these say nothing about a queue."""
@@ -51,7 +51,7 @@ class Terms(Struct, frozen=True):
 
 def missed(targets: Mapping[str, float], ttft: Spread, itl: Spread) -> dict[str, float]:
     """Return each figure that is above its target, divided by it."""
-    figures = {f"{name}_{share}": getattr(of, share) for name, of in (("ttft", ttft), ("itl", itl)) for share in SHARES}
+    figures = {name: getattr(ttft if name.startswith("ttft") else itl, name[-3:]) for name in TARGETS}
     found = {name: figures[name] / limit for name, limit in targets.items() if figures[name] is not None}
     return {name: ratio for name, ratio in found.items() if ratio > 1}
 

@@ -13,8 +13,10 @@ from math import ceil
 
 from msgspec import Struct
 
+from deploy.local.size.flags import TARGETS
 from deploy.local.size.plan_files import up_words
 from deploy.local.size.plan_report import PlanReport, PlanRow, order_of
+from deploy.local.size.search import figures_of
 
 WIDTH, HEIGHT, LEFT, BELOW = 720, 360, 64, 44
 TALLEST = 3.0
@@ -61,13 +63,9 @@ class BenchFile(Struct, frozen=True):
 
 def measured_of(row: BenchLoad) -> Measured:
     """Return the figures of a measured load."""
-    kinds = {"ttft": row.first_token_s, "itl": row.inter_token_s}
-    figures = {
-        _title(f"{kind}_{share}"): seconds
-        for kind, spread in kinds.items()
-        for share in ("p50", "p90", "p99")
-        if (seconds := spread.get(share)) is not None
-    }
+    spreads = {"ttft": row.first_token_s, "itl": row.inter_token_s}
+    found = {_title(name): spreads[name[:-4]].get(name[-3:]) for name in TARGETS}
+    figures = {title: seconds for title, seconds in found.items() if seconds is not None}
     return Measured(f"{row.load} {row.value:g}", {**figures, "tokens": row.tokens_per_s})
 
 
@@ -171,7 +169,7 @@ def _measured(made: PlanReport, measured: Sequence[Measured]) -> Iterator[str]:
         yield f"<h2>Planned and measured: {escape(made.rows[0].name)}, {escape(each.name)}</h2>"
         yield '<table><thead><tr><th scope="col">figure</th><th scope="col">planned</th><th scope="col">measured</th>'
         yield '<th scope="col">off by</th></tr></thead><tbody>'
-        for name, planned in figures_of(made.rows[0]).items():
+        for name, planned in planned_of(made.rows[0]).items():
             if (seen := each.figures.get(name)) is not None:
                 scale, unit = (1, "/s") if name == "tokens" else (1000, " ms")
                 yield f'<tr><th scope="row">{escape(name)}</th><td>{planned * scale:,.1f}{unit}</td>'
@@ -179,15 +177,10 @@ def _measured(made: PlanReport, measured: Sequence[Measured]) -> Iterator[str]:
         yield "</tbody></table>"
 
 
-def figures_of(row: PlanRow) -> dict[str, float]:
+def planned_of(row: PlanRow) -> dict[str, float]:
     """Return a fleet's figures by the names that `Measured` has too."""
-    result = row.result
-    found = {
-        f"{_title(f'{name}_{share}')}": getattr(getattr(result, f"{name}_s"), share)
-        for name in ("ttft", "itl")
-        for share in ("p50", "p90", "p99")
-    }
-    return {**found, "tokens": result.output_tokens_per_s}
+    found = {_title(name): seconds for name, seconds in figures_of(row.result).items()}
+    return {**found, "tokens": row.result.output_tokens_per_s}
 
 
 def _table(made: PlanReport, front: Sequence[PlanRow]) -> Iterator[str]:

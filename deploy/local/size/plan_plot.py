@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from deploy.local.size.plan_page import Measured, figures_of, front_of, worst_of
+from deploy.local.size.plan_page import Measured, front_of, planned_of, worst_of
 from deploy.local.size.plan_report import PlanReport
 
 mpl.use("Agg")
@@ -30,7 +30,7 @@ def draw(made: PlanReport, measured: Sequence[Measured], path: Path) -> None:
     axis.set_ylim(0, min(3.0, 1.1 * max(map(worst_of, made.rows)) + 0.1))
     axis.legend()
     if measured:
-        planned = {name: seconds for name, seconds in figures_of(made.rows[0]).items() if name != "tokens"}
+        planned = {name: seconds for name, seconds in planned_of(made.rows[0]).items() if name != "tokens"}
         beside = axes[0][1]
         beside.plot(list(planned), [1000 * seconds for seconds in planned.values()], "o", label="planned")
         for each in measured:

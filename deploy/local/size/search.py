@@ -17,6 +17,7 @@ from itertools import product
 
 from msgspec import Struct
 
+from deploy.local.size.flags import TARGETS
 from shared.messages.virtual import VirtualResult
 
 GIVEN_UP = 4.0
@@ -58,11 +59,7 @@ class Targets(Struct, frozen=True):
 
     def misses(self, result: VirtualResult) -> dict[str, float]:
         """Return each figure of a result, divided by its limit: above 1 it misses."""
-        figures = {
-            f"{name}_{share}": getattr(getattr(result, f"{name}_s"), share)
-            for name in ("ttft", "itl")
-            for share in ("p50", "p90", "p99")
-        }
+        figures = figures_of(result)
         found = {name: figures[name] / limit for name, limit in self.limits.items()}
         if result.given_up:
             return {name: max(ratio, GIVEN_UP) if name.startswith("ttft") else ratio for name, ratio in found.items()}
@@ -76,6 +73,12 @@ class Targets(Struct, frozen=True):
     def worst(self, result: VirtualResult) -> float:
         """Return the worst ratio; above 1 the result does not meet the targets."""
         return max([*self.misses(result).values(), *([GIVEN_UP] if result.failed else [])])
+
+
+def figures_of(result: VirtualResult) -> dict[str, float]:
+    """Return the figures of a result by the names of targets."""
+    spreads = {"ttft": result.ttft_s, "itl": result.itl_s}
+    return {name: getattr(spreads[name[:-4]], name[-3:]) for name in TARGETS}
 
 
 def settings_of(
