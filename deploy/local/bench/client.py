@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,6 @@ from deploy.local.size.chat_stream import ChatStream
 from deploy.local.size.token_client import ERROR_LIMIT_BYTES, error_text
 from shared.errors import ProtocolError
 
-CONNECT_LIMIT_S = 10.0
 RETRY_LIMIT_S = 30.0
 """Limit of a Retry-After that is obeyed."""
 REFUSED = (429, 503)
@@ -25,7 +23,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class Client:
-    """A client of one endpoint."""
+    """A client of one endpoint. Prompts are made of the token `ids`; they are text if there are none."""
 
     def __init__(
         self, http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], timeout_s: float, ids: Sequence[int]
@@ -122,19 +120,6 @@ class _Measurement:
             turn=self._ask.turn,
             asked_tokens=self._ask.output,
         )
-
-
-@asynccontextmanager
-async def client(
-    url: str, body: Mapping[str, Any], *, timeout_s: float, api_key: str, ids: Sequence[int] = ()
-) -> AsyncIterator[Client]:
-    """Yield a client. It opens a connection for each request in flight and keeps it for later requests. Prompts are
-    made of the token `ids`; they are text if there are none."""
-    connector = aiohttp.TCPConnector(limit=0)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S)
-    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as http:
-        yield Client(http, url, body, timeout_s, ids)
 
 
 def _seconds(retry_after: str) -> float:

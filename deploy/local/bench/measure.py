@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
-from deploy.local.bench.client import Client, client
+from deploy.local.bench.client import Client
 from deploy.local.bench.loads import (
     AskShape,
     LoadRequest,
@@ -22,7 +22,7 @@ from deploy.local.bench.loads import (
 from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point, arrivals
 from deploy.local.bench.rows import BenchRow, Result, RowKey, row_of
-from deploy.local.size.token_client import token_client
+from deploy.local.size.token_client import http_session, token_client
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 
@@ -162,5 +162,5 @@ async def measurer(url: str, options: BenchOptions, terminal: Terminal) -> Async
         "temperature": 0,
         **({} if options.may_stop else {"ignore_eos": True}),
     }
-    async with client(url, body, timeout_s=options.timeout_s, api_key=options.key, ids=ids) as one:
-        yield Measurer(one, options, model, version, terminal)
+    async with http_session(options.key) as http:
+        yield Measurer(Client(http, url, body, options.timeout_s, ids), options, model, version, terminal)

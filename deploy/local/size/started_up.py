@@ -27,17 +27,7 @@ STOP_LIMIT_S = 120.0
 STATUS_LIMIT_S = 60.0
 PORTS = range(20_000, 32_000)
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
-_OURS = (
-    "--port",
-    "--state",
-    "--workers",
-    "--frontends",
-    "--routers",
-    "--prefill",
-    "--decode",
-    "--kvbm-bytes",
-    "--single",
-)
+_OURS = (*ONE_WORKER[::2], "--port", "--state", "--prefill", "--decode", "--single")
 
 
 @contextmanager

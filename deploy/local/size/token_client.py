@@ -152,10 +152,15 @@ def error_text(text: bytes) -> str:
         return text[:200].decode("utf-8", "replace").strip()
 
 
-@asynccontextmanager
-async def token_client(url: str, model: str, api_key: str) -> AsyncIterator[TokenClient]:
-    """Yield a client that opens a connection for each answer in flight."""
+def http_session(api_key: str) -> aiohttp.ClientSession:
+    """Return a session that opens a connection for each request in flight, and keeps it for later ones."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout) as http:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout)
+
+
+@asynccontextmanager
+async def token_client(url: str, model: str, api_key: str) -> AsyncIterator[TokenClient]:
+    """Yield a client of one endpoint."""
+    async with http_session(api_key) as http:
         yield TokenClient(http, url, model)
