@@ -7,7 +7,6 @@ from pathlib import Path
 
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_profile
 from shared.errors import ConfigError
-from shared.regular_file import read_regular_file
 
 
 def check_parent(flag: str, file: str | Path) -> None:
@@ -18,10 +17,15 @@ def check_parent(flag: str, file: str | Path) -> None:
 
 def read_given(file: Path, limit_bytes: int, flag: str = "") -> bytes:
     """Return the content of a file that was given. Raise ConfigError, also if it has more than `limit_bytes`."""
+    name = f"{flag} {file}".lstrip()
     try:
-        return read_regular_file(file, limit_bytes)
+        with file.open("rb") as opened:  # it may be a pipe
+            content = opened.read(limit_bytes + 1)
     except OSError as wrong:
-        raise ConfigError(f"{flag} {file}: {wrong.strerror}".lstrip()) from None
+        raise ConfigError(f"{name}: {wrong.strerror}") from None
+    if len(content) > limit_bytes:
+        raise ConfigError(f"{name}: larger than {limit_bytes} bytes")
+    return content
 
 
 def read_profile(file: Path, flag: str = "") -> Profile:
