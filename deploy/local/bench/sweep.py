@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -106,11 +107,11 @@ def _tables(report: BenchReport, names: Sequence[str]) -> str:
 
 def draw_rows(rows: Sequence[BenchRow], out: str, done: str = "") -> None:
     """Draw curves to `out`.png if matplotlib is there, and say what was `done` before."""
-    try:
-        from deploy.local.bench import plot  # imported here because matplotlib is optional
-    except ImportError:
+    if find_spec("matplotlib") is None:
         print("; ".join(filter(None, (done, f"to draw it, run `{BIN}pip install matplotlib`"))), file=sys.stderr)
         return
+    from deploy.local.bench import plot  # imported here because matplotlib is optional
+
     plot.draw(plot.series(rows), Path(f"{out}.png"))
     print("; ".join(filter(None, (done, f"{out}.png is drawn"))), file=sys.stderr)
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from math import inf, prod
 from pathlib import Path
 from queue import SimpleQueue
@@ -64,13 +65,11 @@ def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
         }
     for ending, text in texts.items():
         (out if ending == ".up" else out.with_suffix(ending)).write_text(text, encoding="utf-8")
-    try:
+    if find_spec("matplotlib") is not None:
         from deploy.local.size import plan_plot  # imported here because matplotlib is optional
 
         plan_plot.draw(made, measured, out.with_suffix(".png"))
         texts[".png"] = ""
-    except ImportError:
-        pass
     names = [out.name if ending == ".up" else out.with_suffix(ending).name for ending in texts]
     print(f"{', '.join(names)}: written" + (f"; up @{out}" if made.best is not None else ""), file=sys.stderr)
 
