@@ -4,7 +4,8 @@ All costs are counted in prompt tokens to compute, the unit in which candidates 
 
     cost = slowness x ( uncached tokens              the work that this choice adds to the fleet
                       + patience x queued tokens     the wait before it
-                      + crowding x log2(1 + requests there) )
+                      + crowding x log2(1 + requests there)
+                  + crowding x requests that will wait for a place there, this one included )
          + the tokens that an average engine prefills in a third of the time that fetching takes
          + tokens that do not fit next to the running requests
 
@@ -19,6 +20,10 @@ request would minimise its own time to the first token, and the cache hits that 
 *Crowding.* Requests that decode on the same worker share its steps and wait for each other's prefills; the first few
 neighbours cost the most. So a common prefix, however long, does not gather unrelated requests on one worker while
 others are idle.
+
+*Places.* A worker computes at most `max_running` requests at once. Where there are as many, each next one waits for an
+answer to end, whatever is queued; elsewhere it computes its prefix once, and all that follow find it there. So a prefix
+that is asked for too often for one worker comes to one more.
 
 *Pairs.* Where some workers only compute prompts, one of them and a single worker for all are compared by the seconds
 that requests wait (`split_costs`). Each of the two is chosen by the same measure, or a prompt of 0.1 s would wait for
@@ -123,6 +128,8 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     else:
         crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
         running = slow * crowding * log2(1 + load.requests)
+        if 0 < candidate.places <= load.requests:
+            running += slow * crowding * (1 + load.requests - candidate.places)
         if request.part == "alone":
             uncached *= 1 + DECODE_WEIGHT * load.requests
         else:
