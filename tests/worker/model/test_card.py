@@ -33,8 +33,7 @@ def test_the_card_says_how_many_requests_are_computed_at_once_if_that_is_known(t
     write_tiny_model(tmp_path)
     facts = facts_of(tmp_path, block_size=16, capacity_blocks=8)
     cards = [
-        card_of(facts, model=str(tmp_path), model_name="tiny", instance="w1", **known)
-        for known in ({}, {"max_running": 7})
+        card_of(facts, model=str(tmp_path), model_name="tiny", instance="w1", max_running=places) for places in (0, 7)
     ]
     assert [card.max_running for card in cards] == [0, 7]
 
