@@ -104,14 +104,20 @@ def test_a_long_common_prefix_is_kept_together_until_the_worker_is_crowded() -> 
     assert choose([facts("home", Overlap(512), crowded, speed=20_000.0), idle], tokens=8500) == "idle"
 
 
-@pytest.mark.parametrize(("places", "where"), [(0, "home"), (72, "home"), (60, "idle"), (41, "idle")])
+@pytest.mark.parametrize(("places", "where"), [(0, "home"), (72, "home"), (64, "idle"), (50, "idle")])
 def test_a_common_prefix_comes_to_one_more_worker_where_requests_would_wait_for_a_place(
     places: int, where: str
 ) -> None:
     busy = CandidateLoad(requests=68, active_blocks=100)
-    home = facts("home", Overlap(750), busy, speed=20_000.0, places=places)
+    home = facts("home", Overlap(400), busy, speed=20_000.0, places=places)
     other = facts("idle", None, CandidateLoad(requests=40), speed=20_000.0, places=places)
-    assert choose([home, other], tokens=12_500) == where
+    assert choose([home, other], tokens=6_900) == where
+
+
+def test_where_many_wait_at_every_worker_a_follow_up_stays_with_its_blocks() -> None:
+    home = facts("home", Overlap(400), CandidateLoad(requests=160), speed=20_000.0, places=64)
+    other = facts("other", None, CandidateLoad(requests=90), speed=20_000.0, places=64)
+    assert choose([home, other], tokens=6_900) == "home"
 
 
 def test_a_follow_up_goes_to_its_blocks_though_other_requests_wait_there() -> None:
