@@ -21,7 +21,7 @@ request would minimise its own time to the first token, and the cache hits that 
 neighbours cost the most. So a common prefix, however long, does not gather unrelated requests on one worker while
 others are idle.
 
-*Places.* A worker computes at most `max_running` requests at once. Where there are as many, each next one waits for an
+*Places.* A worker computes at most `max_running` requests at once. If as many are there, each next one waits for an
 answer to end, whatever is queued; elsewhere it computes its prefix once, and all that follow find it there. So a prefix
 that is asked for too often for one worker comes to one more. More than four count as four: where many wait at every
 worker, prompts would else leave their blocks for a place that is as far away.
