@@ -6,13 +6,14 @@ import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from deploy.local.cli import main
 from deploy.local.size.plan_files import FleetOrder, chart_values, compose_overlay, step_tokens, up_words
-from deploy.local.size.plan_page import front_of
-from deploy.local.size.plan_report import PlanRow
+from deploy.local.size.plan_page import Measured, front_of, page
+from deploy.local.size.plan_report import PlanReport, PlanRow
 from deploy.local.size.search import FleetCandidate, FleetSetting
 from deploy.local.usage import UpFlags, parse
 from services.worker.config import WorkerConfig
@@ -126,6 +127,17 @@ def test_the_front_has_fleets_of_which_none_is_both_cheaper_and_better() -> None
     assert [(each.gpus, each.of_target["ttft_p90"]) for each in front_of(rows)] == [(1, 1.4), (2, 0.8), (4, 0.5)]
 
 
+def test_names_and_flags_of_a_strange_profile_are_text_on_the_page() -> None:
+    strange = """"'></textarea></title><script>x</script>"""
+    good = msgspec.structs.replace(row(2, 0.8), server=f"--model {strange}", name=strange)
+    made = PlanReport(strange, 10, 1.0, {"ttft_p90": 0.5}, good, "ttft_p90", [good, row(1, 1.4)])
+    text = page(made, [Measured(strange, {"tokens": 1.0})])
+    tags = [tag for tag, _ in Reader(text).found]
+    assert "script" not in tags
+    assert (tags.count("textarea"), tags.count("section")) == (2, 2)
+    assert "<script" not in text
+
+
 def test_the_page_needs_nothing_else_and_each_point_leads_to_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,19 +153,19 @@ def test_the_page_needs_nothing_else_and_each_point_leads_to_flags(
     assert main([*words, "--most", "3", "--out", str(out), "--measured", str(bench)]) == 0
     assert "plan.html, plan.up, plan.compose.yaml, plan.values.yaml, plan.png: written" in capsys.readouterr().err
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    page = Reader(text)
-    tags = [tag for tag, _ in page.found]
+    read = Reader(text)
+    tags = [tag for tag, _ in read.found]
     assert not {"script", "link", "img", "iframe"} & set(tags)
     assert "http" not in text
-    links = [attributes for tag, attributes in page.found if tag == "a" and "aria-label" in attributes]
-    sections = {attributes["id"] for tag, attributes in page.found if tag == "section"}
+    links = [attributes for tag, attributes in read.found if tag == "a" and "aria-label" in attributes]
+    sections = {attributes["id"] for tag, attributes in read.found if tag == "section"}
     assert links
     assert len(links) == tags.count("circle") == len(sections)
     assert {str(each["href"]).removeprefix("#") for each in links} == sections
     flags = text.split('spellcheck="false">', 1)[1].split("</textarea>", 1)[0]
     assert isinstance(parse(shlex.split(flags)[1:]), UpFlags)
-    assert "Planned and measured" in page.words
-    assert "300.0 ms" in page.words
+    assert "Planned and measured" in read.words
+    assert "300.0 ms" in read.words
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((tmp_path / "plan.values.yaml").read_text(encoding="utf-8"))["kvbm"] == {"enabled": False}
     assert (tmp_path / "plan.compose.yaml").exists()
