@@ -1,7 +1,7 @@
 """`headrace bench`: measures loads at an endpoint or at fleets that it starts; writes a table, PREFIX.json and .png.
 
     an endpoint      each load of the sweep once
-    own fleets       rounds: in each, all fleets get the same requests one after the other
+    own fleets       rounds: in each, all fleets get the same requests one after the other; A B, B A, …
 
 If the user interrupts, what has been measured so far is written.
 """
@@ -146,7 +146,7 @@ class _Sweep:
             side_by_side = not self._options.one_at_a_time
             started = {each.name: stack.enter_context(self._started(each)) for each in fleets if side_by_side}
             for number in range(1, self._options.rounds + 1 if len(fleets) > 1 else 2):
-                for fleet in fleets:
+                for fleet in fleets if number % 2 else fleets[::-1]:  # a drift of the machine favours neither side
                     place: AbstractContextManager[str] = (
                         nullcontext(started[fleet.name]) if side_by_side else self._started(fleet)
                     )
