@@ -14,6 +14,7 @@ from tests.changed import AREAS
 ROOT = Path(__file__).resolve().parents[1]
 OF_SEVERAL = {
     "tests/deploy/autoscale/test_day_curve.py": "the decider over a simulated fleet",
+    "tests/deploy/bench/test_compare.py": "fleets that `bench` starts and compares",
     "tests/frontend/tool_parsers/test_rules.py": "all formats, by rules that Hypothesis draws",
     "tests/kvbm/disk/test_disk_killed.py": "the disk tier's files after a writer was killed",
     "tests/kvbm/tickets/test_ticket_machine.py": "tickets and tiers as a Hypothesis state machine",

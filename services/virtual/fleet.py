@@ -156,7 +156,7 @@ class SimulatedFleet:
         running, over = self._max_running, self._overtaking
         core = engine_core(name, role, longest_s, running, size, blocks, self.clock, self.store, over)
         worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
-        card = model_card(name, role, size, blocks, self.store)
+        card = model_card(name, role, size, blocks, self.store, running)
         self.router.add_card(card, self.clock.now_s)
         self.router.set_sends_events(name, True)
         if self.store is not None:

@@ -108,7 +108,9 @@ def engine_core(
     return EngineCore.of(config, facts, mover, PoolPlace(name, store.table))
 
 
-def model_card(name: str, role: Role, block_size: int, capacity_blocks: int, store: BlockStore | None) -> ModelCard:
+def model_card(
+    name: str, role: Role, block_size: int, capacity_blocks: int, store: BlockStore | None, max_running: int
+) -> ModelCard:
     """Return the card of a worker."""
     return ModelCard(
         model=MODEL,
@@ -121,6 +123,7 @@ def model_card(name: str, role: Role, block_size: int, capacity_blocks: int, sto
         role=role,
         block_size=block_size,
         capacity_blocks=capacity_blocks,
+        max_running=max_running,
         kv_layout=kv_layout(block_size),
         kvbm="" if store is None else KVBM,
         kvbm_layout="" if store is None else store.layout.digest,

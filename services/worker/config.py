@@ -365,6 +365,12 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError("kv_dtype is float16; on a CPU there are float32 and bfloat16")
 
     @property
+    def places(self) -> int:
+        """How many sequences the engine computes at once; 0 if another server, or vLLM's own arguments, may say so."""
+        own = self.vllm_args or not self.vllm.keys().isdisjoint(("max_num_seqs", "max-num-seqs"))
+        return 0 if self.engine == "attached" or (self.engine == "vllm" and own) else self.max_running
+
+    @property
     def shares_blocks(self) -> bool:
         """Whether other engines may copy blocks of this one."""
         return self.role == "prefill" and self.kvbm.lending

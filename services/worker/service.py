@@ -247,6 +247,7 @@ class Worker:
             chat_template=self._config.chat_template,
             sampling=self._config.sampling,
             role=self._config.role,
+            max_running=self._config.places,
         )
         self._metrics.engine_started(self.engine.start_s)
         self._gpus.watch(facts.gpus)

@@ -141,6 +141,8 @@ class ModelCard(Struct, frozen=True):
     token; decode: it takes such requests over, and computes a prompt itself where no worker hands it over."""
     ranks: int = 1
     """The number of data-parallel ranks; a candidate is (instance, rank)."""
+    max_running: int = 0
+    """How many requests each rank computes at once. 0 if it is not known."""
     lora: tuple[str, ...] = ()
     """The ids (`shared.lora`) of the LoRAs that are loaded; each one's name is also that of a model for clients."""
     kvbm: str = ""

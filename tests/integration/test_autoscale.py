@@ -152,6 +152,20 @@ async def test_a_dry_run_says_what_it_would_do_and_does_nothing(up: Up) -> None:
     assert workers(up) == before
 
 
+async def test_a_launcher_that_refuses_is_asked_again_later_and_not_at_every_look(up: Up) -> None:
+    before, socket = workers(up), up.state / "run" / "scale.sock"
+    hidden = socket.rename(socket.with_name("hidden.sock"))
+    try:
+        with autoscaled(up, "--min", str(len(before) + 1)) as said:
+            await asyncio.to_thread(eventually, lambda: "refused: " in said(), limit_s=LIMIT_S, what="it says so")
+            await asyncio.sleep(3)
+    finally:
+        hidden.rename(socket)
+    assert said().count("refused: `up` does not answer") == 1
+    assert "the next try is in 10 s" in said()
+    assert workers(up) == before
+
+
 def test_a_profile_of_another_model_is_refused(up: Up) -> None:
     profile = write_profile(up.state, subject={**SUBJECT, "model": "other"})
     words = ["autoscale", "--state", str(up.state), "--profile", str(profile)]

@@ -8,7 +8,7 @@ from services.router.selection.pairs import SplitCosts
 from services.router.selection.policies.kv import split_costs
 from services.virtual.fleet import SimulatedFleet
 from services.virtual.journeys import TokenGaps
-from services.virtual.loads import LoadTrace, chats, ideal
+from services.virtual.loads import LoadTrace, TraceRequest, chats, ideal
 from services.virtual.store import StoreSizes
 from services.worker.contracts.messages import Snapshot, TakeEngineSnapshot
 from services.worker.contracts.runner import Work
@@ -83,6 +83,29 @@ def test_no_fleet_finds_more_than_the_ideal_cache_and_one_unbounded_worker_nearl
     many = busy(load, workers=3)
     many.run()
     assert sum(journey.cached_tokens for journey in many.journeys) <= ideal(load).cached_tokens
+
+
+def test_questions_about_a_document_that_still_waits_go_where_it_waits() -> None:
+    blocks, documents = 40, 12
+    asked = [(0.1 * each, each, 0) for each in range(documents)]
+    asked += [(6.5 + 0.1 * each, each, number) for each in range(documents) for number in (1, 2)]
+    requests = [
+        TraceRequest(
+            number,
+            arrival_s,
+            [*range(100 * document, 100 * document + blocks), *[10_000 + number] * bool(question)],
+            64 * (blocks + bool(question)),
+            3,
+        )
+        for number, (arrival_s, document, question) in enumerate(sorted(asked))
+    ]
+    fleet = busy(LoadTrace("documents", 64, requests), workers=3, capacity_blocks=1000)
+    fleet.run()
+    check(fleet)
+    first_s = [journey.ttft_s for journey in fleet.journeys[:documents]]
+    assert max(first_s) > 9.0, "some waited for longer than blocks are expected without a prompt that waits"
+    found = sum(journey.cached_tokens for journey in fleet.journeys)
+    assert found >= 0.95 * ideal(fleet.load).cached_tokens
 
 
 def test_the_same_load_gives_the_same_result_again() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.config import AttachedConfig, EngineConfig, WorkerConfig
 from shared.config import load
 from shared.errors import ConfigError
 from tests.worker.shell import LIMIT_S, write_model
@@ -119,6 +119,14 @@ def started(*flags: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "services.worker", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
     return ended.returncode, ended.stderr
+
+
+def test_how_many_sequences_are_computed_at_once_is_known_unless_another_server_or_vllms_own_arguments_say_it() -> None:
+    native, vllm = WorkerConfig(model="m", max_running=7), WorkerConfig(model="m", engine="vllm", max_running=7)
+    attached = WorkerConfig(model="m", engine="attached", attached=AttachedConfig(url="http://h:1"))
+    assert (native.places, vllm.places, attached.places) == (7, 7, 0)
+    for own in ({"vllm_args": "vllm.yaml"}, {"vllm": {"max_num_seqs": 9}}, {"vllm": {"max-num-seqs": 9}}):
+        assert msgspec.structs.replace(vllm, **own).places == 0
 
 
 def test_a_worker_says_so_in_one_line_and_ends_with_status_2() -> None:

@@ -30,6 +30,11 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 10.0, 600.0
 """The first and the longest time after which a launcher that refused is asked again."""
 
 
+def pause_after(refusals: int) -> float:
+    """Return the seconds until a launcher is asked again that had refused so often before. *Pure.*"""
+    return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(refusals, 16))
+
+
 class ScaleMetrics:
     """The metrics of `headrace autoscale`."""
 
@@ -76,6 +81,7 @@ class Autoscaler:
         self._refused = 0
         """How often the launcher has refused since then."""
         self._again_s = 0.0
+        """When a launcher that has refused is asked again, or one that has not yet done what it was asked for."""
         self._said: tuple[str, ...] = ()
 
     async def run(self) -> None:
@@ -107,22 +113,26 @@ class Autoscaler:
         changed = before != decision.wanted
         lines = [f"{spelled(before)} -> {spelled(decision.wanted)}: {decision.reason}"] if changed else []
         self._say(*lines, *decision.notes)
+        there = {role: now.alive.get(role, 0) for role in decision.wanted}
         if self._flags.dry_run:
-            there = {role: now.alive.get(role, 0) for role in decision.wanted}
             self._state = replace(self._state, wanted=there)
-        elif decision.wanted != self._ordered and time.monotonic() >= self._again_s:
-            await self._order(decision.wanted, found)
+            return
+        is_new, is_due = decision.wanted != self._ordered, time.monotonic() >= self._again_s
+        # Workers were perhaps lost with an `up` that has started again, so that they are asked for once more.
+        is_lost = any(there[role] < number for role, number in decision.wanted.items())
+        if (is_new and not self._refused) or (is_due and (is_new or is_lost)):
+            await self._order(decision.wanted, found, self._policy.start_s)
 
-    async def _order(self, wanted: Workers, found: Look) -> None:
+    async def _order(self, wanted: Workers, found: Look, start_s: float) -> None:
         flags, failed = self._flags, ""
         if flags.launcher == "up":
             failed = await scale_up(flags.state_dir.scale, wanted, quietest(found.overview.instances))
         elif flags.launcher == "compose":
             failed = await scale_compose(flags.compose_file, wanted)
         if not failed:
-            self._refused, self._ordered = 0, wanted
+            self._refused, self._ordered, self._again_s = 0, wanted, time.monotonic() + start_s
             return
-        pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**self._refused)
+        pause_s = pause_after(self._refused)
         self._refused, self._again_s = self._refused + 1, time.monotonic() + pause_s
         self._metrics.refusals.inc()
         self._say(f"refused: {failed}; the next try is in {pause_s:g} s")

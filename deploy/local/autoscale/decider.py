@@ -138,8 +138,6 @@ class ScaleState(Struct, frozen=True):
     mix: TrafficCounts = TrafficCounts()
     """TrafficCounts of which the older ones weigh less."""
     correction: float = 1.0
-    changed_s: float = 0.0
-    """When more or fewer workers were wanted last."""
     served: int = 0
     """The workers that served at the last look."""
     settled_s: float = 0.0
@@ -183,14 +181,14 @@ def decide(
     new = _within_total(policy, _steered(policy, wanted, kept, moments, now_s, stuck=stuck), wanted)
     state = replace(state, wanted=new, moments=moments, served=served)
     state = replace(state, correction=_corrected(policy, state, seen, after_s, rate, queue, wanted if settled else new))
-    if new != wanted:
-        state = replace(state, changed_s=now_s, settled_s=now_s if stuck else state.settled_s)
+    if stuck and new != wanted:
+        state = replace(state, settled_s=now_s)
     notes = []
     if not seen.complete:
         notes.append("not everything was seen: nothing is taken away")
     if stuck:
         serving = spelled({role: seen.serving.get(role, 0) for role in wanted})
-        notes.append(f"the fleet does not settle: {spelled(wanted)} are wanted, for {stuck_s:.0f} s {serving} serve")
+        notes.append(f"the fleet does not settle: {spelled(wanted)} are wanted, {serving} serve")
     if state.correction > 1.05:
         notes.append(f"workers are slower than their times say: {state.correction:.2f} times as many are planned")
     reason = f"{rate:.3g} requests/s expected, {queue:.0f} to catch up with, {spelled(needed)} needed"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from deploy.local.autoscale.capacity import ROLES, ScaleGoals, WorkerRole, WorkerTimes
 from deploy.local.autoscale.decider import KEPT, DaySchedule, ScalePolicy, WorkerBounds
-from deploy.local.size.profile_file import FILE_LIMIT_BYTES, decode_profile
+from deploy.local.size.files import read_profile
+from deploy.local.size.flags import check_ranges
 from deploy.local.usage import AutoscaleFlags
 from shared.errors import ConfigError
 
@@ -28,9 +28,7 @@ def check_flags(flags: AutoscaleFlags) -> None:
         "headroom": (1, 10),
         "total": (0, MOST),
     }
-    for name, (least, most) in ranges.items():
-        if not least <= getattr(flags, name) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} is {least:g} to {most:g}")
+    check_ranges(flags, ranges)
     if flags.compose_file and flags.launcher != "compose":
         raise ConfigError("--compose-file needs --launcher compose")
     if flags.launcher == "metric" and not flags.metrics:
@@ -68,9 +66,7 @@ def times_of(flags: AutoscaleFlags, models: Collection[str], kv_tokens: float) -
     of its workers has room for; 0 if that is not known. Raise ConfigError."""
     if len(models) > 1:
         raise ConfigError(f"the fleet serves several models, and its load is not counted apart: {', '.join(models)}")
-    profile = decode_profile(_content(flags.profile), str(flags.profile))
-    if len(profile.prefill) < 2 or len(profile.decode) < 2:
-        raise ConfigError(f"{flags.profile}: too few points: let `profile` go on with it")
+    profile = read_profile(flags.profile, "--profile")
     if models and profile.subject.model not in models:
         raise ConfigError(
             f"{flags.profile} is a profile of {profile.subject.model}, and the fleet serves {', '.join(sorted(models))}"
@@ -82,17 +78,6 @@ def times_of(flags: AutoscaleFlags, models: Collection[str], kv_tokens: float) -
         kv_tokens=kv_tokens or profile.kv_tokens or 1e9,
         max_running=profile.subject.most,
     )
-
-
-def _content(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(FILE_LIMIT_BYTES + 1)
-    except OSError as wrong:
-        raise ConfigError(f"--profile {file}: {wrong.strerror}") from None
-    if len(content) > FILE_LIMIT_BYTES:
-        raise ConfigError(f"--profile {file} has more than {FILE_LIMIT_BYTES} bytes")
-    return content
 
 
 def _numbers(text: str, flag: str, default: int) -> Mapping[WorkerRole, int]:

@@ -39,7 +39,14 @@ def read_bench(text: bytes, name: str) -> ReadBench:
             read = ReadBench([_guidellm_row(each) for each in found["benchmarks"]])
         else:
             read = msgspec.convert(found, ReadBench)
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError) as wrong:
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as wrong:  # msgspec's are ValueErrors
         raise ConfigError(f"{name}: is no export of `headrace bench`, AIPerf or GuideLLM: {wrong}") from None
     if not read.rows:
         raise ConfigError(f"{name}: has no measured load")
@@ -117,7 +124,7 @@ def _spread(said: Mapping[str, Any], factor: float) -> Spread:
 
 
 def _row(*, rate: float | None, slots: int | None, done: int, failed: int, **fields: Any) -> BenchRow:
-    return BenchRow(
+    row = BenchRow(
         **fields,
         load="concurrency" if rate is None else "rate",
         value=float((slots or 1) if rate is None else rate),
@@ -129,3 +136,4 @@ def _row(*, rate: float | None, slots: int | None, done: int, failed: int, **fie
         driver_cpu=0.0,
         complete=True,
     )
+    return msgspec.convert(msgspec.to_builtins(row), BenchRow)  # numbers that are none are refused

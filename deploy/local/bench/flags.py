@@ -8,10 +8,11 @@ from pathlib import Path
 from msgspec.structs import asdict, replace
 
 from deploy.local.bench import plan
+from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point
-from deploy.local.bench.sweep import BenchOptions
-from deploy.local.bench.terms import TARGETS
 from deploy.local.bench.variants import variants
+from deploy.local.size.files import check_parent, read_given
+from deploy.local.size.flags import TARGETS, check_ranges
 from deploy.local.size.traffic import REQUESTS_LIMIT, Traffic, read_traffic
 from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError
@@ -41,15 +42,12 @@ NOT_WITH_AGENTS = ("prefix_ratio", "shared_words", "prompts", "spread")
 def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, prompts: str) -> BenchOptions:
     """Return the options of a bench. `words` is its command line, `prompts` the text of the file with prompts. Raise
     ConfigError."""
-    for name, (least, most) in LIMITS.items():
-        if not least <= getattr(flags, name) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} is {least} to {most}")
+    check_ranges(flags, LIMITS)
     if flags.shared_words > flags.words:
         raise ConfigError("--shared-words must not exceed --words")
     if flags.shared_words and flags.prefix_ratio:
         raise ConfigError("--shared-words and --prefix-ratio say the same: give one of the two")
-    if not Path(flags.out).parent.is_dir():
-        raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
+    check_parent("--out", flags.out)
     own = bool(flags.compare or flags.up)
     if own and flags.url:
         raise ConfigError("--url measures an endpoint, --compare and flags after -- start fleets: give one of the two")
@@ -92,12 +90,7 @@ def _traffic(flags: BenchFlags, file: Path) -> Traffic:
     """Read a trace. Raise ConfigError."""
     if given := next((name for name in NOT_WITH_TRACE if getattr(flags, name)), None):
         raise ConfigError(f"--{given.replace('_', '-')}: a trace has requests and times of its own")
-    try:
-        if file.stat().st_size > TRACE_LIMIT_BYTES:
-            raise ConfigError(f"--trace {file}: has more than {TRACE_LIMIT_BYTES} bytes")
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as wrong:
-        raise ConfigError(f"--trace {file}: {wrong.strerror}") from None
+    text = read_given(file, TRACE_LIMIT_BYTES, "--trace").decode(errors="replace")
     return read_traffic(text, str(file), flags.requests or REQUESTS_LIMIT)
 
 

@@ -8,25 +8,26 @@ Texts are made from names when a request is sent, so that a load takes the memor
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
-from math import log, sqrt
+from math import log
 from random import Random
 
 from msgspec import Struct
 
-from deploy.local.size.traffic import Traffic
+from deploy.local.size.traffic import Traffic, drawn_length
 
 _TEXT = """
 water river wheel mill stone gate flow dam weir sluice basin valley bridge boat rope oak iron grain bread slow quick
 deep shallow old new bright quiet heavy round turns carries lifts grinds opens closes falls rises
 """
 WORDS = _TEXT.split()
-LENGTH_LIMIT = 1 << 22
-"""The longest part of a prompt, in words or tokens."""
-KEPT_PARTS = 4096
-"""Parts that are kept in memory, those that were used last."""
+PIECE = 4096
+"""Words or tokens of a part that are drawn, and kept, together."""
+KEPT_PIECES = 4096
+"""Pieces that are kept in memory, those that were used last: 64 MiB at most."""
 
 SESSION_TURNS, TURN_PROMPT, TURN_OUTPUT = 43, 142_000, 444
 """Agents' sessions as published: the median of their turns, and the mean tokens in and out of a turn."""
@@ -115,35 +116,29 @@ def drawn_asks(shape: AskShape, given: Sequence[str], seed: int, load: str) -> I
         yield LoadRequest(((beginning, shared), (f"prompt {seed} {load} {number}", length - shared)), output)
 
 
-def drawn_length(draw: Random, mean: float, spread: float) -> int:
-    """Return a length of at least 1, log-normal around its mean."""
-    if not spread:
-        return max(1, round(mean))
-    sigma = sqrt(log(1 + spread * spread))
-    return min(LENGTH_LIMIT, max(1, round(draw.lognormvariate(log(mean) - sigma * sigma / 2, sigma))))
-
-
-def trace_sessions(traffic: Traffic, speed: float) -> Iterator[LoadSession]:
-    """Yield the requests of a trace at its times, divided by `speed`."""
+def trace_sessions(traffic: Traffic, speed: float, load: str) -> Iterator[LoadSession]:
+    """Yield the requests of a trace at its times, divided by `speed`. No two loads have texts in common, so that none
+    finds what another one has left in caches."""
     size, began = traffic.block_size, traffic.rows[0].timestamp
     for row in traffic.rows:
         last = row.input_length - size * (len(row.hash_ids) - 1)
         lengths = [size] * (len(row.hash_ids) - 1) + [last]
-        parts = [(f"block {name}", length) for name, length in zip(row.hash_ids, lengths, strict=True)]
+        parts = [(f"block {load} {name}", length) for name, length in zip(row.hash_ids, lengths, strict=True)]
         yield LoadSession(
             (row.timestamp - began) / 1000 / speed, (LoadTurn(LoadRequest(parts, max(1, row.output_length))),)
         )
 
 
-def agent_sessions(times: Sequence[float], scale: float, speed: float, seed: int) -> list[LoadSession]:
+def agent_sessions(times: Sequence[float], scale: float, speed: float, seed: int, load: str) -> list[LoadSession]:
     """Return sessions of agents that begin at these times. `scale` multiplies the published tokens in and out, `speed`
-    divides the pauses."""
+    divides the pauses. Two loads of a seed share their system prompts alone."""
     made = []
     for number, at_s in enumerate(times):
         draw = Random(f"session {seed} {number}")  # noqa: S311 - a load, no secret
         turns = min(TURNS_LIMIT * SESSION_TURNS, draw.lognormvariate(log(SESSION_TURNS), TURNS_SPREAD))
-        session = _agent(draw, at_s, f"{seed} {number}", f"system {seed}", round(turns), scale, speed)
-        made.append(_with_subagents(draw, session, scale, speed, f"{seed} {number}"))
+        name = f"{seed} {load} {number}"
+        session = _agent(draw, at_s, name, f"system {seed}", round(turns), scale, speed)
+        made.append(_with_subagents(draw, session, scale, speed, name))
     return made
 
 
@@ -187,7 +182,13 @@ def prompt_tokens(ask: LoadRequest, ids: Sequence[int]) -> list[int]:
     return [ids[each] for name, length in ask.parts for each in _drawn(name, length, len(ids))]
 
 
-@lru_cache(KEPT_PARTS)
-def _drawn(name: str, length: int, kinds: int) -> Sequence[int]:
-    """Return numbers below `kinds` that follow from the name; fewer are the beginning of more."""
-    return tuple(Random(name).choices(range(kinds), k=length))  # noqa: S311 - a load, no secret
+def _drawn(name: str, length: int, kinds: int) -> Iterator[int]:
+    """Yield numbers below `kinds` that follow from the name; fewer are the beginning of more."""
+    for begin in range(0, length, PIECE):
+        yield from drawn_piece(name, begin, min(PIECE, length - begin), kinds)
+
+
+@lru_cache(KEPT_PIECES)
+def drawn_piece(name: str, begin: int, length: int, kinds: int) -> Sequence[int]:
+    """Return the numbers of a part from `begin` on, at most PIECE of them."""
+    return array("I", Random(f"{name} {begin}").choices(range(kinds), k=length))  # noqa: S311 - a load, no secret

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
-from msgspec import Struct
-
 from deploy.local.bench.client import Client, client
 from deploy.local.bench.loads import (
     AskShape,
@@ -21,10 +19,10 @@ from deploy.local.bench.loads import (
     drawn_asks,
     trace_sessions,
 )
+from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point, arrivals
 from deploy.local.bench.rows import BenchRow, Result, RowKey, row_of
-from deploy.local.size.token_client import server_version, token_client
-from deploy.local.size.traffic import Traffic
+from deploy.local.size.token_client import token_client
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 
@@ -35,33 +33,10 @@ WARM_AT_ONCE = 4
 """Requests of a warm-up at the same time, unless --warmup has more."""
 
 
-class LoadOptions(Struct, frozen=True, kw_only=True):
-    """What all loads of a bench have in common."""
-
-    model: str
-    """The name of the model; empty if it is the first one served."""
-    api_key: str
-    shape: AskShape
-    given: Sequence[str]
-    """Prompts to send instead of generated ones."""
-    tokens: bool
-    """Whether prompts are sent as token ids."""
-    may_stop: bool
-    warmup: int
-    timeout_s: float
-    seed: int
-    traffic: Traffic | None = None
-    """The requests of a trace, in place of drawn ones."""
-    agents: float = 0.0
-    """By how much the published lengths of agents' sessions are multiplied. 0 if sessions are single requests."""
-    speed: float = 1.0
-    """What the pauses of agents are divided by."""
-
-
 class Measurer:
     """Measures loads at one endpoint."""
 
-    def __init__(self, one: Client, options: LoadOptions, model: str, version: str, terminal: Terminal) -> None:
+    def __init__(self, one: Client, options: BenchOptions, model: str, version: str, terminal: Terminal) -> None:
         self.model = model
         self.version = version
         """What the server says of its version; empty if it says nothing."""
@@ -72,10 +47,10 @@ class Measurer:
     async def run(self, point: Point, rows: list[BenchRow], key: RowKey) -> None:
         """Measure a point and append its row, even if it is interrupted. Raise Unavailable if none of the requests of
         the first warm-up is answered."""
-        shape, seed = self._shape(point), self._options.seed + key.round - 1
         options = self._options
-        asks = drawn_asks(shape, self._options.given, seed, point.name)
-        warm = list(islice(asks, self._options.warmup))
+        shape, seed = self._shape(point), options.seed + key.round - 1
+        asks = drawn_asks(shape, options.given, seed, point.name)
+        warm = list(islice(asks, options.warmup))
         if point.scenario == "decode":
             measured = list(islice(asks, point.requests))
             warm += [LoadRequest(ask.parts, 1, ask.turn, ask.text) for ask in measured]
@@ -84,9 +59,9 @@ class Measurer:
         times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
         planned = point.requests
         if options.traffic is not None:
-            sessions = trace_sessions(options.traffic, point.value)
-        elif options.agents:
-            made = agent_sessions(times, options.agents, options.speed, seed)
+            sessions = trace_sessions(options.traffic, point.value, f"{seed} {point.name}")
+        elif options.agentic:
+            made = agent_sessions(times, options.agentic, float(options.speed), seed, point.name)
             planned, sessions = sum(each.requests for each in made), iter(made)
         else:
             sessions = (LoadSession(at_s, (LoadTurn(next(asks)),)) for at_s in times)
@@ -94,9 +69,9 @@ class Measurer:
         self._terminal.clear()
 
     def _shape(self, point: Point) -> AskShape:
-        shape = self._options.shape
-        output = 1 if point.scenario == "prefill" else shape.output
-        return AskShape(shape.prompt, output, shape.spread, shape.shared, point.prefix_ratio, shape.beginnings)
+        given = self._options
+        output = 1 if point.scenario == "prefill" else given.output_tokens
+        return AskShape(given.words, output, given.spread, given.shared_words, point.prefix_ratio, given.prefixes)
 
     async def _warm_up(self, point: Point, asks: Sequence[LoadRequest], *, needed: bool) -> None:
         """Send unmeasured requests, a few at a time. Raise Unavailable if an answer is `needed` and none is done."""
@@ -168,21 +143,18 @@ class _Running:
 
 
 @asynccontextmanager
-async def measurer(url: str, options: LoadOptions, terminal: Terminal) -> AsyncIterator[Measurer]:
+async def measurer(url: str, options: BenchOptions, terminal: Terminal) -> AsyncIterator[Measurer]:
     """Yield what measures an endpoint. Raise Unavailable if it does not answer, or has no model."""
-    async with token_client(url, options.model, options.api_key) as asked:
-        model = options.model
-        if not model:
+    async with token_client(url, options.model, options.key) as asked:
+        if not asked.model:
             served = await asked.models()
             if not served:
                 raise Unavailable(f"{url} serves no model")
-            model = served[0]
-    version = await server_version(url, options.api_key)
-    ids: Sequence[int] = ()
-    if options.tokens:
-        async with token_client(url, model, options.api_key) as asked:
+            asked.model = served[0]
+        version = await asked.version()
+        if options.tokens:
             await asked.learn_ids()
-            ids = asked.ids
+        model, ids = asked.model, asked.ids if options.tokens else ()
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
@@ -190,5 +162,5 @@ async def measurer(url: str, options: LoadOptions, terminal: Terminal) -> AsyncI
         "temperature": 0,
         **({} if options.may_stop else {"ignore_eos": True}),
     }
-    async with client(url, body, timeout_s=options.timeout_s, api_key=options.api_key, ids=ids) as one:
+    async with client(url, body, timeout_s=options.timeout_s, api_key=options.key, ids=ids) as one:
         yield Measurer(one, options, model, version, terminal)

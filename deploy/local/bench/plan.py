@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from msgspec import Struct
 
+from deploy.local.size.flags import numbers
 from shared.errors import ConfigError
 
 LEAST_REQUESTS = 32
@@ -69,10 +70,10 @@ def points(
     if not 0 <= requests <= REQUESTS_LIMIT:
         raise ConfigError(f"--requests is 0 to {REQUESTS_LIMIT}")
     if concurrency:
-        slots = [_number("--concurrency", text, least=1, whole=True) for text in concurrency.split(",")]
+        slots = numbers(concurrency, "--concurrency", least=1, most=CONCURRENCY_LIMIT, whole=True)
         found = [Point("closed", slot, requests or max(LEAST_REQUESTS, int(A_SLOT * slot))) for slot in slots]
     else:
-        rates = [_number("--rate", text, least=0.001, whole=False) for text in rate.split(",")]
+        rates = numbers(rate, "--rate", least=0.001, most=CONCURRENCY_LIMIT)
         found = [Point("open", one, requests or max(LEAST_REQUESTS, int(OPEN_S * one))) for one in rates]
     found = [
         Point(point.loop, point.value, point.requests, scenario, ratio)
@@ -92,10 +93,7 @@ def open_point(rate: float, requests: int, like: Point) -> Point:
 
 def trace_points(speeds: str, requests: int) -> list[Point]:
     """Return a point for each speed of a trace. Raise ConfigError."""
-    found = [_number("--speed", text, least=0.001, whole=False) for text in speeds.split(",")]
-    if len(found) > POINTS_LIMIT:
-        raise ConfigError(f"a sweep has at most {POINTS_LIMIT} points")
-    return [Point("trace", speed, requests) for speed in found]
+    return [Point("trace", speed, requests) for speed in numbers(speeds, "--speed", least=0.001)]
 
 
 def scenarios_of(text: str) -> list[Scenario]:
@@ -108,20 +106,7 @@ def scenarios_of(text: str) -> list[Scenario]:
 
 def prefix_ratios_of(text: str) -> list[float | None]:
     """Return the shares that `--prefix-ratio` lists; one None if it is empty. Raise ConfigError."""
-    if not text:
-        return [None]
-    return [_number("--prefix-ratio", word, least=0, whole=False, most=1) for word in text.split(",")]
-
-
-def _number(flag: str, text: str, *, least: float, whole: bool, most: float = CONCURRENCY_LIMIT) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not least <= number <= most or (whole and number != int(number)):
-        kind = "whole numbers" if whole else "numbers"
-        raise ConfigError(f"{flag}: {text!r}: must be {kind} from {least:g} to {most:g}, separated by commas")
-    return number
+    return [*numbers(text, "--prefix-ratio", most=1)] if text else [None]
 
 
 def arrivals(rate: float, requests: int, seed: int) -> list[float]:

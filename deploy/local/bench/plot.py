@@ -16,6 +16,8 @@ mpl.use("Agg")
 
 from matplotlib import pyplot
 
+mpl.rcParams["text.parse_math"] = False  # a name may have two $
+
 _LATENCIES = {
     "time to first token, s": "first_token_s",
     "between tokens, s": "inter_token_s",

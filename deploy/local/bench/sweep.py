@@ -23,59 +23,18 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from deploy.local.bench.loads import AskShape
-from deploy.local.bench.measure import LoadOptions, Measurer, measurer
+from deploy.local.bench.measure import Measurer, measurer
+from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point, open_point
 from deploy.local.bench.ratios import Ratio, ratios, render_ratios, unsteady
 from deploy.local.bench.rows import BenchRow, RowKey, render, render_terms, render_turns
 from deploy.local.bench.saturation import RateSearch, Saturation, render_saturations, saturation_of, why_not
-from deploy.local.bench.terms import TARGETS, Terms
 from deploy.local.bench.variants import Variant
 from deploy.local.size.started_up import running_up
-from deploy.local.size.traffic import Traffic
 from deploy.local.terminal import Terminal
-from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError
 from shared.installation import BIN, PACKAGED, TREE
 from shared.version import VERSION
-
-
-class BenchOptions(BenchFlags, frozen=True, kw_only=True):
-    """Flags of `bench` that were checked, and what follows from them. `url` ends with /v1."""
-
-    points: list[Point]
-    command: str
-    fleets: Sequence[Variant] = ()
-    """The fleets to start and measure in place of the endpoint at `url`."""
-    traffic: Traffic | None = None
-    """The requests of the trace."""
-    given: Sequence[str] = ()
-    """Prompts to send instead of generated ones."""
-    key: str = ""
-    """The API key; empty if there is none."""
-
-    @property
-    def load(self) -> LoadOptions:
-        """What all loads have in common."""
-        return LoadOptions(
-            model=self.model,
-            api_key=self.key,
-            shape=AskShape(self.words, self.output_tokens, self.spread, self.shared_words, None, self.prefixes),
-            given=self.given,
-            tokens=self.tokens,
-            may_stop=self.may_stop,
-            warmup=self.warmup,
-            timeout_s=self.timeout_s,
-            seed=self.seed,
-            traffic=self.traffic,
-            agents=self.agentic,
-            speed=float(self.speed) if self.agentic else 1.0,
-        )
-
-    def key_of(self, variant: str, number: int) -> RowKey:
-        """Return what rows of a fleet in a round have in common."""
-        targets = {name: limit for name in TARGETS if (limit := getattr(self, name))}
-        return RowKey(variant, number, self.may_stop, Terms(targets, self.gpus, self.price))
 
 
 class BenchReport(Struct, frozen=True):
@@ -95,7 +54,6 @@ class BenchReport(Struct, frozen=True):
     rows: list[BenchRow]
     ratios: list[Ratio] = []
     saturations: list[Saturation] = []
-    goals: list[str] = []
 
 
 def bench(options: BenchOptions) -> int:
@@ -200,7 +158,7 @@ class _Sweep:
             yield url
 
     async def _measure(self, url: str, key: RowKey) -> None:
-        async with measurer(url, self._options.load, self._terminal) as one:
+        async with measurer(url, self._options, self._terminal) as one:
             self.model = one.model
             if one.version:
                 self.versions["server"] = one.version

@@ -8,8 +8,8 @@ from statistics import median
 
 from msgspec import Struct
 
-SHARES = ("p50", "p90", "p99")
-TARGETS = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99")
+from deploy.local.size.flags import SHARES, TARGETS
+
 FEW = 12
 """Requests with fewer than these say nothing about a queue."""
 GROWTH, GROWTH_SHARE = 1.5, 0.05

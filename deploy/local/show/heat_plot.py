@@ -13,6 +13,8 @@ mpl.use("Agg")
 
 from matplotlib import pyplot
 
+mpl.rcParams["text.parse_math"] = False  # a name may have two $
+
 
 def draw(prefixes: Sequence[PrefixHeat], path: Path) -> None:
     """Draw a bar for each prefix, as long as requests had it, and its part that was found cached; the hottest one

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.aiconfigurator import decode_s
-from deploy.local.size.flags import numbers
+from deploy.local.size.flags import check_ranges, whole_numbers
 from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
 from deploy.local.size.shape import shape_of
 from deploy.local.table import table
@@ -93,7 +93,7 @@ def estimate_of(flags: EstimateFlags) -> Estimate:
         raise ConfigError(
             f"there is room for {kv_tokens} tokens of KV, {length - kv_tokens} fewer than one sequence has"
         )
-    wanted = numbers(flags.batch, "--batch") if flags.batch else [*BATCHES, largest]
+    wanted = whole_numbers(flags.batch, "--batch") if flags.batch else [*BATCHES, largest]
     batches = sorted({each for each in wanted if each <= largest})
     if not batches:
         raise ConfigError(f"--batch {flags.batch}: there is room for {largest} sequences of {length} tokens")
@@ -133,9 +133,8 @@ def _assumed(roofline: Roofline) -> list[str]:
 
 
 def _check(flags: EstimateFlags) -> None:
-    for name in ("prompt", "output", "tensor_parallel", "pipeline_parallel", "expert_parallel"):
-        if not 1 <= getattr(flags, name) <= LIMIT:
-            raise ConfigError(f"--{name.replace('_', '-')} is 1 to {LIMIT}")
+    names = ("prompt", "output", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+    check_ranges(flags, dict.fromkeys(names, (1, LIMIT)))
     if not 0 <= flags.cached < 1:
         raise ConfigError("--cached is a share of the prompt: 0 or more, below 1")
     if not 0 < flags.memory_share <= 1:

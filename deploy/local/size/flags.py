@@ -1,28 +1,28 @@
-"""Reads the numbers that flags of `estimate`, `profile` and `plan` list. Pure."""
+"""Ranges, lists of numbers and targets, as flags of several commands give them. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from math import nan
 
 from shared.errors import ConfigError
 
 NUMBERS_LIMIT = 64
 """The most numbers that one flag lists."""
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+TARGETS = tuple(f"{figure}_{share}" for figure in ("ttft", "itl") for share in SHARES)
+"""The names of targets, those of higher percentiles last."""
 
 
-def numbers(text: str, flag: str, *, least: int = 1, most: int = 1 << 24) -> list[int]:
-    """Return the whole numbers that a flag lists, without repetitions and in order. Raise ConfigError."""
-    words = text.split(",")
-    if len(words) > NUMBERS_LIMIT:
-        raise ConfigError(f"{flag} lists at most {NUMBERS_LIMIT} numbers")
-    found = set()
-    for word in words:
-        if not word.strip().isdecimal() or not least <= int(word) <= most:
-            raise ConfigError(f"{flag}: {word!r}: must be whole numbers from {least} to {most}, separated by commas")
-        found.add(int(word))
-    return sorted(found)
+def check_ranges(flags: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ConfigError for a number that is out of its range."""
+    for name, (least, most) in ranges.items():
+        if not least <= getattr(flags, name) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} is {least:.7g} to {most:.7g}")
 
 
-def positives(text: str, flag: str) -> list[float]:
-    """Return the numbers, 0 or more, that a flag lists, in its order. Raise ConfigError."""
+def numbers(text: str, flag: str, *, least: float = 0, most: float = 1e9, whole: bool = False) -> list[float]:
+    """Return the numbers that a flag lists, in its order and without repetitions. Raise ConfigError."""
     words = text.split(",")
     if len(words) > NUMBERS_LIMIT:
         raise ConfigError(f"{flag} lists at most {NUMBERS_LIMIT} numbers")
@@ -31,8 +31,14 @@ def positives(text: str, flag: str) -> list[float]:
         try:
             number = float(word)
         except ValueError:
-            number = -1.0
-        if not 0 <= number <= 1e9:
-            raise ConfigError(f"{flag}: {word!r}: must be numbers from 0, separated by commas")
+            number = nan
+        if not least <= number <= most or (whole and number != int(number)):
+            kind = "whole numbers" if whole else "numbers"
+            raise ConfigError(f"{flag}: {word!r}: must be {kind} from {least:.8g} to {most:.8g}, separated by commas")
         found.append(number)
     return list(dict.fromkeys(found))
+
+
+def whole_numbers(text: str, flag: str, *, most: int = 1 << 24) -> list[int]:
+    """Return the whole numbers from 1 that a flag lists, in their order. Raise ConfigError."""
+    return sorted(map(int, numbers(text, flag, least=1, most=most, whole=True)))

@@ -21,11 +21,12 @@ from queue import SimpleQueue
 
 import msgspec
 
-from deploy.local.size.flags import numbers, positives
+from deploy.local.size.files import check_parent, read_given, read_profile
+from deploy.local.size.flags import SHARES, TARGETS, check_ranges, numbers, whole_numbers
 from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
 from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
-from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_profile
+from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile
 from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, FleetSetting, Targets, settings_of
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic, read_traffic
 from deploy.local.terminal import Terminal
@@ -37,8 +38,8 @@ from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, Virt
 RUN_LIMIT_S = 3600.0
 """The most seconds that one fleet may take to simulate."""
 TRACE_LIMIT_BYTES = 1 << 30
-TARGETS = ("ttft_p50", "ttft_p90", "ttft_p99", "itl_p50", "itl_p90", "itl_p99")
-SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+WRITTEN = (".html", ".png")
+"""Suffixes of files that stand next to that of --out."""
 WORKERS_LIMIT = 256
 GPUS_LIMIT = 1024
 
@@ -77,7 +78,7 @@ def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
 def _measured(file: Path) -> list[Measured]:
     """Return the loads of a file that `bench` has written. Raise ConfigError."""
     try:
-        rows = msgspec.json.decode(_content(file, FILE_LIMIT_BYTES), type=BenchFile).rows
+        rows = msgspec.json.decode(read_given(file, FILE_LIMIT_BYTES, "--measured"), type=BenchFile).rows
     except msgspec.MsgspecError as wrong:
         raise ConfigError(f"--measured {file}: no file of `headrace bench`: {wrong}") from None
     return [measured_of(row) for row in rows]
@@ -89,7 +90,7 @@ def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
     if flags.measured is not None:
         _measured(flags.measured)  # before anything is run
     files = [Path(name) for name in flags.profile or ["profile.json"]]
-    profiles = [_profile(file) for file in files]
+    profiles = [read_profile(file) for file in files]
     if others := {profile.subject.model for profile in profiles} - {profiles[0].subject.model}:
         raise ConfigError(f"the profiles are of different models: {profiles[0].subject.model}, {', '.join(others)}")
     gpus = _gpus(flags.gpus_a_worker, profiles)
@@ -114,9 +115,9 @@ def _settings(flags: PlanFlags, profile: Profile) -> list[FleetSetting]:
     return settings_of(
         splits=flags.roles,
         policies=flags.policies.split(","),
-        max_running=numbers(flags.max_running or str(profile.subject.most), "--max-running", most=65_535)[::-1],
-        step_s=positives(flags.step_s, "--step-s"),
-        store_tokens=[int(size * 1e9 / flags.kv_token_bytes) for size in positives(flags.store_gb, "--store-gb")],
+        max_running=whole_numbers(flags.max_running or str(profile.subject.most), "--max-running", most=65_535)[::-1],
+        step_s=numbers(flags.step_s, "--step-s"),
+        store_tokens=[int(size * 1e9 / flags.kv_token_bytes) for size in numbers(flags.store_gb, "--store-gb")],
     )
 
 
@@ -237,17 +238,9 @@ def _late(targets: Targets, requests: int) -> tuple[float, int]:
     return max(found, key=lambda each: each[1], default=(0.0, 0))
 
 
-def _profile(file: Path) -> Profile:
-    """Read a complete profile. Raise ConfigError."""
-    profile = decode_profile(_content(file, FILE_LIMIT_BYTES), str(file))
-    if len(profile.prefill) < 2 or len(profile.decode) < 2:
-        raise ConfigError(f"{file}: too few points: let `profile` go on with it")
-    return profile
-
-
 def _traffic(flags: PlanFlags) -> Traffic:
     if flags.trace is not None:
-        text = _content(flags.trace, TRACE_LIMIT_BYTES).decode(errors="replace")
+        text = read_given(flags.trace, TRACE_LIMIT_BYTES, "--trace").decode(errors="replace")
         traffic = read_traffic(text, str(flags.trace), flags.requests)
         return traffic.stretched(flags.rate) if flags.rate else traffic
     if not flags.rate:
@@ -263,15 +256,6 @@ def _traffic(flags: PlanFlags) -> Traffic:
             seed=flags.seed,
         )
     )
-
-
-def _content(file: Path, limit_bytes: int) -> bytes:
-    try:
-        if file.stat().st_size > limit_bytes:
-            raise ConfigError(f"{file} has more than {limit_bytes} bytes")
-        return file.read_bytes()
-    except OSError as wrong:
-        raise ConfigError(f"{file}: {wrong.strerror}") from None
 
 
 def _check(flags: PlanFlags) -> None:
@@ -290,10 +274,11 @@ def _check(flags: PlanFlags) -> None:
         "jobs": (0, 1024),
         **dict.fromkeys(TARGETS, (0, 86_400)),
     }
-    for name, (least, most) in ranges.items():
-        if not least <= getattr(flags, name) <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} is {least:g} to {most:g}")
+    check_ranges(flags, ranges)
+    check_parent("--out", flags.out)
+    if Path(flags.out).suffix in WRITTEN:
+        raise ConfigError(f"--out {flags.out}: leave out {Path(flags.out).suffix}, which is that of another file")
     if not any(getattr(flags, name) for name in TARGETS):
         raise ConfigError("give a target, such as --ttft-p90 0.5 or --itl-p99 0.03")
-    if flags.roles and not any(positives(flags.store_gb, "--store-gb")):
+    if flags.roles and not any(numbers(flags.store_gb, "--store-gb")):
         raise ConfigError("--roles needs a block store, through which prompts are handed over: give --store-gb")

@@ -14,6 +14,8 @@ mpl.use("Agg")
 
 from matplotlib import pyplot
 
+mpl.rcParams["text.parse_math"] = False  # a name may have two $
+
 
 def draw(made: PlanReport, measured: Sequence[Measured], path: Path) -> None:
     """Draw all fleets over GPUs and latency; with measurements also the best fleet's figures next to them."""

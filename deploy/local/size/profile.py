@@ -21,6 +21,8 @@ from statistics import median
 import uvloop
 from msgspec import Struct
 
+from deploy.local.size.files import check_parent, read_given
+from deploy.local.size.flags import check_ranges
 from deploy.local.size.grid import Place, TimeGrid
 from deploy.local.size.profile_file import (
     FILE_LIMIT_BYTES,
@@ -32,10 +34,10 @@ from deploy.local.size.profile_file import (
     encode_profile,
 )
 from deploy.local.size.started_up import blocks_of, started_up
-from deploy.local.size.token_client import TimedAnswer, TokenClient, server_version, token_client
+from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.terminal import Terminal
 from deploy.local.usage import ProfileFlags
-from shared.errors import ConfigError, Unavailable
+from shared.errors import Unavailable
 from shared.version import VERSION
 
 SHORTEST = 64
@@ -73,14 +75,8 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
 def check_flags(flags: ProfileFlags) -> None:
     """Raise ConfigError for numbers out of range."""
-    if not 2 * SHORTEST <= flags.longest <= 1 << 20:
-        raise ConfigError(f"--longest is {2 * SHORTEST} to {1 << 20}")
-    if not 1 <= flags.most <= 4096:
-        raise ConfigError("--most is 1 to 4096")
-    if not 1 <= flags.limit_s <= 86_400:
-        raise ConfigError("--limit-s is 1 to 86400")
-    if not Path(flags.out).parent.is_dir():
-        raise ConfigError(f"--out {flags.out}: no such directory: {Path(flags.out).parent}")
+    check_ranges(flags, {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "limit_s": (1, 86_400)})
+    check_parent("--out", flags.out)
 
 
 def profile(options: ProfileOptions) -> int:
@@ -105,18 +101,17 @@ def _endpoint(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[str
 
 
 async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Terminal) -> Profile:
-    async with token_client(url, "", options.api_key) as one:
-        served = await one.models()
-    model = options.model or (served[0] if served else "")
-    if model not in served:
-        raise Unavailable(f"{url} does not serve {model or 'a model'}; it has {', '.join(served) or 'none'}")
-    versions = {"headrace": VERSION, "server": await server_version(url, options.api_key)}
-    subject = _subject(options, model, versions)
-    known = _earlier(options.out, subject)
-    block_size, kv_tokens = await asyncio.to_thread(blocks_of, state, model)
-    async with token_client(url, model, options.api_key) as asked:
+    async with token_client(url, options.model, options.api_key) as asked:
+        served = await asked.models()
+        asked.model = asked.model or (served[0] if served else "")
+        if asked.model not in served:
+            has = ", ".join(served) or "none"
+            raise Unavailable(f"{url} does not serve {asked.model or 'a model'}; it has {has}")
+        subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
+        known = _earlier(options.out, subject)
+        blocks = await asyncio.to_thread(blocks_of, state, asked.model)
         await asked.learn_ids()
-        sweep = Sweep(asked, options, subject, known, terminal, (block_size, kv_tokens))
+        sweep = Sweep(asked, options, subject, known, terminal, blocks)
         try:
             await sweep.run()
         except asyncio.CancelledError:  # Ctrl-C: the file has what was measured
@@ -142,9 +137,7 @@ def _earlier(out: Path, subject: Subject) -> Profile | None:
     """Return the file of an earlier sweep, if there is one. Raise ConfigError if it has something else."""
     if not out.exists():
         return None
-    if out.stat().st_size > FILE_LIMIT_BYTES:
-        raise ConfigError(f"--out {out}: is no profile: it has more than {FILE_LIMIT_BYTES} bytes")
-    found = decode_profile(out.read_bytes(), str(out))
+    found = decode_profile(read_given(out, FILE_LIMIT_BYTES, "--out"), str(out))
     check_same(found.subject, subject, str(out))
     return found
 

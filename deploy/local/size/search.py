@@ -130,17 +130,6 @@ class FleetSearch:
             self._size = self._size - 1 if self._run(self._size) else 0
         return self._missing(min(self._enough, self._most))
 
-    @property
-    def best(self) -> FleetCandidate | None:
-        """The cheapest fleet that meets the targets; of several the one with most room. None if none does."""
-        good = [each for each, result in self.results.items() if self._targets.worst(result) <= 1]
-        return min(good, key=lambda each: (each.workers, self._targets.worst(self.results[each])), default=None)
-
-    @property
-    def nearest(self) -> FleetCandidate:
-        """The fleet with the best worst ratio."""
-        return min(self.results, key=lambda each: (self._targets.worst(self.results[each]), each.workers))
-
     def _sizes(self) -> list[FleetCandidate]:
         """Return further sizes of the first setting to run; empty once the results so far were taken into account."""
         for candidate, result in self.results.items():

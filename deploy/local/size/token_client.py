@@ -15,11 +15,11 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from shared.errors import Unavailable
+from deploy.local.size.chat_stream import ChatStream
+from shared.errors import ProtocolError, Unavailable
 
 CONNECT_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 600.0
-LINE_LIMIT_BYTES = 1 << 20
 ERROR_LIMIT_BYTES = 1 << 16
 LIST_LIMIT_BYTES = 16 << 20
 """The largest list of models that is read."""
@@ -42,26 +42,8 @@ class TimedAnswer(Struct, frozen=True):
     """The times between pieces of the answer."""
 
 
-class _Details(Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(Struct):
-    completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
-
-
-class _Event(Struct):
-    choices: list[Any] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
 class _Tokens(Struct):
     tokens: list[int] = []
-
-
-_EVENT = msgspec.json.Decoder(_Event)
 
 
 class TokenClient:
@@ -71,7 +53,7 @@ class TokenClient:
         self._http = http
         self._url = url
         self._root = url.removesuffix("/v1")
-        self._model = model
+        self.model = model
         self.ids: Sequence[int] = FALLBACK_IDS
         """The ids that prompts are made of."""
 
@@ -96,7 +78,7 @@ class TokenClient:
 
     async def learn_ids(self) -> None:
         """Ask which token ids are plain words, so that each token of an answer has text."""
-        body = {"model": self._model, "prompt": PLAIN_TEXT, "add_special_tokens": False}
+        body = {"model": self.model, "prompt": PLAIN_TEXT, "add_special_tokens": False}
         try:
             async with (
                 asyncio.timeout(CONNECT_LIMIT_S),
@@ -124,7 +106,7 @@ class TokenClient:
     async def ask(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
         """Ask for exactly that many tokens. Raise Unavailable."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
@@ -132,7 +114,7 @@ class TokenClient:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        stream = _Stream()
+        stream, times_s = ChatStream(), list[float]()
         sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(ANSWER_LIMIT_S):
@@ -141,52 +123,24 @@ class TokenClient:
                         said = (await response.content.read(ERROR_LIMIT_BYTES)).decode(errors="replace")
                         raise Unavailable(f"{self._url}/completions: status {response.status}: {said[:300]}")
                     async for data in response.content.iter_any():
-                        stream.feed(data, time.perf_counter())
+                        now_s = time.perf_counter()
+                        stream.feed(data)
+                        times_s += [now_s] * (stream.pieces - len(times_s))
         except TimeoutError:
             raise Unavailable(f"{self._url}: an answer of {tokens} tokens took over {ANSWER_LIMIT_S:g} s") from None
-        except aiohttp.ClientError as wrong:
+        except (aiohttp.ClientError, ProtocolError) as wrong:
             raise Unavailable(f"{self._url}: {wrong or type(wrong).__name__}") from None
-        return stream.answer(sent_s, self._url)
-
-
-class _Stream:
-    """What has arrived of one answer."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._times_s: list[float] = []
-        self._usage: _Usage | None = None
-        self._error: object = None
-
-    def feed(self, data: bytes, now_s: float) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LINE_LIMIT_BYTES:
-            raise Unavailable(f"a line of the stream is longer than {LINE_LIMIT_BYTES} bytes")
-        for line in lines:
-            if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                continue
-            try:
-                event = _EVENT.decode(line[5:])
-            except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
-                raise Unavailable(f"not a stream of completions: {wrong}") from None
-            self._error = self._error or event.error
-            self._usage = event.usage or self._usage
-            if event.choices:
-                self._times_s.append(now_s)
-
-    def answer(self, sent_s: float, url: str) -> TimedAnswer:
-        if self._error:
-            raise Unavailable(f"{url}: {self._error}")
-        if not self._times_s or self._usage is None:
-            raise Unavailable(f"{url}: the answer has no tokens, or no usage: is it an OpenAI endpoint?")
-        details = self._usage.prompt_tokens_details
+        if stream.error:
+            raise Unavailable(f"{self._url}: {stream.error}")
+        if not times_s or stream.usage is None:
+            raise Unavailable(f"{self._url}: the answer has no tokens, or no usage: is it an OpenAI endpoint?")
         return TimedAnswer(
             sent_s=sent_s,
-            first_s=self._times_s[0],
-            last_s=self._times_s[-1],
-            tokens=self._usage.completion_tokens,
-            cached_tokens=None if details is None else details.cached_tokens,
-            gaps_s=tuple(after - before for before, after in pairwise(self._times_s)),
+            first_s=times_s[0],
+            last_s=times_s[-1],
+            tokens=stream.usage.completion_tokens,
+            cached_tokens=stream.usage.cached_tokens,
+            gaps_s=tuple(after - before for before, after in pairwise(times_s)),
         )
 
 
@@ -196,12 +150,6 @@ def error_text(text: bytes) -> str:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text[:200].decode("utf-8", "replace").strip()
-
-
-async def server_version(url: str, api_key: str) -> str:
-    """Return what the endpoint says of its version, as vLLM does at /version; empty if it says nothing."""
-    async with token_client(url, "", api_key) as one:
-        return await one.version()
 
 
 @asynccontextmanager

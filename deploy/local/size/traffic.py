@@ -7,9 +7,8 @@ no two prompts have a beginning in common.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from math import log, sqrt
 from random import Random
 
@@ -80,17 +79,20 @@ def drawn_traffic(lengths: Lengths) -> Traffic:
     common = [next(names) for _ in range(lengths.shared // MADE_BLOCK)]
     at_ms, rows = 0.0, list[TrafficRow]()
     for _ in range(lengths.requests):
-        prompt = len(common) * MADE_BLOCK + _length(draw, lengths.prompt - len(common) * MADE_BLOCK, lengths.spread)
+        prompt = len(common) * MADE_BLOCK + drawn_length(
+            draw, lengths.prompt - len(common) * MADE_BLOCK, lengths.spread
+        )
         own = -(-prompt // MADE_BLOCK) - len(common)
-        output = _length(draw, lengths.output, lengths.spread)
+        output = drawn_length(draw, lengths.output, lengths.spread)
         rows.append(TrafficRow(at_ms, prompt, output, [*common, *(next(names) for _ in range(own))]))
         at_ms += 1000 * draw.expovariate(lengths.rate)
     return Traffic(MADE_BLOCK, rows)
 
 
-def _length(draw: Random, mean: int, spread: float) -> int:
+def drawn_length(draw: Random, mean: float, spread: float) -> int:
+    """Return a length of at least 1, log-normal around its mean; `spread` is its standard deviation divided by that."""
     if not spread:
-        return max(1, mean)
+        return max(1, round(mean))
     sigma = sqrt(log(1 + spread * spread))
     return min(TOKENS_LIMIT, max(1, round(draw.lognormvariate(log(max(1, mean)) - sigma * sigma / 2, sigma))))
 
@@ -137,13 +139,15 @@ def _azure(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
     """Read `TIMESTAMP,ContextTokens,GeneratedTokens`, of which Azure published days in 2023 and 2024."""
     names = iter(range(1, 1 << 60))
     began: datetime | None = None
-    for number, fields in enumerate(csv.reader(text.splitlines()), 1):
-        if number == 1 or not fields:
+    for number, line in enumerate(text.splitlines(), 1):
+        if number == 1 or not line.strip():
             continue
         try:
-            when, prompt, output = datetime.fromisoformat(fields[0][:26]), int(fields[1]), int(fields[2])
-        except (ValueError, IndexError):
+            at, *lengths = line.split(",")[:3]
+            when, (prompt, output) = datetime.fromisoformat(at), map(int, lengths)
+        except ValueError:
             raise ConfigError(f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens") from None
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
         began = began or when
         yield number, _unshared(1000 * (when - began).total_seconds(), prompt, output, names)
 

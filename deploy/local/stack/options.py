@@ -51,18 +51,9 @@ WIRING = re.compile(
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
     flags = _check(flags)
-    usual = default_replicas(usable_processors())
-    frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
-    attached = flags.engine == "attached"
     prefill, decode = _roles(flags)
     roles = prefill + decode > 0
-    workers = prefill + decode or ((1 if attached else 2) if flags.workers is None else flags.workers)
-    least = 0 if flags.nats and flags.etcd and flags.on == "machine" else 1  # other machines of the fleet may have them
-    for flag, number, fewest in (("workers", workers, 1), ("frontends", frontends, least), ("routers", routers, least)):
-        if not fewest <= number <= 64:
-            raise ConfigError(f"--{flag} is {fewest} to 64")
-    if attached and workers > 1:
-        raise ConfigError("--workers: an attached server is one worker")
+    frontends, routers, workers = _numbers(flags, prefill + decode)
     simulated = _settings("--simulated", flags.simulated)
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = store_request(
@@ -110,6 +101,21 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         overrides=overrides,
     )
     return options, wanted
+
+
+def _numbers(flags: UpFlags, of_roles: int) -> tuple[int, int, int]:
+    """Return how many frontends, routers and workers there are. Raise ConfigError."""
+    usual = default_replicas(usable_processors())
+    frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
+    attached = flags.engine == "attached"
+    workers = of_roles or ((1 if attached else 2) if flags.workers is None else flags.workers)
+    least = 0 if flags.nats and flags.etcd and flags.on == "machine" else 1  # other machines of the fleet may have them
+    for flag, number, fewest in (("workers", workers, 1), ("frontends", frontends, least), ("routers", routers, least)):
+        if not fewest <= number <= 64:
+            raise ConfigError(f"--{flag} is {fewest} to 64")
+    if attached and workers > 1:
+        raise ConfigError("--workers: an attached server is one worker")
+    return frontends, routers, workers
 
 
 def _check_servers(flags: UpFlags) -> None:

@@ -87,6 +87,8 @@ class CandidateState(Struct, frozen=True, gc=False):
     speed: WorkerSpeed = UNKNOWN_SPEED
     age_s: float = 1e9
     """Seconds since it began to serve; an instance that has just joined ramps up."""
+    places: int = 0
+    """How many requests it computes at once; 0 if unknown."""
     remote_s: float = 0.0
     """Seconds to read one block of `overlap.remote` from another machine; 0 if there are none."""
 

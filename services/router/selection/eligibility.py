@@ -46,6 +46,8 @@ class EligibleCandidate(NamedTuple):
     since_s: float
     prompt_limit_tokens: int
     """Length of the longest prompt that it accepts."""
+    places: int = 0
+    """How many requests it computes at once; 0 if unknown."""
     store: StoreId | None = None
     """The store that it exchanges blocks with, as far as it needs one: prompts are handed over through it."""
 
@@ -194,6 +196,7 @@ class Eligibility:
                 card.capacity_blocks,
                 self._since_s[card.instance],
                 _prompt_limit_tokens(card),
+                card.max_running,
                 store_id_of(card) if card.role in ("prefill", "decode") else None,
             )
             for card in self.cards.values()

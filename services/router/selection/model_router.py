@@ -197,8 +197,9 @@ class ModelRouter:
                 total_blocks,
                 speed(instance, UNKNOWN_SPEED),
                 now_s - since_s,
+                places,
             )
-            for candidate, instance, total_blocks, since_s, _, _ in (*whole, *prefilling)
+            for candidate, instance, total_blocks, since_s, _, places, _ in (*whole, *prefilling)
         ]
         if remote is not None:
             states = [remote.added_to(state, store_id_of(self.cards[state.id[0]])) for state in states]

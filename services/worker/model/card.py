@@ -39,6 +39,7 @@ def card_of(
     chat_template: str = "",
     sampling: SamplingConfig = DEFAULT_SAMPLING,
     role: Role = "aggregated",
+    max_running: int = 0,
 ) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
@@ -61,6 +62,7 @@ def card_of(
         kv_layout=facts.kv_layout,
         eos_token_ids=facts.eos_token_ids,
         role=role,
+        max_running=max_running,
         grammars=facts.grammars,
         biases=facts.biases,
         min_tokens=facts.min_tokens,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from math import ceil, cos, pi
 from random import Random
 
-from deploy.local.autoscale.capacity import Workers
+from deploy.local.autoscale.capacity import WorkerRole, Workers
 from deploy.local.autoscale.decider import FleetSeen, ScalePolicy, ScaleState, TrafficCounts, decide
 from services.virtual.fleet import SimulatedFleet
 from services.virtual.loads import LoadTrace, TraceRequest
+from services.virtual.store import StoreSizes
 from services.virtual.workers import StepTime
 
 BLOCK = 64
@@ -43,18 +45,20 @@ def day_curve(draw: Random, *, day_s: float, low: float, high: float, bursts: in
 class ScaledFleet:
     """One run of a load. Misses and worker hours are known at its end."""
 
-    def __init__(self, load: LoadTrace, step_s: StepTime, rule: Rule, *, workers: int, start_s: float) -> None:
-        self.fleet = SimulatedFleet(load, "kv", capacity_blocks=KV_TOKENS // BLOCK)
+    def __init__(self, load: LoadTrace, step_s: StepTime, rule: Rule, *, workers: Workers, start_s: float) -> None:
+        """`workers` are those at the beginning, and the roles. Those of a split hand over through a block store."""
+        sizes = None if "aggregated" in workers else StoreSizes(40 * KV_TOKENS // BLOCK, 0)
+        self.fleet = SimulatedFleet(load, "kv", capacity_blocks=KV_TOKENS // BLOCK, sizes=sizes)
         self._load, self._step_s, self._rule, self._start_s = load, step_s, rule, start_s
         self.worker_s = 0.0
-        self.wanted: list[int] = []
-        self._coming = 0
-        self._serving: list[str] = []
+        self.wanted: list[Workers] = []
+        self._coming: dict[WorkerRole, int] = dict.fromkeys(workers, 0)
+        self._serving: dict[WorkerRole, list[str]] = {role: [] for role in workers}
         self._leaving: list[str] = []
-        self._arrived = self._ended = 0
+        self._arrived = 0
         self._open: list[int] = []
-        for _ in range(workers):
-            self._serving.append(self.fleet.join(step_s))
+        for role, number in workers.items():
+            self._serving[role] += [self.fleet.join(step_s, role) for _ in range(number)]
         self.fleet.clock.after(EVERY_S, self._turn)
 
     def run(self) -> ScaledFleet:
@@ -75,27 +79,35 @@ class ScaledFleet:
         return sum(before != after for before, after in pairwise(self.wanted))
 
     def _turn(self) -> None:
-        now_s, there = self.fleet.clock.now_s, len(self._serving) + len(self._leaving) + self._coming
-        self.worker_s += EVERY_S * there
-        (number,) = self._rule(self._seen(now_s), now_s).values()
-        self.wanted.append(number)
-        for _ in range(number - len(self._serving) - self._coming):
-            self._coming += 1
-            self.fleet.clock.after(self._start_s, self._join)
-        while len(self._serving) > number:
-            self._drain(min(self._serving, key=lambda name: len(self.fleet.workers[name].attempts)))
+        now_s = self.fleet.clock.now_s
+        self.worker_s += EVERY_S * sum(self._alive().values())
+        wanted = self._rule(self._seen(now_s), now_s)
+        self.wanted.append(wanted)
+        for role, number in wanted.items():
+            serving = self._serving[role]
+            for _ in range(number - len(serving) - self._coming[role]):
+                self._coming[role] += 1
+                self.fleet.clock.after(self._start_s, partial(self._join, role))
+            while len(serving) > number:
+                self._drain(role, min(serving, key=lambda name: len(self.fleet.workers[name].attempts)))
         for name in [name for name in self._leaving if not self.fleet.workers[name].attempts]:
             self._leaving.remove(name)
             self.fleet.workers.pop(name).gone = True
         self.fleet.clock.after(EVERY_S, self._turn)
 
-    def _join(self) -> None:
-        self._coming -= 1
-        self._serving.append(self.fleet.join(self._step_s))
+    def _alive(self) -> dict[WorkerRole, int]:
+        """The workers that are paid for. Those that drain count for the first role."""
+        alive = {role: len(names) + self._coming[role] for role, names in self._serving.items()}
+        alive[next(iter(alive))] += len(self._leaving)
+        return alive
 
-    def _drain(self, name: str) -> None:
+    def _join(self, role: WorkerRole) -> None:
+        self._coming[role] -= 1
+        self._serving[role].append(self.fleet.join(self._step_s, role))
+
+    def _drain(self, role: WorkerRole, name: str) -> None:
         """Take a worker out of routing, as one that drains is; it goes once it has ended its requests."""
-        self._serving.remove(name)
+        self._serving[role].remove(name)
         self._leaving.append(name)
         for cleanup in self.fleet.router.remove_instance(name):
             while cleanup.step(1 << 16):
@@ -123,8 +135,8 @@ class ScaledFleet:
             in_flight=len(self._open),
             waiting_tokens=sum(report.waiting_tokens for report in reports),
             held=sum(report.running + report.waiting for report in reports),
-            serving={"aggregated": len(self._serving)},
-            alive={"aggregated": len(self._serving) + len(self._leaving) + self._coming},
+            serving={role: len(names) for role, names in self._serving.items()},
+            alive=self._alive(),
         )
 
     def _new(self, now_s: float) -> Iterator[int]:
@@ -156,5 +168,5 @@ def threshold(requests: float, cool_down_s: float, most: int) -> Rule:
     return rule
 
 
-def fixed(workers: int) -> Rule:
-    return lambda _seen, _now_s: {"aggregated": workers}
+def fixed(workers: Workers) -> Rule:
+    return lambda _seen, _now_s: workers

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from deploy.local.autoscale.capacity import ScaleGoals, WorkerRole, WorkerTimes
+from deploy.local.autoscale.capacity import ScaleGoals, WorkerRole, Workers, WorkerTimes
 from deploy.local.autoscale.decider import ScalePolicy, WorkerBounds
 from deploy.local.size.profile_file import decode_profile
 from services.virtual.loads import LoadTrace
@@ -29,22 +29,28 @@ MOST = 14
 class Trial:
     """One load, and the workers that serve it."""
 
-    def __init__(self, folder: Path, load: LoadTrace) -> None:
+    def __init__(self, folder: Path, load: LoadTrace, *roles: WorkerRole) -> None:
+        roles = roles or ("aggregated",)
+        self.one: dict[WorkerRole, int] = dict.fromkeys(roles, 1)
         file = write_profile(folder, 0.15)
         profile = decode_profile(file.read_bytes(), str(file))
         self.load, self._step_s = load, step_time(str(file))
         times = WorkerTimes(profile.prefill, profile.decode, 0.0, KV_TOKENS, profile.subject.most)
-        bounds: dict[WorkerRole, WorkerBounds] = {"aggregated": WorkerBounds(1, MOST)}
+        bounds = {role: WorkerBounds(1, MOST) for role in roles}
         self.policy = ScalePolicy(
             times, ScaleGoals(TTFT_S, ITL_S), bounds, start_s=START_S, cool_down_s=COOL_DOWN_S, window_s=30.0
         )
 
-    def run(self, rule: Rule, workers: int = 1) -> tuple[float, float, ScaledFleet]:
-        """The share of requests that miss, the mean number of workers, and the run."""
-        done = ScaledFleet(self.load, self._step_s, rule, workers=workers, start_s=START_S).run()
-        misses, mean = done.misses(TTFT_S, ITL_S), done.worker_s / DAY_S
+    def run(self, rule: Rule, workers: Workers | None = None) -> tuple[float, float, ScaledFleet]:
+        """The share of requests that miss, the mean number of workers, and the run. It begins with one of each role, or
+        with `workers`."""
+        done = ScaledFleet(self.load, self._step_s, rule, workers=workers or self.one, start_s=START_S).run()
+        misses, mean = done.misses(TTFT_S, ITL_S), done.worker_s / done.fleet.clock.now_s
         print(f"{100 * misses:.2f} % miss with {mean:.2f} workers in the mean, {done.changes} changes")
         return misses, mean, done
+
+    def run_fixed(self, workers: Workers) -> tuple[float, float, ScaledFleet]:
+        return self.run(fixed(workers), workers)
 
 
 @pytest.mark.parametrize("seed", [11, 12])
@@ -53,7 +59,7 @@ def test_on_a_day_curve_fewer_requests_miss_than_with_a_fixed_fleet_of_no_fewer_
 ) -> None:
     trial = Trial(tmp_path, day_curve(Random(seed), day_s=DAY_S, low=1, high=12))
     misses, mean, run = trial.run(planned(trial.policy))
-    of_fixed, hours, _ = trial.run(fixed(ceil(mean)), ceil(mean))
+    of_fixed, hours, _ = trial.run_fixed({"aggregated": ceil(mean)})
     assert hours >= mean
     assert misses <= 0.7 * of_fixed
     assert run.changes <= 24
@@ -71,6 +77,23 @@ def test_on_a_day_curve_no_threshold_misses_less_with_as_few_worker_hours(tmp_pa
 def test_bursts_that_double_the_rate_cost_few_requests_and_the_fleet_does_not_flap(tmp_path: Path) -> None:
     trial = Trial(tmp_path, day_curve(Random(14), day_s=DAY_S, low=1, high=8, bursts=3))
     misses, mean, run = trial.run(planned(trial.policy))
-    of_fixed, _, _ = trial.run(fixed(ceil(mean)), ceil(mean))
+    of_fixed, _, _ = trial.run_fixed({"aggregated": ceil(mean)})
     assert misses <= 0.7 * of_fixed
     assert run.changes <= 36
+
+
+@pytest.mark.tier("long")
+def test_both_roles_of_a_split_follow_the_load_and_do_as_well_as_their_means_rounded_up_with_less(
+    tmp_path: Path,
+) -> None:
+    trial = Trial(tmp_path, day_curve(Random(15), day_s=DAY_S, low=1, high=8), "prefill", "decode")
+    misses, mean, run = trial.run(planned(trial.policy))
+    numbers = {role: {wanted[role] for wanted in run.wanted} for role in trial.one}
+    assert all(len(each) > 1 for each in numbers.values())
+    assert run.fleet.journeys[-1].hand_overs
+    assert not any(journey.failed for journey in run.fleet.journeys)
+    means = {role: ceil(sum(wanted[role] for wanted in run.wanted) / len(run.wanted)) for role in trial.one}
+    print(means)
+    of_fixed, hours, _ = trial.run_fixed(means)
+    assert mean < hours
+    assert misses <= 1.2 * of_fixed

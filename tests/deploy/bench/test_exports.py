@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,10 @@ from shared.errors import ConfigError
 
 SAMPLES = Path(__file__).parent
 AIPERF, GUIDELLM = SAMPLES / "aiperf.json", SAMPLES / "guidellm.json"
+
+
+GUIDE: dict[str, Any] = json.loads(GUIDELLM.read_bytes())["benchmarks"][0]
+TORN = {**GUIDE, "metrics": {**GUIDE["metrics"], "request_totals": {"successful": "1", "errored": "2"}}}
 
 
 def own(folder: Path, name: str, first_s: float, **changes: object) -> Path:
@@ -51,6 +56,10 @@ def test_files_of_bench_are_shown_next_to_each_other_with_their_ratios(
         ('{"rows": []}', "has no measured load"),
         ('{"benchmarks": [{"metrics": 1}]}', "is no export of"),
         ('{"request_throughput": 5}', "is no export of"),
+        ('{"request_throughput": {"avg": "a"}}', "is no export of"),
+        ('{"request_throughput": {}, "request_count": {"avg": 1e400}}', "is no export of"),
+        (json.dumps({"benchmarks": [TORN]}), "is no export of"),
+        ('{"rows": ' + "[" * 100_000, "is no export of"),
     ],
 )
 def test_a_file_of_another_kind_is_one_line(text: str, said: str) -> None:

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.bench.loads import (
+    KEPT_PIECES,
+    PIECE,
     SESSION_TURNS,
     TURN_OUTPUT,
     TURN_PROMPT,
@@ -15,6 +17,7 @@ from deploy.local.bench.loads import (
     LoadSession,
     agent_sessions,
     drawn_asks,
+    drawn_piece,
     prompt_text,
     prompt_tokens,
     trace_sessions,
@@ -76,7 +79,7 @@ def test_equal_names_of_a_trace_are_equal_beginnings_at_its_times() -> None:
         TrafficRow(3000.0, 1500, 0, [7, 8, 9]),
         TrafficRow(3000.0, 500, 1, [3]),
     ]
-    sessions = list(trace_sessions(Traffic(512, rows), 4.0))
+    sessions = list(trace_sessions(Traffic(512, rows), 4.0, "0 one"))
     assert [session.at_s for session in sessions] == [0.0, 0.5, 0.5]
     asks = [session.turns[0].ask for session in sessions]
     assert [ask.output for ask in asks] == [5, 1, 1]
@@ -84,6 +87,8 @@ def test_equal_names_of_a_trace_are_equal_beginnings_at_its_times() -> None:
     assert [len(first), len(second), len(third)] == [1000, 1500, 500]
     assert second[:1000] == first
     assert third[:16] != first[:16]
+    again = next(trace_sessions(Traffic(512, rows), 4.0, "1 one")).turns[0].ask
+    assert prompt_tokens(again, range(300, 900))[:16] != first[:16], "another round finds nothing of this one"
 
 
 def length(ask: LoadRequest) -> int:
@@ -91,8 +96,8 @@ def length(ask: LoadRequest) -> int:
 
 
 def test_sessions_of_agents_are_as_published() -> None:
-    sessions = agent_sessions([float(number) for number in range(400)], 1.0, 1.0, 0)
-    assert sessions == agent_sessions([float(number) for number in range(400)], 1.0, 1.0, 0)
+    sessions = agent_sessions([float(number) for number in range(400)], 1.0, 1.0, 0, "one")
+    assert sessions == agent_sessions([float(number) for number in range(400)], 1.0, 1.0, 0, "one")
     assert abs(median(len(session.turns) for session in sessions) - SESSION_TURNS) <= 5
     assert 0.36 < mean(any(turn.awaited for turn in session.turns) for session in sessions) < 0.52
     middle = [session.turns[len(session.turns) // 2].ask for session in sessions if 38 < len(session.turns) < 48]
@@ -110,7 +115,7 @@ def test_sessions_of_agents_are_as_published() -> None:
 
 
 def test_a_turn_has_the_prompt_before_it_as_its_beginning_and_subagents_are_sessions_too() -> None:
-    sessions = agent_sessions([0.0] * 50, 0.01, 10.0, 0)
+    sessions = agent_sessions([0.0] * 50, 0.01, 10.0, 0, "one")
     inner = [each for session in sessions for turn in session.turns for each in turn.awaited]
     assert inner
     for session in [*sessions, *inner]:
@@ -127,8 +132,26 @@ def test_a_turn_has_the_prompt_before_it_as_its_beginning_and_subagents_are_sess
     assert sum(session.requests for session in sessions) == sum(len(each.turns) for each in [*sessions, *inner])
 
 
+def test_two_loads_of_agents_share_their_system_prompts_alone() -> None:
+    one, other = (
+        {part for turn in agent_sessions([0.0], 0.01, 1.0, 0, load)[0].turns for part in turn.ask.parts}
+        for load in ("concurrency 1", "concurrency 8")
+    )
+    assert len(one) == len(other) > 1
+    assert {name for name, _ in one & other} == {"system 0"}
+
+
+def test_pieces_that_are_kept_are_bounded_however_long_a_prompt_is() -> None:
+    drawn_piece.cache_clear()
+    first = prompt_tokens(LoadRequest((("long", 3 * PIECE + 5),), 1), range(300, 900))
+    assert len(first) == 3 * PIECE + 5
+    assert first[:PIECE] != first[PIECE : 2 * PIECE]
+    assert drawn_piece.cache_info().currsize == 4
+    assert drawn_piece.cache_info().maxsize == KEPT_PIECES
+
+
 def test_a_session_counts_the_requests_of_its_subagents() -> None:
-    [session] = agent_sessions([3.0], 0.01, 1.0, 3)
+    [session] = agent_sessions([3.0], 0.01, 1.0, 3, "one")
     assert isinstance(session, LoadSession)
     assert session.at_s == 3.0
     assert session.requests >= len(session.turns)

@@ -30,6 +30,11 @@ def test_each_fleet_is_a_curve_that_is_seen_whole_and_rounds_have_their_median()
     pyplot.close(figure)
 
 
+def test_a_name_with_the_signs_of_formulas_is_drawn_as_it_is(tmp_path: Path) -> None:
+    plot.draw(plot.series([row("model=$x_{$", 1, 1.0, 0.1)]), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_many_curves_are_named_below_the_plots(tmp_path: Path) -> None:
     plot.draw(plot.series([row(f"fleet {number}", 1, 1.0, 0.1) for number in range(6)]), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

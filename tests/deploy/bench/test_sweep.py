@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point
-from deploy.local.bench.sweep import BenchOptions, aiperf_arguments
+from deploy.local.bench.sweep import aiperf_arguments
 from deploy.local.cli import main
 from deploy.local.size import token_client
 from tests.servers import free_port

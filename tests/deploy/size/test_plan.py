@@ -190,6 +190,8 @@ def test_targets_that_nothing_meets_end_with_the_nearest(
         (["--ttft-p90", "0.5", "--rate", "1", "--step-s", "x"], "--step-s: 'x'"),
         (["--ttft-p90", "0.5", "--rate", "1", "--policies", "worst", "--jobs", "1"], "worst"),
         (["--ttft-p90", "0.5", "--trace", "none.jsonl"], "none.jsonl: No such file"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--out", "none/plan.up"], "no such directory: none"),
+        (["--ttft-p90", "0.5", "--rate", "1", "--out", "plan.html"], "leave out .html"),
     ],
 )
 def test_what_cannot_be_planned_gets_one_line(
@@ -214,6 +216,12 @@ def test_a_profile_that_is_none_or_has_too_few_points_is_refused(
     write_profile(tmp_path, format=2)
     assert main(["plan", "--profile", str(file), *words]) == 2
     assert "a profile of format 2; this version reads 1" in capsys.readouterr().err
+    write_profile(tmp_path, decode=[(1, 64, 0.01), (2, 8192, 0.01)])
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "decode is no complete grid of times above 0" in capsys.readouterr().err
+    write_profile(tmp_path, subject={**json.loads(file.read_text())["subject"], "model": "made\nservices: {}"})
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "characters that cannot be printed" in capsys.readouterr().err
     write_profile(tmp_path, kv_tokens=0)
     assert main(["plan", "--profile", str(file), *words]) == 2
     assert "give --kv-tokens" in capsys.readouterr().err

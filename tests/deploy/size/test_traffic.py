@@ -54,6 +54,11 @@ def test_a_trace_of_azure_is_read_and_shares_nothing() -> None:
     assert not set(made.rows[0].hash_ids) & set(made.rows[1].hash_ids)
 
 
+def test_times_with_and_without_an_offset_or_a_fraction_are_of_one_clock() -> None:
+    made = read_traffic(AZURE + "2023-11-16 18:15:51+00:00,5,1\n2023-11-16 19:15:52.5+01:00,5,1\n", "t", 100)
+    assert [round(row.timestamp) for row in made.rows] == [0, 4315, 4319, 5819]
+
+
 def log_line(second: int, seconds: float, prompt: int, output: int, message: str = "request ended") -> str:
     fields = {"operation": "chat", "status": 200, "seconds": seconds, "prompt_tokens": prompt, "output_tokens": output}
     line = {"time": f"2026-11-24T04:09:{second:02}.500Z", "level": "info", "message": message, "fields": fields}
@@ -89,6 +94,7 @@ def test_a_log_of_a_frontend_is_read_in_the_order_in_which_requests_began() -> N
         (line(0) + "\n" + line(0), "t: all 2 requests come at the same time"),
         (AZURE + "2023-11-16 18:15:51,x,1\n", "t:4: expected TIMESTAMP"),
         (AZURE + "2023-11-16 18:15:40,5,1\n", "t:4: time goes back"),
+        (AZURE + '2023-11-16 18:15:51,"5,1\n' + "2023-11-16 18:15:52,5,1\n" * 9000, "t:4: expected TIMESTAMP"),
     ],
 )
 def test_a_torn_trace_is_refused_by_its_line(text: str, said: str) -> None:

@@ -164,7 +164,7 @@ async def test_an_idle_native_engine_is_asked_for_a_token_again_and_again() -> N
             await until(lambda: len(probes(engine)) > len(engines.observed))
             engine.report(Probed(0.01))
             await until(lambda: len(engines.observed) == len(probes(engine)))
-    assert probes(engine) == [ProbeDevice((7, 8))] * 3
+    assert probes(engine)[:3] == [ProbeDevice((7, 8))] * 3  # a busy machine may let a fourth come
     assert engines.observed == [Probed(0.01)] * 3
     assert not engines.lost
 

@@ -410,5 +410,5 @@ class KillMachine(RuleBasedStateMachine):
         self.ends.close()
 
 
-KillMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+KillMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 TestKillMachine = KillMachine.TestCase

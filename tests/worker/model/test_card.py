@@ -29,6 +29,15 @@ def test_the_card_of_an_attached_engine_has_its_servers_address_and_name(tmp_pat
     assert [(card.address, card.alias) for card in cards] == [("", ""), ("10.0.0.5:8001", "org/tiny")]
 
 
+def test_the_card_says_how_many_requests_are_computed_at_once_if_that_is_known(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    facts = facts_of(tmp_path, block_size=16, capacity_blocks=8)
+    cards = [
+        card_of(facts, model=str(tmp_path), model_name="tiny", instance="w1", max_running=places) for places in (0, 7)
+    ]
+    assert [card.max_running for card in cards] == [0, 7]
+
+
 def test_a_template_that_replaces_the_models_own_is_in_the_card(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     named = card_with(tmp_path, "hermes")

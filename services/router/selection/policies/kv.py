@@ -4,7 +4,8 @@ All costs are counted in prompt tokens to compute, the unit in which candidates 
 
     cost = slowness x ( uncached tokens              the work that this choice adds to the fleet
                       + patience x queued tokens     the wait before it
-                      + crowding x log2(1 + requests there) )
+                      + crowding x log2(1 + requests there)
+                  + crowding x requests there beyond 1.25 x its places, this one included, at most 4 )
          + the tokens that an average engine prefills in a third of the time that fetching takes
          + tokens that do not fit next to the running requests
 
@@ -19,6 +20,12 @@ request would minimise its own time to the first token, and the cache hits that 
 *Crowding.* Requests that decode on the same worker share its steps and wait for each other's prefills; the first few
 neighbours cost the most. So a common prefix, however long, does not gather unrelated requests on one worker while
 others are idle.
+
+*Places.* A worker computes at most `max_running` requests at once. If many more are there, each next one waits for
+answers to end, whatever is queued; elsewhere it computes its prefix once, and all that follow find it there. So a
+prefix that is asked for too often for one worker comes to one more. A few that wait do not count, since they wait for
+moments only. More than four count as four: where many wait at every worker, prompts would else leave their blocks for a
+place that is as far away.
 
 *Pairs.* Where some workers only compute prompts, one of them and a single worker for all are compared by the seconds
 that requests wait (`split_costs`). Each of the two is chosen by the same measure, or a prompt of 0.1 s would wait for
@@ -65,6 +72,10 @@ IDLE_PATIENCE_INVERSE = 20.0
 """Inverse of patience when no request is in flight."""
 NEIGHBOUR_TOKENS = 128
 NEIGHBOUR_S = 0.08
+FULL_SHARE = 1.25
+"""Requests at a candidate, of its places, from which on each next one counts as waiting for a place."""
+WAITING_MOST = 4
+"""Most requests that count as waiting for a place at a candidate."""
 DECODE_WEIGHT = 0.35
 """Weight of a second for which a request that decodes waits, in seconds of waiting for a first token."""
 PROMPT_WEIGHT = 1.5
@@ -123,6 +134,10 @@ def _costs(request: RoutingRequest, candidate: CandidateState) -> tuple[float, f
     else:
         crowding = NEIGHBOUR_TOKENS + NEIGHBOUR_S * request.fleet.prefill_tokens_per_s
         running = slow * crowding * log2(1 + load.requests)
+        if candidate.places:
+            waiting_there = 1 + load.requests - candidate.places * FULL_SHARE
+            if waiting_there > 0:
+                running += slow * crowding * min(waiting_there, WAITING_MOST)
         if request.part == "alone":
             uncached *= 1 + DECODE_WEIGHT * load.requests
         else:

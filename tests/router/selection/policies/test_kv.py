@@ -53,9 +53,10 @@ def facts(
     *,
     total_blocks: int = 10_000,
     speed: float | None = None,
+    places: int = 0,
 ) -> CandidateState:
     told = UNKNOWN_SPEED if speed is None else WorkerSpeed(speed, 0.02)
-    return CandidateState((name, 0), overlap or Overlap(), load, total_blocks, told)
+    return CandidateState((name, 0), overlap or Overlap(), load, total_blocks, told, places=places)
 
 
 def choose(candidates: list[CandidateState], tokens: int = 320) -> str:
@@ -101,6 +102,22 @@ def test_a_long_common_prefix_is_kept_together_until_the_worker_is_crowded() -> 
     idle = facts("idle", speed=20_000.0)
     assert choose([facts("home", Overlap(512), calm, speed=20_000.0), idle], tokens=8500) == "home"
     assert choose([facts("home", Overlap(512), crowded, speed=20_000.0), idle], tokens=8500) == "idle"
+
+
+@pytest.mark.parametrize(("places", "where"), [(0, "home"), (64, "home"), (50, "idle"), (40, "idle")])
+def test_a_common_prefix_comes_to_one_more_worker_where_requests_would_wait_for_a_place(
+    places: int, where: str
+) -> None:
+    busy = CandidateLoad(requests=68, active_blocks=100)
+    home = facts("home", Overlap(400), busy, speed=20_000.0, places=places)
+    other = facts("idle", None, CandidateLoad(requests=40), speed=20_000.0, places=places)
+    assert choose([home, other], tokens=6_900) == where
+
+
+def test_where_many_wait_at_every_worker_a_follow_up_stays_with_its_blocks() -> None:
+    home = facts("home", Overlap(400), CandidateLoad(requests=160), speed=20_000.0, places=64)
+    other = facts("other", None, CandidateLoad(requests=90), speed=20_000.0, places=64)
+    assert choose([home, other], tokens=6_900) == "home"
 
 
 def test_a_follow_up_goes_to_its_blocks_though_other_requests_wait_there() -> None:

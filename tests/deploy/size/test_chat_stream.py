@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.bench.client import LINE_LIMIT_BYTES, ChatStream
+from deploy.local.size.chat_stream import LINE_LIMIT_BYTES, ChatStream
 from shared.errors import ProtocolError
 
 
