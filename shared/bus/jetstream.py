@@ -157,8 +157,9 @@ class EventStore:
         if there == self._limit_bytes:
             return found
         if found.config.description == MADE_BY:
+            resized = await context.update_stream(found.config.evolve(max_bytes=self._limit_bytes))
             _logger.info("the stream %s has %s bytes from now on, and had %s", self.name, self._limit_bytes, there)
-            return await context.update_stream(found.config.evolve(max_bytes=self._limit_bytes))
+            return resized
         _logger.warning(
             "observe.events_stream_bytes is %d, but the stream %s, which someone else has made, keeps its max_bytes %s",
             self._limit_bytes,

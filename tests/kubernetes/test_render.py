@@ -155,7 +155,7 @@ def test_flags_add_what_they_name_and_nothing_is_there_without_them() -> None:
         assert "replicas" not in on[autoscaled]["spec"], "an upgrade would set back what was scaled"
 
 
-def test_a_planned_set_of_workers_reads_what_autoscale_shows_for_its_role() -> None:
+def test_a_set_of_workers_scales_by_its_own_pods_or_by_what_autoscale_shows_for_its_role() -> None:
     scaled = {"role": "prefill", "autoscaling": {"enabled": True, "planned": True}}
     manifests = render(CPU, values={"workers": {"prompts": scaled}})
     [trigger] = named(manifests)["ScaledObject/headrace-worker-prompts"]["spec"]["triggers"]
@@ -163,6 +163,13 @@ def test_a_planned_set_of_workers_reads_what_autoscale_shows_for_its_role() -> N
     assert trigger["metadata"]["query"] == query, "other namespaces may have fleets, and planners, of their own"
     assert trigger["metadata"]["threshold"] == "1"
     assert not faults(manifests)
+    scaled["autoscaling"] = {"enabled": True}
+    [trigger] = named(render(CPU, values={"workers": {"prompts": scaled}}))["ScaledObject/headrace-worker-prompts"][
+        "spec"
+    ]["triggers"]
+    pods = '{namespace="serving",pod=~"headrace-worker-prompts-[0-9]+"}'
+    summed = f"(sum(headrace_inflight_requests{pods}) + sum(headrace_queued_requests{pods})) or vector(0)"
+    assert trigger["metadata"]["query"] == summed
 
 
 @pytest.mark.parametrize("service", SCHEMAS)

@@ -1,6 +1,6 @@
 """By how much compared fleets differ: ratios of their figures, round by round. Pure.
 
-    A B  A B  A B     each pair has the same requests; a ratio is B ÷ A of one pair
+    A B  B A  A B     each pair has the same requests; a ratio is B ÷ A of one pair
 
 The median, the least and the most of all rounds are shown.
 """

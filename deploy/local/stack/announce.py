@@ -18,6 +18,7 @@ from deploy.local.stack.stack import SINGLE, AccessFiles, Launch, Stack
 from deploy.local.stack.supervise import Supervisor
 from deploy.local.state import DEFAULT_HOME, StateDirectory
 from deploy.local.terminal import Terminal, paint
+from shared.bus.nats_servers import without_password
 from shared.installation import COMMAND
 
 PROBE_EVERY_S = 0.1
@@ -110,8 +111,7 @@ class Announcer:
                     self._say_joined()
             await asyncio.sleep(PROBE_EVERY_S)
         if not self._frontends and not self._supervisor.stopping:
-            self._terminal.clear()
-            print(f"{paint('joined', 'yellow', sys.stdout)} {self._stack.nats}", flush=True)
+            self._print_joined()
 
     async def _is_ready(self, launch: Launch) -> bool:
         """Return whether a service is ready, or is not needed. Show what has changed: why it is not, or that it is
@@ -138,10 +138,13 @@ class Announcer:
         self._say_ready()
         self._serving()
 
+    def _print_joined(self) -> None:
+        self._terminal.clear()
+        print(f"{paint('joined', 'yellow', sys.stdout)} {without_password(self._stack.nats)}", flush=True)
+
     def _say_joined(self) -> None:
         """Print that this machine has done its part, and what the fleet lacks."""
-        self._terminal.clear()
-        print(f"{paint('joined', 'yellow', sys.stdout)} {self._stack.nats}", flush=True)
+        self._print_joined()
         state = state_flag(self._state_dir)
         reasons = sorted({self._reasons[name] for name in self._waiting if name in self._reasons})
         why = "; ".join(reasons) or "the frontends do not answer"

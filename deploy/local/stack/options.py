@@ -26,6 +26,7 @@ from deploy.local.stack.stack import (
     default_replicas,
 )
 from deploy.local.usage import DEFAULT_MODEL, GPU_MEMORY_SHARE, UpFlags
+from shared.bus.nats_servers import without_password
 from shared.chat_templates import NAMES
 from shared.config import environment
 from shared.errors import ConfigError
@@ -121,7 +122,7 @@ def _check_servers(flags: UpFlags) -> None:
     """Raise ConfigError if none of the servers that flags name answers."""
     for flag, addresses in (("--nats", flags.nats), ("--etcd", flags.etcd)):
         if addresses and not any(servers.answers(flag, each.strip()) for each in addresses.split(",")):
-            raise ConfigError(f"{flag} {addresses}: no server answers there")
+            raise ConfigError(f"{flag} {without_password(addresses)}: no server answers there")
 
 
 def takes_turns(flags: UpFlags, *, roles: bool, on_gpus: bool) -> bool:

@@ -45,6 +45,8 @@ _FORMAT = b"headrace 2"
 """A part of every key. Change it whenever a conversion writes something else."""
 WEIGHTS = "model.safetensors"
 CACHE_LIMIT_BYTES = 64 << 30
+MOST_FILES = 64
+"""The most entries without weights, of some MB each."""
 _RECENT_S = 3600.0
 _used: dict[Path, int] = {}
 """Entry → the descriptor of its weights, which is locked until this process ends."""
@@ -104,7 +106,8 @@ def _source_files(source: Path) -> list[Path]:
 
 def prepare_files(source: Path, cache: Path) -> Path:
     """Return the directory to serve `source` from, with config and tokenizer: a directory itself or, for a GGUF file,
-    an entry of the cache that has no weights and stays. Raise ModelError."""
+    an entry of the cache that has no weights. Of these the MOST_FILES that were asked for last stay. Raise
+    ModelError."""
     if source.is_dir():
         _checkpoint(source)
         return source
@@ -114,6 +117,7 @@ def prepare_files(source: Path, cache: Path) -> Path:
     aside = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
         if target.exists():  # it is complete: it got its name last
+            os.utime(target)
             return target
         aside.mkdir(parents=True)
         _open_gguf(source, aside)
@@ -122,11 +126,22 @@ def prepare_files(source: Path, cache: Path) -> Path:
         except OSError:
             if not target.exists():  # else another engine was the first
                 raise
+        _drop_old_files(cache)
     except OSError as wrong:
         raise ModelError(f"{target}: {wrong.strerror}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _drop_old_files(cache: Path) -> None:
+    """Keep the MOST_FILES entries without weights that were asked for last."""
+    made: list[tuple[float, Path]] = []
+    for entry in cache.glob("*.files"):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            made.append((entry.stat().st_mtime, entry))
+    for _, entry in sorted(made, reverse=True)[MOST_FILES:]:
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 @dataclass(frozen=True)

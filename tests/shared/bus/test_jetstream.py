@@ -229,6 +229,32 @@ async def test_a_stream_that_an_operator_has_made_keeps_its_limits(
     await client.close()
 
 
+USERS = """authorization { users: [
+  { user: operator, password: operator }
+  { user: worker, password: worker, permissions: {
+    publish: { allow: ["headrace.*.events.*", "$JS.API.STREAM.INFO.*", "$JS.API.DIRECT.GET.>"] }, subscribe: ">"
+  } }
+] }
+"""
+
+
+async def test_a_user_that_may_make_and_change_no_stream_takes_that_of_an_operator(
+    tmp_path: Path, namespace: str
+) -> None:
+    """With those rights a user reads all of its account: a stream can publish what it takes on another subject."""
+    name, mine = subjects.event_stream(namespace)
+    with nats_server(tmp_path, with_jetstream(tmp_path) + USERS) as server:
+        client = await nats.connect(server.url, user="operator", password="operator")
+        await client.jetstream().add_stream(StreamConfig(name=name, subjects=[mine], allow_direct=True))
+        await client.close()
+        bus = await connect(NatsConfig(url=server.url, user="worker", password="worker"), "test")
+        store = EventStore(bus, namespace, LIMIT_BYTES)
+        await store.make()
+        publish(bus, subjects.events(namespace, "mine"), 7)
+        await stored(store, subjects.events(namespace, "mine"), 7)
+        await bus.drain()
+
+
 async def test_a_source_that_starts_with_another_size_gives_it_to_a_stream_of_ours_and_to_no_other(
     bus: NatsBus, jetstream_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:

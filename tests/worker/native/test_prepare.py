@@ -20,7 +20,7 @@ import pytest
 from services.worker.contracts.messages import Loading
 from services.worker.native import prepare as module
 from services.worker.native.config import read_config
-from services.worker.native.prepare import prepare
+from services.worker.native.prepare import prepare, prepare_files
 from services.worker.native.weights import Checkpoint
 from shared.errors import ModelError
 from shared.model_file import FILES
@@ -218,7 +218,7 @@ def test_without_locks_nothing_is_removed(tmp_path: Path) -> None:
 PREPARE = """
 import sys
 from pathlib import Path
-from services.worker.native.prepare import prepare
+from services.worker.native.prepare import prepare, prepare_files
 for source in sys.argv[2:]:
     print(prepare(Path(source), Path(sys.argv[1]), lambda loading: None))
 print("done", flush=True)
@@ -278,6 +278,22 @@ def test_the_files_of_a_conversion_that_is_long_under_way_stay(tmp_path: Path) -
     os.utime(under_way, (1, 1))
     target = prepare(write_tiny_model(tmp_path / "model", dtype="float16"), cache, Told(), limit_bytes=1)
     assert entries(cache) == sorted([under_way, target])
+
+
+def test_of_entries_without_weights_those_that_were_asked_for_last_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_FILES", 2)
+    source = write_gguf(tmp_path / "model.gguf", write_tiny_model(tmp_path / "model"))
+    made: list[Path] = []
+    for age_s in (40, 30, 20):
+        os.utime(source, (age_s, age_s))  # as after a change
+        made.append(prepare_files(source, tmp_path / "cache"))
+        os.utime(made[-1], (time.time() - age_s,) * 2)
+        if age_s == 30:
+            os.utime(source, (40, 40))
+            assert prepare_files(source, tmp_path / "cache") == made[0]
+    assert [entry.exists() for entry in made] == [True, False, True]
 
 
 def test_an_entry_that_another_process_removes_meanwhile_does_not_matter(tmp_path: Path) -> None:

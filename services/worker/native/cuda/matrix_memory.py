@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from services.worker.native.cuda.weights_layout import WeightsLayout
 from services.worker.native.linear import Array
 from services.worker.sharing.device_pages import DeviceMapper, DeviceMapping, DevicePages
 from services.worker.sharing.driver import Driver
+from services.worker.transfer.errors import DeviceFailed
+
+_log = logging.getLogger(__name__)
 
 
 class CudaMatrixMemory:
@@ -48,10 +52,15 @@ class CudaMatrixMemory:
 def cuda_weights_of(
     settings: WorkerConfig, directory: Path, config: ModelConfig, shapes: dict[str, Shape]
 ) -> SharedCudaWeights[CudaWeights] | None:
-    """Return the weights that the memory service of the settings keeps; None if they name none. Raise ModelError,
-    DeviceFailed."""
+    """Return the weights that the memory service of the settings keeps. None if they name none, or the GPU has no
+    memory for other processes. Raise ModelError."""
     if not settings.weights.memory:
         return None
     dtype = settings.cuda.dtype
     layout = WeightsLayout(shapes, dtype, int(cp.dtype(DTYPES[dtype]).itemsize))
-    return SharedCudaWeights(settings, layout, CudaMatrixMemory(settings, directory, config))
+    try:
+        memory = CudaMatrixMemory(settings, directory, config)
+    except DeviceFailed as wrong:
+        _log.warning("this engine has weights of its own: weights.memory: %s", wrong)
+        return None
+    return SharedCudaWeights(settings, layout, memory)
