@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.bench.client import LINE_LIMIT_BYTES, ChatStream
+from deploy.local.bench import client as bench_client
+from deploy.local.bench.client import LINE_LIMIT_BYTES, ChatStream, client
+from deploy.local.bench.loads import LoadRequest
 from shared.errors import ProtocolError
 
 
@@ -60,3 +63,51 @@ def test_an_error_in_the_stream_is_reported(error: object) -> None:
     events.feed(event(error=error))
     assert events.error == "it broke"
     assert not events.finished
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b'event: error\ndata: {"message": "the engine died"}\n\n', "the engine died"),
+        (b"event: error\n\n", "an event named error"),
+        (event(object="error", message="out of memory", code=500), "out of memory"),
+        (event(error={}), "an error"),
+        (event(choices=[{"delta": {}, "finish_reason": "abort"}]), "finish reason abort"),
+        (event(choices=[{"text": "half", "finish_reason": "error"}]), "finish reason error"),
+    ],
+)
+def test_an_answer_that_its_server_gave_up_is_no_success_however_that_is_said(sent: bytes, said: str) -> None:
+    events = ChatStream()
+    events.feed(event(**delta("half an")) + sent + b"data: [DONE]\n\n")
+    assert events.error == said
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"content": None, "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]},
+    ],
+)
+def test_thoughts_and_calls_are_tokens_too_by_whichever_name_and_a_role_is_none(output: dict[str, object]) -> None:
+    events = ChatStream()
+    assert events.feed(event(choices=[{"delta": {"role": "assistant", "content": ""}}])) == 0
+    assert events.feed(event(choices=[{"delta": {"role": "assistant", **output}}])) == 1
+
+
+async def test_a_server_that_takes_no_connection_is_unreachable_and_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_client, "CONNECT_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        others = [socket.socket() for _ in range(4)]
+        try:
+            for each in others:  # its backlog is full, so that the kernel answers no further one
+                each.setblocking(False)
+                each.connect_ex(full.getsockname())
+            url = f"http://127.0.0.1:{full.getsockname()[1]}"
+            async with client(url, {}, timeout_s=30.0, api_key="") as one:
+                result = await one.ask(LoadRequest((), 1))
+        finally:
+            for each in others:
+                each.close()
+    assert (result.outcome, result.reason) == ("unreachable", "no connection within 0.2 s")
