@@ -110,7 +110,10 @@ class Autoscaler:
         if self._flags.dry_run:
             there = {role: now.alive.get(role, 0) for role in decision.wanted}
             self._state = replace(self._state, wanted=there)
-        elif decision.wanted != self._ordered and time.monotonic() >= self._again_s:
+            return
+        if decision.again:
+            self._ordered = {}
+        if decision.wanted != self._ordered and time.monotonic() >= self._again_s:
             await self._order(decision.wanted, found)
 
     async def _order(self, wanted: Workers, found: Look) -> None:
