@@ -143,8 +143,10 @@ class Scheduler:
         self._stalled_at = None
 
     def _set_due(self, sequence: Sequence, now_s: float, times: float = 1.0) -> None:
-        """Let a prompt be due after its arrival by `times` the time that it takes alone."""
-        sequence.due_s = now_s + times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
+        """Let a prompt be due after its arrival by `times` the time that it takes alone, and no later than leaves as
+        much before it ends unanswered."""
+        later_s = times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
+        sequence.due_s = min(now_s + later_s, max(now_s, sequence.ends_by_s - later_s))
 
     def _knows(self, submit: Submit) -> bool:
         """Return whether the attempt lives here."""
