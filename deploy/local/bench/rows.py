@@ -16,6 +16,10 @@ Outcome = Literal["done", "ended early", "refused", "failed", "timed out", "unre
 """The end of a request. Refused: status 429 or 503. Ended early: the stream ended before its finish reason."""
 
 
+LATE_S = 0.1
+"""If a tenth of an open loop's sessions begin later than planned by more than this, its rate was not as planned."""
+
+
 class Result(Struct, frozen=True):
     """The result of one request. Times are seconds since it was sent."""
 
@@ -39,6 +43,8 @@ class Result(Struct, frozen=True):
     """When it was sent, in seconds of a clock that all requests of a load share."""
     turn: int = 1
     """Which turn of its session it was."""
+    late_s: float = 0.0
+    """By how much the first request of a session was sent later than an open loop had planned."""
     asked_tokens: int = 0
     """How many tokens the answer was to have."""
 
@@ -105,6 +111,8 @@ class BenchRow(Struct, frozen=True):
     prompt_tokens_per_s: float | None = None
     short_answers: int = 0
     """Answers that have fewer tokens than were asked for with ignore_eos."""
+    late_s: float = 0.0
+    """By how much sessions of an open loop began later than planned, p90."""
     untimed: int = 0
     """Answers of several tokens that came in one piece, or without text: their tokens have no times."""
     turns: Sequence[TurnRow] = ()
@@ -176,6 +184,7 @@ def row_of(
         cached_ratio=_cached_ratio(done),
         prompt_tokens_per_s=sum(prompts) / lasting_s if prompts else None,
         short_answers=0 if key.may_stop else sum(_is_short(result) for result in done),
+        late_s=spread([result.late_s for result in results if result.turn == 1]).p90 or 0.0,
         untimed=sum(_is_untimed(result) for result in done),
         turns=_by_turn(done),
         missed=missed(terms.targets, first_token_s, inter_token_s),
@@ -310,6 +319,11 @@ def notes(row: BenchRow) -> list[str]:
         found.append(f"{row.full_name}: first tokens came later and later: the rate is more than is served")
     if row.tokens_by == "events":
         found.append(f"{row.full_name}: the server sent no usage; each event counts as one token")
+    if row.late_s > LATE_S:
+        found.append(
+            f"{row.full_name}: one request of ten was sent {row.late_s:.2f} s late or later: this driver is too slow "
+            "for the load, and less than that was measured"
+        )
     if row.driver_cpu > 0.8:
         found.append(
             f"{row.full_name}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit, not the server"

@@ -119,6 +119,16 @@ def test_an_answer_of_one_token_has_no_time_between_tokens_to_miss() -> None:
     assert (row.good_per_s, row.untimed) == (1.0, 0)
 
 
+def test_an_open_loop_whose_driver_falls_behind_is_noted() -> None:
+    point = Point("open", 1000.0, 20)
+    behind = [Result("done", first_s=0.1, late_s=0.01 * number, turn=1) for number in range(20)]
+    later_turns = [Result("done", first_s=0.1, turn=2)] * 200
+    row = row_of(point, [*behind, *later_turns], 15.0, 0.1)
+    assert row.late_s == 0.17
+    assert "one request of ten was sent 0.17 s late or later: this driver is too slow" in render([row])
+    assert "late" not in render([row_of(point, behind[:10], 15.0, 0.1)])
+
+
 def test_a_queue_grows_if_first_tokens_come_later_and_later() -> None:
     point = Point("open", 2.0, 30)
     calm = [Result("done", first_s=0.1 + 0.1 * (number % 3), sent_at_s=number / 2) for number in range(30)]
