@@ -156,8 +156,8 @@ class ScaleDecision(Struct, frozen=True):
     reason: str
     notes: tuple[str, ...] = ()
     again: bool = False
-    """True if the launcher should be asked though nothing else is wanted: it began again, or somebody else changed the
-    number of workers."""
+    """True if the launcher should be asked though nothing else is wanted: it began again, or the number of workers was
+    changed without this."""
 
 
 def decide(

@@ -84,9 +84,9 @@ class _Candidates(Struct, frozen=True):
     remote: RemoteSearch | None
     """Finds the prompt's blocks at other machines; None if no store reads another."""
     expected: list[ExpectedRun]
-    """The expected runs that the prompt follows."""
+    """Runs that the prompt follows, of those expected now."""
     remembered: list[ExpectedRun]
-    """The same of `history`."""
+    """Runs of `history` that it follows."""
 
     def in_time(self, states: Sequence[CandidateState]) -> Sequence[CandidateState]:
         """Return the candidates that would begin the prompt in time: all, if the frontend sets no limit, or if the

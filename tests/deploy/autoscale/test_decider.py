@@ -190,7 +190,7 @@ def test_a_fleet_that_does_not_settle_is_named_and_grows_by_one_at_a_time() -> N
 
 
 @pytest.mark.parametrize("there", [1, 6])
-def test_a_number_that_somebody_else_has_changed_is_asked_for_again_once_in_a_while(there: int) -> None:
+def test_a_number_of_workers_that_was_changed_by_hand_is_asked_for_again_once_in_a_while(there: int) -> None:
     fleet = FluidFleet(policy(3, 8), {"aggregated": 3}, rate=lambda _: 1.0)
     fleet.run(1200)
     assert not any(decision.again for decision in fleet.history)
