@@ -511,13 +511,22 @@ class Scheduler:
             return
         self._outcome.add_boundary(sequence.frontend, part)
         if not sequence.begun:
-            sequence.begun = True
+            self._begin_answer(sequence)
             self._outcome.begun.append(sequence.begun_report(now_s))
         if finish is not None:
             self._drop(sequence)
         elif sequence.submit.prefill_only:
             self._drop(sequence)
             self.hand_overs.add(sequence, now_s)
+
+    def _begin_answer(self, sequence: Sequence) -> None:
+        """From its first token on, a sequence ranks by its arrival: if blocks become few, it is no earlier to give its
+        own back than one that came later, and waits for none of those."""
+        sequence.begun = True
+        if sequence.due_s > sequence.arrived_s:
+            self._running.remove(sequence)
+            sequence.due_s = sequence.arrived_s
+            insort(self._running, sequence, key=rank_of)
 
     # --- ends
 

@@ -83,7 +83,12 @@ def test_few_attempts_are_remembered_of_a_prompt_that_many_ask_for(slots: list[S
     for number in range(3 * MOST_ATTEMPTS):
         entries.add(slots[0], pack_hashes([1, 2]), 0.0, (str(number), 1))
     asked: list[tuple[str, int]] = []
-    entries.expire(5.0, runs=10, waits=lambda attempt: bool(asked.append(attempt)))
+
+    def waits(attempt: tuple[str, int]) -> bool:
+        asked.append(attempt)
+        return False
+
+    entries.expire(5.0, runs=10, waits=waits)
     assert asked == [(str(number), 1) for number in range(2 * MOST_ATTEMPTS, 3 * MOST_ATTEMPTS)]
     assert entries.bytes == 0
 

@@ -390,8 +390,8 @@ def test_a_prompt_is_not_overtaken_until_its_time_is_over(limit: str, seconds: f
     engine.run(1.0)
     engine.submit("runs", [4, *PROMPT], max_tokens=8, sampling=NO_EOS)
     engine.step(1.0)
-    limits = {limit: seconds}
-    engine.submit("long", LONG, max_tokens=1, **limits)  # alone it takes 15 s at this speed, and would be due after 30
+    wait_s, time_s = (seconds, 1e9) if limit == "wait_left_s" else (None, seconds)
+    engine.submit("long", LONG, max_tokens=1, wait_left_s=wait_s, time_left_s=time_s)  # due after twice 15 s, alone
     for number in range(45):
         if number % every == 0:
             engine.submit(f"short {number}", [number % 9 + 1, *OTHER[:3]], max_tokens=1)
@@ -399,6 +399,20 @@ def test_a_prompt_is_not_overtaken_until_its_time_is_over(limit: str, seconds: f
     engine.run(1.0)
     assert engine.parts["long", 1][-1].finish == "length"
     assert engine.scheduler.load().overtaken > 0
+
+
+def test_an_answer_that_has_begun_is_not_preempted_for_a_shorter_prompt_that_came_later() -> None:
+    engine = Engine(capacity_blocks=32, step_tokens=64, overtaking=100.0)
+    engine.submit("shows the speed", PROMPT, max_tokens=1)
+    engine.run(1.0)
+    endless = Sampling(max_tokens=20, ignore_eos=True)
+    engine.submit("long", LONG, sampling=endless)
+    engine.step(1.0)
+    engine.submit("short", OTHER, sampling=endless)
+    engine.run(1.0)
+    given_up = [note.text for note in engine.notes if note.text.startswith("preempted")]
+    assert given_up
+    assert all("request long needed" in text for text in given_up), "the later one gives its blocks back"
 
 
 def test_a_speed_that_one_slow_step_showed_lets_no_prompt_be_overtaken_beyond_its_wait() -> None:
