@@ -81,7 +81,7 @@ class Autoscaler:
         self._refused = 0
         """How often the launcher has refused since then."""
         self._again_s = 0.0
-        """When a launcher that has refused is asked again, or one that has not yet done what it was asked for."""
+        """When a launcher that has refused is asked again."""
         self._said: tuple[str, ...] = ()
 
     async def run(self) -> None:
@@ -113,24 +113,23 @@ class Autoscaler:
         changed = before != decision.wanted
         lines = [f"{spelled(before)} -> {spelled(decision.wanted)}: {decision.reason}"] if changed else []
         self._say(*lines, *decision.notes)
-        there = {role: now.alive.get(role, 0) for role in decision.wanted}
         if self._flags.dry_run:
+            there = {role: now.alive.get(role, 0) for role in decision.wanted}
             self._state = replace(self._state, wanted=there)
             return
-        is_new, is_due = decision.wanted != self._ordered, time.monotonic() >= self._again_s
-        # Workers were perhaps lost with an `up` that has started again, so that they are asked for once more.
-        is_lost = any(there[role] < number for role, number in decision.wanted.items())
-        if (is_new and not self._refused) or (is_due and (is_new or is_lost)):
-            await self._order(decision.wanted, found, self._policy.start_s)
+        if decision.again:
+            self._ordered = {}
+        if decision.wanted != self._ordered and time.monotonic() >= self._again_s:
+            await self._order(decision.wanted, found)
 
-    async def _order(self, wanted: Workers, found: Look, start_s: float) -> None:
+    async def _order(self, wanted: Workers, found: Look) -> None:
         flags, failed = self._flags, ""
         if flags.launcher == "up":
             failed = await scale_up(flags.state_dir.scale, wanted, quietest(found.overview.instances))
         elif flags.launcher == "compose":
             failed = await scale_compose(flags.compose_file, wanted)
         if not failed:
-            self._refused, self._ordered, self._again_s = 0, wanted, time.monotonic() + start_s
+            self._refused, self._ordered = 0, wanted
             return
         pause_s = pause_after(self._refused)
         self._refused, self._again_s = self._refused + 1, time.monotonic() + pause_s

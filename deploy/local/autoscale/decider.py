@@ -143,6 +143,8 @@ class ScaleState(Struct, frozen=True):
     settled_s: float = 0.0
     """When all that were wanted served last, or one more began to serve."""
     seen_s: float = 0.0
+    apart_s: float = 0.0
+    """Since when other workers are there than are wanted, or when they were asked for again."""
 
 
 class ScaleDecision(Struct, frozen=True):
@@ -151,6 +153,9 @@ class ScaleDecision(Struct, frozen=True):
     wanted: Workers
     reason: str
     notes: tuple[str, ...] = ()
+    again: bool = False
+    """True if the launcher should be asked though nothing else is wanted: it began again, or the number of workers was
+    changed without this."""
 
 
 def decide(
@@ -163,7 +168,7 @@ def decide(
         there: Workers = {role: seen.alive.get(role, 0) for role in policy.bounds}
         if not seen.complete:
             return ScaleDecision(there, "nothing is decided before everything was seen once"), state
-        state = replace(state, wanted=there, settled_s=now_s)
+        state = replace(state, wanted=there, settled_s=now_s, apart_s=now_s)
     wanted, mix = state.wanted, _mean(state.mix)
     moment = ScaleMoment(now_s, seen.counts.over_s, seen.counts.prompts + seen.counts.refused, {})
     rate = _expected((*state.moments, moment), policy, now_s)
@@ -189,10 +194,17 @@ def decide(
     if stuck:
         serving = spelled({role: seen.serving.get(role, 0) for role in wanted})
         notes.append(f"the fleet does not settle: {spelled(wanted)} are wanted, {serving} serve")
+    there = {role: seen.alive.get(role, 0) for role in new}
+    if new != wanted or there == new or not seen.complete:
+        state = replace(state, apart_s=now_s)
+    again = now_s - state.apart_s > STUCK * policy.start_s
+    if again:
+        state = replace(state, apart_s=now_s)
+        notes.append(f"{spelled(there)} are there, and {spelled(new)} are wanted: the launcher is asked again")
     if state.correction > 1.05:
         notes.append(f"workers are slower than their times say: {state.correction:.2f} times as many are planned")
     reason = f"{rate:.3g} requests/s expected, {queue:.0f} to catch up with, {spelled(needed)} needed"
-    return ScaleDecision(new, reason, tuple(notes)), state
+    return ScaleDecision(new, reason, tuple(notes), again), state
 
 
 def _expected(points: Sequence[ScaleMoment], policy: ScalePolicy, now_s: float) -> float:

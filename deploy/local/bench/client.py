@@ -13,7 +13,7 @@ import msgspec
 from deploy.local.bench.loads import LoadRequest, prompt_text, prompt_tokens
 from deploy.local.bench.rows import Outcome, Result
 from deploy.local.size.chat_stream import ChatStream
-from deploy.local.size.token_client import ERROR_LIMIT_BYTES, error_text
+from deploy.local.size.token_client import CONNECT_LIMIT_S, ERROR_LIMIT_BYTES, error_text
 from shared.errors import ProtocolError
 
 RETRY_LIMIT_S = 30.0
@@ -46,6 +46,8 @@ class Client:
                     async for data in response.content.iter_any():
                         asking.feed(data)
             return asking.finish()
+        except aiohttp.ServerTimeoutError:
+            return asking.result("unreachable", f"no connection within {CONNECT_LIMIT_S:g} s")
         except TimeoutError:
             return asking.result("timed out", f"the answer did not end within {self._timeout_s:g} s")
         except ProtocolError as wrong:

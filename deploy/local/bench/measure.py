@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
+from msgspec.structs import replace
+
 from deploy.local.bench.client import Client
 from deploy.local.bench.loads import (
     AskShape,
@@ -118,7 +120,7 @@ class _Running:
             start_s = loop.time()
             for session in sessions:
                 await asyncio.sleep(start_s + session.at_s - loop.time())
-                tasks.create_task(self._session(session))
+                tasks.create_task(self._session(session, start_s + session.at_s))
 
     async def _slot(self, sessions: Iterator[LoadSession]) -> None:
         for session in sessions:
@@ -126,9 +128,10 @@ class _Running:
             if last.outcome == "refused" and len(self.results) < self._planned:
                 await asyncio.sleep(last.retry_after_s or REFUSED_WAIT_S)
 
-    async def _session(self, session: LoadSession) -> Result:
-        """Send a session's requests one after the other, and return the last result."""
+    async def _session(self, session: LoadSession, due_s: float | None = None) -> Result:
+        """Send a session's requests one after the other, and return the last result. It should begin at `due_s`."""
         result = Result("done")
+        late_s = 0.0 if due_s is None else max(0.0, asyncio.get_running_loop().time() - due_s)
         for turn in session.turns:
             if turn.awaited:
                 async with asyncio.TaskGroup() as tasks:
@@ -137,7 +140,8 @@ class _Running:
             if turn.pause_s:
                 await asyncio.sleep(turn.pause_s)
             result = await self._one.ask(turn.ask)
-            self.results.append(result)
+            self.results.append(replace(result, late_s=late_s) if late_s else result)
+            late_s = 0.0
             self._terminal.progress(self._name, len(self.results) / self._planned)
         return result
 

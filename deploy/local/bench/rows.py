@@ -16,6 +16,10 @@ Outcome = Literal["done", "ended early", "refused", "failed", "timed out", "unre
 """The end of a request. Refused: status 429 or 503. Ended early: the stream ended before its finish reason."""
 
 
+LATE_S = 0.1
+"""If a tenth of an open loop's sessions begin later than planned by more than this, its rate was not as planned."""
+
+
 class Result(Struct, frozen=True):
     """The result of one request. Times are seconds since it was sent."""
 
@@ -39,6 +43,8 @@ class Result(Struct, frozen=True):
     """When it was sent, in seconds of a clock that all requests of a load share."""
     turn: int = 1
     """Which turn of its session it was."""
+    late_s: float = 0.0
+    """By how much the first request of a session was sent later than an open loop had planned."""
     asked_tokens: int = 0
     """How many tokens the answer was to have."""
 
@@ -83,7 +89,8 @@ class BenchRow(Struct, frozen=True):
     inter_token_s: Spread
     """Times between events with text. If events have several tokens, these are fewer and longer than between tokens."""
     time_per_token_s: Spread
-    """Time from the first to the last token of each request, divided by the number of tokens after the first."""
+    """Time from the first to the last token of each request, divided by the number of tokens after the first; of
+    answers that came in more than one piece."""
     whole_s: Spread
     requests_per_s: float
     tokens_per_s: float
@@ -104,6 +111,10 @@ class BenchRow(Struct, frozen=True):
     prompt_tokens_per_s: float | None = None
     short_answers: int = 0
     """Answers that have fewer tokens than were asked for with ignore_eos."""
+    late_s: float = 0.0
+    """By how much sessions of an open loop began later than planned, p90."""
+    untimed: int = 0
+    """Answers of several tokens that came in one piece, or without text: their tokens have no times."""
     turns: Sequence[TurnRow] = ()
     """Measurements by turn, if sessions have several."""
     missed: Mapping[str, float] = {}
@@ -173,6 +184,8 @@ def row_of(
         cached_ratio=_cached_ratio(done),
         prompt_tokens_per_s=sum(prompts) / lasting_s if prompts else None,
         short_answers=0 if key.may_stop else sum(_is_short(result) for result in done),
+        late_s=spread([result.late_s for result in results if result.turn == 1]).p90 or 0.0,
+        untimed=sum(_is_untimed(result) for result in done),
         turns=_by_turn(done),
         missed=missed(terms.targets, first_token_s, inter_token_s),
         good_per_s=sum(_is_good(result, terms) for result in done) / lasting_s if terms.targets else None,
@@ -183,9 +196,13 @@ def row_of(
 
 
 def _is_good(result: Result, terms: Terms) -> bool:
-    """Return whether a request was done within the limits of single requests."""
-    figures = ((result.first_s, terms.limit_s("ttft")), (_time_per_token_s(result), terms.limit_s("itl")))
-    return all(figure is None or limit_s is None or figure <= limit_s for figure, limit_s in figures)
+    """Return whether a request was done within the limits of single requests. An answer without the times that are
+    limited was not."""
+    ttft_s, itl_s = terms.limit_s("ttft"), terms.limit_s("itl")
+    if ttft_s is not None and (result.first_s is None or result.first_s > ttft_s):
+        return False
+    each_s = _time_per_token_s(result)
+    return itl_s is None or (each_s <= itl_s if each_s is not None else not _is_untimed(result))
 
 
 def _by_turn(done: Sequence[Result]) -> list[TurnRow]:
@@ -222,9 +239,15 @@ def _is_short(result: Result) -> bool:
     return result.completion_tokens is not None and result.completion_tokens < result.asked_tokens
 
 
+def _is_untimed(result: Result) -> bool:
+    return result.events < 2 and (result.completion_tokens or 0) > max(1, result.events)
+
+
 def _time_per_token_s(result: Result) -> float | None:
     tokens = result.events if result.completion_tokens is None else result.completion_tokens
-    return (result.last_s - result.first_s) / (tokens - 1) if result.first_s is not None and tokens > 1 else None
+    if result.first_s is None or result.events < 2 or tokens < 2:
+        return None
+    return (result.last_s - result.first_s) / (tokens - 1)
 
 
 def render(rows: Sequence[BenchRow]) -> str:
@@ -287,10 +310,20 @@ def notes(row: BenchRow) -> list[str]:
             f"{row.full_name}: {row.short_answers} answers have fewer tokens than were asked for: the endpoint ignores "
             "ignore_eos, or prompts leave no room for them; with --may-stop this is not noted"
         )
+    if row.untimed:
+        found.append(
+            f"{row.full_name}: {row.untimed} answers came in one piece, or without text: the times of their tokens are "
+            "not known; the endpoint, or a proxy before it, does not stream"
+        )
     if row.queue_grows:
         found.append(f"{row.full_name}: first tokens came later and later: the rate is more than is served")
     if row.tokens_by == "events":
         found.append(f"{row.full_name}: the server sent no usage; each event counts as one token")
+    if row.late_s > LATE_S:
+        found.append(
+            f"{row.full_name}: one request of ten was sent {row.late_s:.2f} s late or later: this driver is too slow "
+            "for the load, and less than that was measured"
+        )
     if row.driver_cpu > 0.8:
         found.append(
             f"{row.full_name}: this driver used {row.driver_cpu:.0%} of a core: it may be the limit, not the server"

@@ -3,7 +3,7 @@
     start ─▶ sustained? twice as much, else half ─▶ … ─▶ the middle (by ratio) of the highest that was sustained below
     the lowest that was not ─▶ … until the two are close
 
-A rate is sustained if all requests are done, the targets hold and the queue does not grow.
+A rate is sustained if all requests are sent in time and done, the targets hold and the queue does not grow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import sqrt
 
 from msgspec import Struct
 
-from deploy.local.bench.rows import BenchRow
+from deploy.local.bench.rows import LATE_S, BenchRow
 from deploy.local.table import table
 
 CLOSE = 1.05
@@ -81,6 +81,8 @@ def why_not(row: BenchRow) -> str:
         return ", ".join(f"{number} {outcome}" for outcome, number in failed.items())
     if row.missed:
         return ", ".join(f"{name} at {ratio:.0%} of its target" for name, ratio in row.missed.items())
+    if row.late_s > LATE_S:
+        return "this driver is too slow"
     return "the queue grows" if row.queue_grows else ""
 
 

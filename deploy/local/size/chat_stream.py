@@ -6,17 +6,27 @@ bytes ─▶ lines ─▶ `data: {…}` ─▶ text, usage, finish reason, error
 from __future__ import annotations
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from shared.errors import ProtocolError
 
 LINE_LIMIT_BYTES = 1 << 20
 _FIELDS = (b":", b"event:", b"id:", b"retry:")
+_BROKEN = ("abort", "error")
+"""Finish reasons of answers that their engine gave up."""
 
 
 class _Delta(Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The newer name of that."""
+    tool_calls: list[Raw] | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether it has output of the model. The chunk that only names a role has none."""
+        return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
 
 
 class _Choice(Struct):
@@ -50,6 +60,9 @@ class _Chunk(Struct):
     choices: list[_Choice] = []
     usage: StreamUsage | None = None
     error: _Error | str | None = None
+    object: str = ""
+    """`error` if the chunk is one itself."""
+    message: str = ""
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
@@ -83,6 +96,8 @@ class ChatStream:
     def _line(self, line: bytes) -> None:
         if line.startswith(b"data:"):
             self._data(line[5:].strip())
+        elif line.startswith(b"event:") and line[6:].strip() == b"error":
+            self.error = self.error or "an event named error"
         elif line and not line.startswith(_FIELDS):
             raise ProtocolError(f"not server-sent events: {line[:40]!r}")
 
@@ -95,11 +110,14 @@ class ChatStream:
         except (ValueError, RecursionError) as wrong:
             raise ProtocolError(f"not a completion chunk: {wrong}") from None
         if chunk.error is not None:
-            self.error = (chunk.error if isinstance(chunk.error, str) else chunk.error.message) or "no reason is given"
+            self.error = (chunk.error if isinstance(chunk.error, str) else chunk.error.message) or "an error"
+        elif self.error or chunk.object == "error":
+            self.error = chunk.message or self.error or "an error"
         self.usage = chunk.usage or self.usage
         self.pieces += bool(chunk.choices)
         for choice in chunk.choices:
             self.finished = self.finished or choice.finish_reason is not None
-            delta = choice.delta
-            if choice.text or (delta is not None and (delta.content or delta.reasoning_content)):
+            if choice.finish_reason in _BROKEN:
+                self.error = self.error or f"finish reason {choice.finish_reason}"
+            if choice.text or (choice.delta is not None and choice.delta.any):
                 self.texts += 1

@@ -83,8 +83,10 @@ class _Candidates(Struct, frozen=True):
     """The states of `eligible.prefilling`."""
     remote: RemoteSearch | None
     """Finds the prompt's blocks at other machines; None if no store reads another."""
+    expected: list[ExpectedRun]
+    """Runs that the prompt follows, of those expected now."""
     remembered: list[ExpectedRun]
-    """The expected runs of `history` that the prompt follows."""
+    """Runs of `history` that it follows."""
 
     def in_time(self, states: Sequence[CandidateState]) -> Sequence[CandidateState]:
         """Return the candidates that would begin the prompt in time: all, if the frontend sets no limit, or if the
@@ -184,7 +186,7 @@ class ModelRouter:
         # One token of a prompt is always computed, so its last block is never fully cached.
         findable = hashes[: (select.prompt_tokens - 1) // block_size]
         overlaps = self.index.find(findable)
-        self.speculation.extend_overlaps(overlaps, findable, select.hashes, now_s)
+        expected = self.speculation.extend_overlaps(overlaps, findable, select.hashes, now_s)
         remembered = self.history.extend_overlaps(overlaps, findable, select.hashes, now_s)
         load, speed, priority = self.load.load_of, self.load.speeds.get, select.priority
         block_bytes = block_bytes_of(card.kv_layout)
@@ -223,6 +225,7 @@ class ModelRouter:
             whole=states[: len(whole)],
             prefilling=states[len(whole) :],
             remote=remote,
+            expected=expected,
             remembered=remembered,
         )
 
@@ -352,7 +355,9 @@ class ModelRouter:
             self.history.renew([run for run in remembered if run.slot is slot], now_s)
             self.history.add(slot, rest, now_s)
         else:
-            self.speculation.add(slot, rest, now_s, (select.request, select.attempt))
+            attempt = select.request, select.attempt
+            self.speculation.follow([run for run in candidates.expected if run.slot is slot], attempt)
+            self.speculation.add(slot, rest, now_s, attempt)
         if self.index.nearly_full:
             self.index.touch(candidates.hashes[:known])
 

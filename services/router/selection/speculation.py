@@ -33,6 +33,8 @@ RUN_BYTES = 600
 keys come and go."""
 RENEW_S = 0.5
 """Seconds before a run expires, from which on it is kept if its prompt still waits."""
+MOST_ATTEMPTS = 8
+"""The latest attempts that are remembered of a run; any of them may compute it."""
 _HASH_BYTES = 8
 _NOTHING = Overlap()
 
@@ -40,12 +42,12 @@ _NOTHING = Overlap()
 class ExpectedRun:
     """Blocks expected in a slot, as packed sequence hashes."""
 
-    __slots__ = ("attempt", "expires_s", "first", "packed", "slot")
+    __slots__ = ("attempts", "expires_s", "first", "packed", "slot")
 
     def __init__(self, slot: Slot, packed: bytes, expires_s: float, attempt: AttemptId | None) -> None:
         self.slot = slot
-        self.attempt = attempt
-        """The latest attempt that was sent there with it."""
+        self.attempts: tuple[AttemptId, ...] = () if attempt is None else (attempt,)
+        """The latest attempts that were sent there with it. If one is cancelled, the next computes it."""
         self.packed = packed
         self.first = int.from_bytes(packed[:_HASH_BYTES], "little")
         self.expires_s = expires_s
@@ -77,14 +79,22 @@ class Speculation:
         known = self._runs.get((run.first, slot))
         if known is not None:
             if known.expires_s > now_s and len(known.packed) >= len(packed):
-                known.attempt = attempt
+                if attempt is not None:
+                    self.follow((known,), attempt)
                 return  # the same prompt again; its last block is never looked up
+            run.attempts = (*known.attempts, *run.attempts)[-MOST_ATTEMPTS:]
             self._drop(known)
         while self.bytes + run.size_bytes > self._limit_bytes:
             self._drop(next(iter(self._runs.values())))
         self._runs[run.first, slot] = run
         self._starts.setdefault(run.first, []).append(run)
         self.bytes += run.size_bytes
+
+    def follow(self, runs: Sequence[ExpectedRun], attempt: AttemptId) -> None:
+        """An attempt was sent where these runs are expected: it computes them if those before it do not."""
+        for run in runs:
+            if attempt not in run.attempts:
+                run.attempts = (*run.attempts, attempt)[-MOST_ATTEMPTS:]
 
     def extend_overlaps(
         self, found: dict[CandidateId, Overlap], hashes: Sequence[int], packed: bytes, now_s: float
@@ -122,7 +132,7 @@ class Speculation:
         for run in list(islice(self._runs.values(), runs)):
             if run.expires_s > now_s + RENEW_S:
                 return
-            if run.attempt is not None and waits(run.attempt):
+            if any(map(waits, run.attempts)):
                 self.renew((run,), now_s)
             elif run.expires_s <= now_s:
                 self._drop(run)

@@ -143,8 +143,10 @@ class Scheduler:
         self._stalled_at = None
 
     def _set_due(self, sequence: Sequence, now_s: float, times: float = 1.0) -> None:
-        """Let a prompt be due after its arrival by `times` the time that it takes alone."""
-        sequence.due_s = now_s + times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
+        """Let a prompt be due after its arrival by `times` the time that it takes alone, and no later than leaves as
+        much before it ends unanswered."""
+        later_s = times * self.kv_cache.uncached_tokens(sequence) / self._tokens_per_s
+        sequence.due_s = min(now_s + later_s, max(now_s, sequence.ends_by_s - later_s))
 
     def _knows(self, submit: Submit) -> bool:
         """Return whether the attempt lives here."""
@@ -509,13 +511,22 @@ class Scheduler:
             return
         self._outcome.add_boundary(sequence.frontend, part)
         if not sequence.begun:
-            sequence.begun = True
+            self._begin_answer(sequence)
             self._outcome.begun.append(sequence.begun_report(now_s))
         if finish is not None:
             self._drop(sequence)
         elif sequence.submit.prefill_only:
             self._drop(sequence)
             self.hand_overs.add(sequence, now_s)
+
+    def _begin_answer(self, sequence: Sequence) -> None:
+        """From its first token on, a sequence ranks by its arrival: if blocks become few, it is no earlier to give its
+        own back than one that came later, and waits for none of those."""
+        sequence.begun = True
+        if sequence.due_s > sequence.arrived_s:
+            self._running.remove(sequence)
+            sequence.due_s = sequence.arrived_s
+            insort(self._running, sequence, key=rank_of)
 
     # --- ends
 

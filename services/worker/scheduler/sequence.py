@@ -62,8 +62,8 @@ class Sequence:
     begin_by_s: float
     """When its wait for admission ends; infinite if only its deadline ends the wait, or if it was admitted."""
     due_s: float
-    """When its next token is due: at its arrival, or, where only a prompt is computed, after the time that its prompt
-    would take alone; before all that begin, where it goes on with an answer."""
+    """When its next token is due: at its arrival, or later by a multiple of the time that its prompt would take alone
+    (`Scheduler._set_due`), until its first token; before all that begin, where it goes on with an answer."""
     block_size: int
     root: ContentKey
     keys: list[ContentKey]

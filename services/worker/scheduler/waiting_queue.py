@@ -1,10 +1,11 @@
 """WaitingQueue: the sequences that wait to be admitted, by rank, and what they wait for. Pure.
 
 Rank: higher `priority` first, then answers that another worker has begun, then what is due earlier. A prompt is due
-after its arrival, by `overtaking` times the time that computing its uncached tokens takes; with 0 the order is first
-come, first served. So a conversation's next turn, most of which is cached, does not wait for a stranger's prompt of
-20 s that came just before it. The long one is overtaken only by prompts that come within the 20 s, and computes on
-after them in the blocks that it has. The head of the queue is never passed over for want of blocks.
+after its arrival, by `overtaking` times the time that computing its uncached tokens takes, and no later than leaves as
+much before its wait or its deadline is over; with 0 the order is first come, first served. So a conversation's next
+turn, most of which is cached, does not wait for a stranger's prompt of 20 s that came just before it. The long one is
+overtaken only by prompts that come within the 20 s, and computes on after them in the blocks that it has. The head of
+the queue is never passed over for want of blocks.
 
 docs/decisions/0080 gives the reasons.
 """

@@ -189,6 +189,39 @@ def test_a_fleet_that_does_not_settle_is_named_and_grows_by_one_at_a_time() -> N
     assert max(growth) <= 1
 
 
+@pytest.mark.parametrize("there", [1, 6])
+def test_a_number_of_workers_that_was_changed_by_hand_is_asked_for_again_once_in_a_while(there: int) -> None:
+    fleet = FluidFleet(policy(3, 8), {"aggregated": 3}, rate=lambda _: 1.0)
+    fleet.run(1200)
+    assert not any(decision.again for decision in fleet.history)
+    # `up` was started again, or `docker compose up --scale` was run by hand
+    seen, state, now_s = replace(fleet.look(), alive={"aggregated": there}), fleet.state, fleet.now_s
+    decisions = []
+    for _ in range(72):
+        now_s += EVERY_S
+        decision, state = decide(fleet.policy, state, seen, now_s, 0)
+        decisions.append(decision)
+    assert {decision.wanted["aggregated"] for decision in decisions} == {3}
+    assert sum(decision.again for decision in decisions) == 3, "after each 90 s of 360 s, and not before"
+    note = f"{there} aggregated are there, and 3 aggregated are wanted: the launcher is asked again"
+    assert sum(note in decision.notes for decision in decisions) == 3
+
+
+def test_workers_that_never_came_are_given_up_when_the_load_ends() -> None:
+    fleet = FluidFleet(policy(1, 8), {"aggregated": 1}, rate=lambda now_s: 30.0 if now_s < 1600 else 0.0, starts=False)
+    fleet.run(600)
+    assert fleet.history[-1].wanted["aggregated"] > 2
+    fleet.queue = 0.0
+    assert fleet.run(900).wanted == {"aggregated": 1}
+
+
+def test_metrics_that_vanish_do_not_keep_the_fleet_below_its_least_number() -> None:
+    fleet = FluidFleet(policy(1, 8), {"aggregated": 1})
+    fleet.run(600)
+    fleet.complete, fleet.policy = False, policy(3, 8)
+    assert fleet.turn().wanted == {"aggregated": 3}
+
+
 def test_workers_that_only_a_bound_asks_for_do_not_make_the_others_slower() -> None:
     fleet = FluidFleet(policy(4, 8), {"aggregated": 1}, lambda _: 0.1)
     fleet.run(600)

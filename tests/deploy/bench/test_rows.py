@@ -100,6 +100,35 @@ def test_goodput_counts_requests_within_the_targets_and_a_target_that_is_missed_
     assert render_terms([row_of(POINT, results, 10.0, 0.1)]) == ""
 
 
+def test_an_answer_whose_tokens_have_no_times_is_neither_fast_nor_good_and_is_noted() -> None:
+    whole = Result("done", first_s=0.9, last_s=0.9, ended_s=0.9, events=1, completion_tokens=50, asked_tokens=50)
+    silent = Result("done", ended_s=0.9, completion_tokens=50, asked_tokens=50)
+    key = RowKey(terms=Terms({"ttft_p90": 1.0, "itl_p50": 0.2}))
+    row = row_of(POINT, [DONE, whole, silent], 1.0, 0.1, key=key)
+    assert (row.time_per_token_s.p50, row.time_per_token_s.max) == (0.1, 0.1)
+    assert row.good_per_s == 1.0
+    assert row.untimed == 2
+    assert "concurrency 4: 2 answers came in one piece, or without text" in render([row])
+    first_alone = RowKey(terms=Terms({"ttft_p90": 1.0}))
+    assert row_of(POINT, [whole, silent], 1.0, 0.1, key=first_alone).good_per_s == 1.0, "no first token is not early"
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens_to_miss() -> None:
+    one = Result("done", first_s=0.1, last_s=0.1, events=1, completion_tokens=1, asked_tokens=1)
+    row = row_of(POINT, [one], 1.0, 0.1, key=RowKey(terms=Terms({"itl_p50": 0.2})))
+    assert (row.good_per_s, row.untimed) == (1.0, 0)
+
+
+def test_an_open_loop_whose_driver_falls_behind_is_noted() -> None:
+    point = Point("open", 1000.0, 20)
+    behind = [Result("done", first_s=0.1, late_s=0.01 * number, turn=1) for number in range(20)]
+    later_turns = [Result("done", first_s=0.1, turn=2)] * 200
+    row = row_of(point, [*behind, *later_turns], 15.0, 0.1)
+    assert row.late_s == 0.17
+    assert "one request of ten was sent 0.17 s late or later: this driver is too slow" in render([row])
+    assert "late" not in render([row_of(point, behind[:10], 15.0, 0.1)])
+
+
 def test_a_queue_grows_if_first_tokens_come_later_and_later() -> None:
     point = Point("open", 2.0, 30)
     calm = [Result("done", first_s=0.1 + 0.1 * (number % 3), sent_at_s=number / 2) for number in range(30)]

@@ -52,8 +52,8 @@ def test_a_rate_above_one_that_was_not_sustained_does_not_count() -> None:
     assert (search.best, search.too_high) == (1.0, 2.0)
 
 
-def row(rate: float, first_s: float, *, variant: str = "", failed: int = 0) -> BenchRow:
-    results = [Result("done", first_s=first_s, events=3)] * 4 + [Result("failed", "500: no")] * failed
+def row(rate: float, first_s: float, *, variant: str = "", failed: int = 0, late_s: float = 0.0) -> BenchRow:
+    results = [Result("done", first_s=first_s, events=3, late_s=late_s)] * 4 + [Result("failed", "500: no")] * failed
     key = RowKey(variant, 1, terms=Terms({"ttft_p90": 0.5}))
     return row_of(Point("open", rate, 4), results, 2.0, 0.1, key=key)
 
@@ -64,6 +64,7 @@ def row(rate: float, first_s: float, *, variant: str = "", failed: int = 0) -> B
         (row(1.0, 0.4), ""),
         (row(1.0, 0.6), "ttft_p90 at 120% of its target"),
         (row(1.0, 0.4, failed=2), "2 failed"),
+        (row(1.0, 0.4, late_s=0.5), "this driver is too slow"),
     ],
 )
 def test_a_rate_is_not_sustained_if_requests_fail_or_targets_are_missed(measured: BenchRow, why: str) -> None:

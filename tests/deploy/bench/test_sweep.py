@@ -20,6 +20,7 @@ from aiohttp import web
 
 from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point
+from deploy.local.bench.rows import LATE_S
 from deploy.local.bench.sweep import aiperf_arguments
 from deploy.local.cli import main
 from deploy.local.size import token_client
@@ -176,6 +177,15 @@ async def test_an_open_loop_sends_at_its_rate_whatever_comes_back(tmp_path: Path
     assert (row["load"], row["value"], row["outcomes"]) == ("rate", 200, {"done": 40})
     assert Counter(one["messages"][0]["content"] for one in server.asked) == {"one": 21, "two": 21}
     assert not any("ignore_eos" in one for one in server.asked)
+
+
+async def test_a_rate_that_no_driver_keeps_is_not_taken_for_measured(tmp_path: Path) -> None:
+    async with serving() as server:
+        status, report = await bench(server, tmp_path, "--rate", "65536", "--requests", "1000", "--json")
+    assert status == 0
+    [row] = report["rows"]
+    assert row["outcomes"] == {"done": 1000}
+    assert row["late_s"] > LATE_S, "a thousand requests cannot be sent in 15 ms"
 
 
 async def test_a_trace_is_sent_at_its_times_with_beginnings_that_are_equal_where_its_names_are(tmp_path: Path) -> None:

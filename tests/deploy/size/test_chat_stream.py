@@ -60,3 +60,34 @@ def test_an_error_in_the_stream_is_reported(error: object) -> None:
     events.feed(event(error=error))
     assert events.error == "it broke"
     assert not events.finished
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b'event: error\ndata: {"message": "the engine died"}\n\n', "the engine died"),
+        (b"event: error\n\n", "an event named error"),
+        (event(object="error", message="out of memory", code=500), "out of memory"),
+        (event(error={}), "an error"),
+        (event(choices=[{"delta": {}, "finish_reason": "abort"}]), "finish reason abort"),
+        (event(choices=[{"text": "half", "finish_reason": "error"}]), "finish reason error"),
+    ],
+)
+def test_an_answer_that_its_server_gave_up_is_no_success_however_that_is_said(sent: bytes, said: str) -> None:
+    events = ChatStream()
+    events.feed(event(**delta("half an")) + sent + b"data: [DONE]\n\n")
+    assert events.error == said
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"content": None, "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]},
+    ],
+)
+def test_thoughts_and_calls_are_tokens_too_by_whichever_name_and_a_role_is_none(output: dict[str, object]) -> None:
+    events = ChatStream()
+    assert events.feed(event(choices=[{"delta": {"role": "assistant", "content": ""}}])) == 0
+    assert events.feed(event(choices=[{"delta": {"role": "assistant", **output}}])) == 1

@@ -382,6 +382,18 @@ def test_a_prompt_that_waits_long_for_others_is_expected_where_it_waits_until_it
     router.validate()
 
 
+def test_when_a_prompt_that_waits_is_cancelled_a_question_about_it_that_waits_keeps_its_blocks_expected() -> None:
+    router = model(config=msgspec.structs.replace(CONFIG, index=IndexConfig(speculation_s=5)))
+    router.add_card(card("a"))
+    chosen(router, select("document", [1, 2, 3]), 0.0)
+    chosen(router, select("question", [1, 2, 3, 4]), 1.0)
+    router.apply_load_event(Finished("document", 1), 2.0)
+    for tenths in range(20, 300):
+        router.tick(tenths / 10, listening=False)
+    assert chosen(router, select("later", [1, 2, 3, 5]), 30.0).overlap.device == 3
+    router.validate()
+
+
 def test_of_a_prompt_that_waits_other_routers_hear_which_blocks_it_will_leave() -> None:
     router, other = model(), model(name="other")
     for each in (router, other):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.router.index.index import CandidateId, Index, Slot
-from services.router.selection.speculation import RUN_BYTES, Speculation
+from services.router.selection.speculation import MOST_ATTEMPTS, RUN_BYTES, Speculation
 from shared.hashing import pack_hashes
 from shared.messages.select import Overlap
 
@@ -63,6 +63,34 @@ def test_the_same_prompt_again_keeps_its_blocks_expected_while_the_later_one_wai
     entries.add(slots[0], pack_hashes([1, 2]), 1.0, ("second", 1))
     entries.expire(4.9, runs=10, waits={("second", 1)}.__contains__)
     assert expected(entries, [1, 2], 9.0) == {A: Overlap(2)}
+
+
+@pytest.mark.parametrize("cancelled", ["first", "second"])
+@pytest.mark.parametrize("longer", [False, True])
+def test_of_attempts_with_the_same_prompt_any_that_waits_keeps_its_blocks_expected(
+    cancelled: str, longer: bool, slots: list[Slot]
+) -> None:
+    entries = Speculation(ttl_s=5, limit_bytes=10_000)
+    entries.add(slots[0], pack_hashes([1, 2]), 0.0, ("first", 1))
+    entries.add(slots[0], pack_hashes([1, 2, 3] if longer else [1, 2]), 1.0, ("second", 1))
+    entries.expire(5.9, runs=10, waits=lambda attempt: attempt[0] != cancelled)
+    assert expected(entries, [1, 2], 9.0) == {A: Overlap(2)}
+    entries.validate()
+
+
+def test_few_attempts_are_remembered_of_a_prompt_that_many_ask_for(slots: list[Slot]) -> None:
+    entries = Speculation(ttl_s=5, limit_bytes=10_000)
+    for number in range(3 * MOST_ATTEMPTS):
+        entries.add(slots[0], pack_hashes([1, 2]), 0.0, (str(number), 1))
+    asked: list[tuple[str, int]] = []
+
+    def waits(attempt: tuple[str, int]) -> bool:
+        asked.append(attempt)
+        return False
+
+    entries.expire(5.0, runs=10, waits=waits)
+    assert asked == [(str(number), 1) for number in range(2 * MOST_ATTEMPTS, 3 * MOST_ATTEMPTS)]
+    assert entries.bytes == 0
 
 
 def test_a_prompt_that_differs_from_the_run_finds_the_blocks_they_share(slots: list[Slot]) -> None:

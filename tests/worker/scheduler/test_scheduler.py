@@ -4,6 +4,7 @@ import itertools
 from collections import defaultdict
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -380,6 +381,50 @@ def test_neither_a_higher_priority_nor_an_answer_that_goes_on_is_overtaken() -> 
     engine.submit("urgent", [1, *LONG], max_tokens=1, priority=1)
     engine.run(1.0)
     assert [name for name, _ in engine.parts] == ["shows the speed", "runs", "urgent", "goes on", "short"]
+
+
+@pytest.mark.parametrize(("limit", "seconds", "every"), [("wait_left_s", 30.0, 1), ("time_left_s", 38.0, 2)])
+def test_a_prompt_is_not_overtaken_until_its_time_is_over(limit: str, seconds: float, every: int) -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=4, max_running=1, overtaking=2.0)
+    engine.submit("shows the speed", PROMPT, max_tokens=1)
+    engine.run(1.0)
+    engine.submit("runs", [4, *PROMPT], max_tokens=8, sampling=NO_EOS)
+    engine.step(1.0)
+    wait_s, time_s = (seconds, 1e9) if limit == "wait_left_s" else (None, seconds)
+    engine.submit("long", LONG, max_tokens=1, wait_left_s=wait_s, time_left_s=time_s)  # due after twice 15 s, alone
+    for number in range(45):
+        if number % every == 0:
+            engine.submit(f"short {number}", [number % 9 + 1, *OTHER[:3]], max_tokens=1)
+        engine.step(1.0)
+    engine.run(1.0)
+    assert engine.parts["long", 1][-1].finish == "length"
+    assert engine.scheduler.load().overtaken > 0
+
+
+def test_an_answer_that_has_begun_is_not_preempted_for_a_shorter_prompt_that_came_later() -> None:
+    engine = Engine(capacity_blocks=32, step_tokens=64, overtaking=100.0)
+    engine.submit("shows the speed", PROMPT, max_tokens=1)
+    engine.run(1.0)
+    endless = Sampling(max_tokens=20, ignore_eos=True)
+    engine.submit("long", LONG, sampling=endless)
+    engine.step(1.0)
+    engine.submit("short", OTHER, sampling=endless)
+    engine.run(1.0)
+    given_up = [note.text for note in engine.notes if note.text.startswith("preempted")]
+    assert given_up
+    assert all("request long needed" in text for text in given_up), "the later one gives its blocks back"
+
+
+def test_a_speed_that_one_slow_step_showed_lets_no_prompt_be_overtaken_beyond_its_wait() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=8, max_running=1, overtaking=2.0)
+    engine.submit("compiles kernels", PROMPT, max_tokens=1)
+    engine.run(1e4)
+    engine.submit("runs", [4, *PROMPT], max_tokens=2, sampling=NO_EOS)
+    engine.step(1.0)
+    engine.submit("long", LONG, max_tokens=1, wait_left_s=60.0)
+    engine.submit("short", OTHER, max_tokens=1, wait_left_s=60.0)
+    engine.run(1.0)
+    assert [name for name, _ in engine.parts] == ["compiles kernels", "runs", "long", "short"]
 
 
 def test_without_overtaking_prompts_keep_their_order() -> None:
