@@ -75,10 +75,10 @@ def merged(states: Sequence[HeatState]) -> list[PrefixHeat]:
 
 def render(states: Sequence[HeatState], prefixes: Sequence[PrefixHeat]) -> str:
     """Return the prefixes as a table, with what they are found in. *Pure.*"""
-    choices, over_s = sum(state.choices for state in states), max(state.over_s for state in states)
+    requests, over_s = sum(state.requests for state in states), max(state.over_s for state in states)
     asked, held = sum(state.asked_blocks for state in states), max(state.index_blocks for state in states)
     about = (
-        f"the latest {choices} requests, of {age(over_s)}, asked for {asked} different blocks;"
+        f"the latest {requests} requests, of {age(over_s)}, asked for {asked} different blocks;"
         f" {held} blocks are known to be cached"
     )
     if not prefixes:
