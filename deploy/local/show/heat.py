@@ -45,6 +45,7 @@ def show(config: FleetConfig, top: int, png: str, *, as_json: bool) -> int:
         from deploy.local.show.heat_plot import draw  # imported here because it loads matplotlib
 
         draw(found, Path(png))
+        print(f"{png} is drawn", file=sys.stderr)
     return 0
 
 
