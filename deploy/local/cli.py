@@ -20,7 +20,7 @@ from deploy.local.stack.stack import BlockStoreOptions, UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal, highlight, paint
 from shared.config import environment
-from shared.errors import ConfigError, DiscoveryDown, HeadraceError
+from shared.errors import ConfigError, DiscoveryDown, HeadraceError, Unavailable
 from shared.installation import COMMAND, install_command, version_text
 
 if TYPE_CHECKING:
@@ -115,7 +115,12 @@ def _free_weights(flags: usage.FreeWeightsFlags) -> None:
     from deploy.local.show.weights import free_weights
     from deploy.local.table import size
 
-    freed_bytes, held = free_weights(flags.memory or flags.state_dir.weights, flags.name or "")
+    try:
+        freed_bytes, held = free_weights(flags.memory or flags.state_dir.weights, flags.name or "")
+    except Unavailable as wrong:
+        if flags.memory:
+            raise
+        raise Unavailable(f"{wrong} (--memory DIR names the directory of a service that runs by itself)") from None
     print(f"{size(freed_bytes)} of weights are free")
     if held:
         print(f"engines use those of {', '.join(held)}; they stay")

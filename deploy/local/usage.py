@@ -542,7 +542,7 @@ class AutoscaleFlags(AddressFlags, frozen=True, kw_only=True):
     """Keep as many workers of a running fleet as its load needs, until Ctrl-C; see docs/autoscale.md."""
 
     profile: File = Path("profile.json")
-    """The file that `profile` has written for one of these workers."""
+    """The file that `profile` has written for one of these workers (profile.json)."""
     ttft_p90: float = 1.0
     """Target of the time to the first token of nine requests of ten, in seconds."""
     itl: float = 0.05

@@ -110,14 +110,15 @@ def model_state(model: ModelRouter) -> ModelState:
 
 def heat(router: str, models: Mapping[str, ModelRouter], most: int, now_s: float) -> HeatState:
     """Return the hottest prefixes of all models, at most `most` of each."""
-    choices, oldest_s, asked, found = 0, now_s, 0, list[PrefixHeat]()
+    requests, oldest_s, asked, found = 0, now_s, 0, list[PrefixHeat]()
     for name, model in models.items():
         entries = model.decisions.entries()
         prefixes, distinct = hot_prefixes(name, model.index, entries, most, now_s)
-        choices, asked, found = choices + len(entries), asked + distinct, found + prefixes
+        requests += len({entry.selected.request for entry in entries})
+        asked, found = asked + distinct, found + prefixes
         oldest_s = min([oldest_s, *(entry.at_s for entry in entries[:1])])
     blocks = sum(model.index.statistics().blocks for model in models.values())
-    return HeatState(router, choices, round(now_s - oldest_s, 3), asked, blocks, found)
+    return HeatState(router, requests, round(now_s - oldest_s, 3), asked, blocks, found)
 
 
 class Queries:

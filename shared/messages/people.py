@@ -137,10 +137,10 @@ class HeatState(Struct, frozen=True):
     """What one router's latest choices asked for."""
 
     router: str
-    choices: int
-    """The number of choices that it remembers."""
+    requests: int
+    """The number of requests whose choices it remembers; one request may have several choices."""
     over_s: float
-    """The age of the oldest one, in seconds."""
+    """The age of the oldest choice, in seconds."""
     asked_blocks: int
     """The number of distinct blocks that these prompts asked for; of long prompts the leading ones."""
     index_blocks: int

@@ -74,15 +74,19 @@ def _ratio(load: str, figure: str, variant: str, pairs: Sequence[tuple[float, fl
     return Ratio(load, figure, variant, firsts, values, median(each), min(each), max(each))
 
 
+def _cells(each: Ratio) -> tuple[str, ...]:
+    """Return a row of the table, whose times are in milliseconds as in the table of loads."""
+    scale = 1000 if " s " in each.figure else 1
+    return (
+        *(each.load, each.figure.replace(" s ", " ms "), f"{scale * each.first:,.4g}"),
+        *(each.variant, f"{scale * each.value:,.4g}"),
+        *(f"{each.ratio:.2f}", f"{each.least:.2f}", f"{each.most:.2f}"),
+    )
+
+
 def render_ratios(found: Sequence[Ratio], first: str) -> str:
     """Return the ratios as a table."""
-    cells = [
-        (
-            *(each.load, each.figure, f"{each.first:,.4g}", each.variant, f"{each.value:,.4g}"),
-            *(f"{each.ratio:.2f}", f"{each.least:.2f}", f"{each.most:.2f}"),
-        )
-        for each in found
-    ]
+    cells = [_cells(each) for each in found]
     head = f"LOAD  FIGURE  {first}  FLEET  ITS VALUE  RATIO  LEAST  MOST"
     return (
         f"{table(head, cells)}\nratios are to {first} in the same round; above 1 is better for rates, worse for times"

@@ -45,6 +45,7 @@ def show(config: FleetConfig, top: int, png: str, *, as_json: bool) -> int:
         from deploy.local.show.heat_plot import draw  # imported here because it loads matplotlib
 
         draw(found, Path(png))
+        print(f"{png} is drawn", file=sys.stderr)
     return 0
 
 
@@ -75,10 +76,10 @@ def merged(states: Sequence[HeatState]) -> list[PrefixHeat]:
 
 def render(states: Sequence[HeatState], prefixes: Sequence[PrefixHeat]) -> str:
     """Return the prefixes as a table, with what they are found in. *Pure.*"""
-    choices, over_s = sum(state.choices for state in states), max(state.over_s for state in states)
+    requests, over_s = sum(state.requests for state in states), max(state.over_s for state in states)
     asked, held = sum(state.asked_blocks for state in states), max(state.index_blocks for state in states)
     about = (
-        f"the latest {choices} requests, of {age(over_s)}, asked for {asked} different blocks;"
+        f"the latest {requests} requests, of {age(over_s)}, asked for {asked} different blocks;"
         f" {held} blocks are known to be cached"
     )
     if not prefixes:

@@ -126,7 +126,7 @@ def _spoken(row: PlanRow) -> str:
     """Return a fleet in one sentence."""
     says = "meets the targets" if row.meets else "misses the targets"
     at = f"at least {worst_of(row):.0%}" if _is_unknown(row) else f"{worst_of(row):.0%}"
-    return f"{row.name}: {row.gpus} GPUs, {at} of its worst target, {says}"
+    return f"{row.name}: {row.gpus} {'GPU' if row.gpus == 1 else 'GPUs'}, {at} of its worst target, {says}"
 
 
 def _picture(made: PlanReport, front: Sequence[PlanRow]) -> Iterator[str]:
@@ -159,7 +159,8 @@ def _picture(made: PlanReport, front: Sequence[PlanRow]) -> Iterator[str]:
         said = escape(_spoken(row), quote=True)
         yield f'<a href="#fleet-{number}" aria-label="{said}"><title>{said}</title>'
         yield f'<circle class="point {kind}" cx="{x:.0f}" cy="{y:.0f}" r="7"/></a>'
-    yield "</svg><figcaption>Filled: no other fleet is both as cheap and as good. Each point leads to its fleet."
+    yield "</svg><figcaption>Upwards: the worst figure, as a share of its target. Filled: no other fleet is both as"
+    yield "cheap and as good. Each point leads to its fleet, whose name begins with the number of its workers."
     yield "</figcaption></figure>"
 
 

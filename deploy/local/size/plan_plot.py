@@ -13,6 +13,7 @@ from deploy.local.size.plan_report import PlanReport
 mpl.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 mpl.rcParams["text.parse_math"] = False  # a name may have two $
 
@@ -27,6 +28,7 @@ def draw(made: PlanReport, measured: Sequence[Measured], path: Path) -> None:
     )
     axis.axhline(1, color="black", linewidth=1)
     axis.set(xlabel="GPUs", ylabel="worst figure, as a share of its target", title=f"Fleets for {made.model}")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylim(0, min(3.0, 1.1 * max(map(worst_of, made.rows)) + 0.1))
     axis.legend()
     if measured:

@@ -38,7 +38,7 @@ def test_files_of_bench_are_shown_next_to_each_other_with_their_ratios(
     files = [str(own(tmp_path, "a", 0.2)), str(own(tmp_path, "b", 0.1, machine="other", commit="abc"))]
     assert main(["bench", "plot", *files, "--out", "ab"]) == 0
     out = capsys.readouterr().out
-    ratio = next(line for line in out.splitlines() if "TTFT s p50" in line)
+    ratio = next(line for line in out.splitlines() if "TTFT ms p50" in line)
     assert ratio.split()[-3:] == ["0.50", "0.50", "0.50"]
     assert "note: files differ in machine: " in out
     assert "differ in commit" not in out  # only one file says it

@@ -34,6 +34,8 @@ def test_a_ratio_is_of_two_fleets_in_the_same_round() -> None:
     head, *lines, note = render_ratios(list(found.values()), "a").splitlines()
     assert head.split() == ["LOAD", "FIGURE", "a", "FLEET", "ITS", "VALUE", "RATIO", "LEAST", "MOST"]
     assert lines[0].split() == ["concurrency", "4", "tokens/s", "1", "b", "2", "2.00", "2.00", "4.00"]
+    times = next(line for line in lines if "TTFT ms p50" in line)
+    assert times.split()[5:] == ["200", "b", "100", "0.50", "0.33", "0.50"]
     assert "above 1 is better for rates, worse for times" in note
 
 

@@ -38,9 +38,13 @@ def test_a_model_or_all_are_freed_and_what_is_mapped_stays(tmp_path: Path, capsy
     assert capsys.readouterr().out == "0 B of weights are free\nengines use those of model-7; they stay\n"
 
 
-def test_a_service_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_service_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Unavailable, match=f"no answer from the memory service in {tmp_path}: No such file"):
         shared_rows(tmp_path)
+    assert cli.main(["weights", "free", "--state", str(tmp_path)]) == 1
+    assert "(--memory DIR names the directory of a service that runs by itself)" in capsys.readouterr().err
+    assert cli.main(["weights", "free", "--memory", str(tmp_path)]) == 1
+    assert "--memory" not in capsys.readouterr().err
 
 
 def test_the_table_has_a_row_for_each_model() -> None:

@@ -58,7 +58,7 @@ def test_those_that_could_save_most_come_first_and_the_number_is_bounded() -> No
     assert [one.blocks for one in found(router)] == [4, 1]
     assert [one.blocks for one in found(router, most=1)] == [4]
     state = heat("r1", {"m": router}, 10**6, 10.0)
-    assert (state.choices, state.over_s) == (6, 9.0)
+    assert (state.requests, state.over_s) == (6, 9.0)
     assert state.asked_blocks == 1 + 3 + 4 + 3
     assert heat("r1", {}, 5, 10.0).prefixes == []
 
@@ -85,6 +85,7 @@ def test_one_request_counts_once_and_one_with_no_whole_block_not_at_all() -> Non
         router.select(Select("r1", attempt, "f", "m", pack_hashes([1, 2]), 9, 10), 1.0)
     router.select(Select("r2", 1, "f", "m", b"", 3, 10), 1.0)
     assert found(router) == []
+    assert heat("r1", {"m": router}, 5, 10.0).requests == 2
 
 
 def test_of_a_long_prompt_the_leading_blocks_count() -> None:
