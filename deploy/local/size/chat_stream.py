@@ -25,7 +25,7 @@ class _Delta(Struct):
 
     @property
     def any(self) -> bool:
-        """Whether it has output of the model. The chunk that only names a role has none."""
+        """Output of the model is in it. The chunk that only names a role has none."""
         return bool(self.content or self.reasoning_content or self.reasoning or self.tool_calls)
 
 
