@@ -119,7 +119,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens_to_miss() -> None:
     assert (row.good_per_s, row.untimed) == (1.0, 0)
 
 
-def test_an_open_loop_whose_driver_falls_after_is_noted() -> None:
+def test_an_open_loop_whose_driver_does_not_keep_up_is_noted() -> None:
     point = Point("open", 1000.0, 20)
     behind = [Result("done", first_s=0.1, late_s=0.01 * number, turn=1) for number in range(20)]
     later_turns = [Result("done", first_s=0.1, turn=2)] * 200
