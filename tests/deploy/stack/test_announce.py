@@ -71,7 +71,8 @@ class RolesUp:
             launches.append(msgspec.structs.replace(plain, hands_over=name == "prefill-0"))
         self._say("frontend", "{}")
         self._say("prefill-0", json.dumps({"ready": True, "no_hand_over": [self.WHY]}))
-        stack = Stack(tuple(launches), {}, "http://here", "tiny", "nats://me:secret@there", "there:1", other_role=other_role)
+        nats = "nats://me:secret@there"
+        stack = Stack(tuple(launches), {}, "http://here", "tiny", nats, "there:1", other_role=other_role)
         self.shell = Shell(stack, state_dir, Terminal())
 
     def attach(self) -> None:
