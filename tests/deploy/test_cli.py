@@ -124,7 +124,7 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--nats", "nats://127.0.0.1:1"], "error: --nats nats://127.0.0.1:1: no server answers there"),
         (
             ["up", "--nats", "nats://a.invalid:1,nats://127.0.0.1:1"],
-            "error: --nats nats://a.invalid:1,nats://127.0.0.1:1: ",
+            "error: --nats nats://a.invalid:1, nats://127.0.0.1:1: ",
         ),
         (["up", "--model", "SmolLM2-135M-Instruct", "--policy", "nope"], "error: policy nope: not one of kv, "),
         (["up", "--chat-template", "nope"], "error: --chat-template nope: no such file, and not one of chatml, "),

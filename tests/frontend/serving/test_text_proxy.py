@@ -109,12 +109,13 @@ def first_parts(w: World) -> float:
 
 
 async def freed(w: World) -> list[int]:
-    """Wait until each attempt that was reserved has ended. Return their numbers."""
+    """Wait until each attempt that was reserved has ended. Return their numbers. A question that no router answers in
+    time is asked again, for the same attempt."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            ended = sorted(event.attempt for event in w.router.told.all if isinstance(event, Finished))
-            if ended == sorted(select.attempt for select in w.router.asked.all):
-                return ended
+            ended = sorted((event.attempt, event.request) for event in w.router.told.all if isinstance(event, Finished))
+            if ended == sorted({(select.attempt, select.request) for select in w.router.asked.all}):
+                return [attempt for attempt, _ in ended]
             await w.router.told.at_least(len(w.router.told.all) + 1)
 
 
@@ -507,7 +508,7 @@ async def test_many_streams_of_a_server_that_is_killed_have_each_one_end_and_non
             assert b"cannot go on elsewhere" in body
             assert DONE not in body
         assert await asyncio.gather(*late) == [(200, ANSWER)] * 64
-        assert len(await freed(w)) == len(w.router.asked.all)
+        assert len(await freed(w)) >= 192, "the late ones have two attempts each"
 
 
 async def test_connections_are_used_again_only_after_a_whole_answer(directory: Path) -> None:
