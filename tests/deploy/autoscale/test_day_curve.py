@@ -53,7 +53,7 @@ class Trial:
         return self.run(fixed(workers), workers)
 
 
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("seed", [11, pytest.param(12, marks=pytest.mark.tier("long"))])
 def test_on_a_day_curve_fewer_requests_miss_than_with_a_fixed_fleet_of_no_fewer_worker_hours(
     seed: int, tmp_path: Path
 ) -> None:
@@ -66,6 +66,7 @@ def test_on_a_day_curve_fewer_requests_miss_than_with_a_fixed_fleet_of_no_fewer_
     assert not any(journey.failed for journey in run.fleet.journeys)
 
 
+@pytest.mark.tier("long")
 def test_on_a_day_curve_no_threshold_misses_less_with_as_few_worker_hours(tmp_path: Path) -> None:
     trial = Trial(tmp_path, day_curve(Random(13), day_s=DAY_S, low=1, high=12))
     misses, mean, _ = trial.run(planned(trial.policy))
@@ -74,6 +75,7 @@ def test_on_a_day_curve_no_threshold_misses_less_with_as_few_worker_hours(tmp_pa
         assert of_rule > misses or hours > mean
 
 
+@pytest.mark.tier("long")
 def test_bursts_that_double_the_rate_cost_few_requests_and_the_fleet_does_not_flap(tmp_path: Path) -> None:
     trial = Trial(tmp_path, day_curve(Random(14), day_s=DAY_S, low=1, high=8, bursts=3))
     misses, mean, run = trial.run(planned(trial.policy))
