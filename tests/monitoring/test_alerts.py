@@ -160,8 +160,17 @@ def test_every_alert_is_fired_by_a_real_fault_as_well() -> None:
 
 @pytest.mark.parametrize("alert", CASES)
 def test_an_alert_fires_on_its_fault_and_not_without_it(alert: str, tmp_path: Path) -> None:
+    check(alert, *CASES[alert], tmp_path)
+
+
+def test_a_lease_lost_while_its_process_stood_still_for_longer_than_the_alert_looks_back(tmp_path: Path) -> None:
+    lost = f"headrace_leases_lost_total{{{WORKER}}}"
+    check("HeadraceLeasesLost", {lost: "0x5 _x30 1x10"}, {lost: "1x5 _x30 1x10"}, "40m", tmp_path)
+
+
+def check(alert: str, fault: dict[str, str], without: dict[str, str], when: str, tmp_path: Path) -> None:
+    """Have promtool say that the alert fires on the fault's series by then, and not on those without it."""
     assert PROMTOOL is not None
-    fault, without, when = CASES[alert]
     cases = []
     for series, fires in ((fault, True), (without, False)):
         given = [{"series": name, "values": values} for name, values in series.items()]
