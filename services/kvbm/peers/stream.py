@@ -70,6 +70,7 @@ class PeerStream:
     def encrypt(self, context: ssl.SSLContext, *, server: bool, name: str = "") -> None:
         """Do the TLS handshake. Raise PeerFault."""
         try:
+            self._socket.getpeername()  # a reset one `wrap_socket` would leave open
             self._socket = context.wrap_socket(self._socket, server_side=server, server_hostname=name or None)
         except (OSError, ValueError) as wrong:
             raise PeerFault("unreachable", f"no TLS: {wrong}") from None

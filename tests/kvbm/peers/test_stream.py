@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
+import socket
+import ssl
+import struct
 import subprocess
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,12 +19,14 @@ from msgspec.structs import replace
 
 from services.kvbm.config import PeersConfig
 from services.kvbm.peers import stream
-from services.kvbm.peers.stream import peer_tls
+from services.kvbm.peers.messages import PeerFault
+from services.kvbm.peers.stream import PeerStream, peer_tls
 from shared import file_reads
 from shared.errors import ConfigError
 from shared.model_file import read_model_file
 from tests.kvbm.chains import chain
 from tests.kvbm.peer_rig import PEERS, address, faults, machines, read
+from tests.servers import free_port
 
 OPENSSL = shutil.which("openssl")
 pytestmark = pytest.mark.skipif(OPENSSL is None, reason="no program openssl to make certificates")
@@ -120,6 +127,21 @@ async def test_files_that_hang_are_no_blocks_and_come_back(
         monkeypatch.setattr(file_reads, "READ_LIMIT_S", 60.0)
         assert (await read(two, address(one), CONTENTS)).fault is None
         assert await b.load(CONTENTS) == (20, 0)
+
+
+def test_a_connection_that_is_reset_before_the_handshake_leaves_nothing_open() -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as listening:
+        reader, (accepted, _) = socket.create_connection(listening.getsockname()), listening.accept()
+        lender = PeerStream(accepted)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reader.close()
+        with warnings.catch_warnings(record=True) as left_open:
+            warnings.simplefilter("always", ResourceWarning)
+            with pytest.raises(PeerFault, match=r"^no TLS: "):
+                lender.encrypt(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), server=True)
+            lender.close()
+            gc.collect()
+        assert not left_open
 
 
 async def test_one_side_without_tls_gets_nothing(tmp_path: Path) -> None:
