@@ -76,7 +76,8 @@ class ProgramActor:
         `up`, which replace any in that of Ray."""
         find_headrace(version)
         from deploy.local.stack import servers
-        from deploy.local.stack.block_store import pool_directory, private_directory, private_pool
+        from deploy.local.stack.block_store import pool_directory, private_pool
+        from shared.private_directory import private_directory
 
         ray = import_module("ray")
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +12,7 @@ import msgspec
 from deploy.local.stack.stack import BlockStoreOptions
 from shared.errors import ConfigError
 from shared.machine_memory import usable_memory_bytes
+from shared.private_directory import NoDirectory, private_directory, usual_prefix
 from shared.regular_file import ownership_fault
 
 DEFAULTS = {"cpu": (16, 1 << 30), "cuda": (8, 32 << 30)}
@@ -42,83 +39,9 @@ def private_pool(memory: Path = MEMORY, name: str = "") -> Iterator[Path]:
         raise ConfigError(f"no memory for a block store: {wrong}") from None
 
 
-class NoDirectory(Exception):
-    """A private directory could not be made; the message says where, and why."""
-
-
-@contextmanager
-def private_directory(parent: Path, name: str = "") -> Iterator[Path]:
-    """Yield a new directory, or that with the `name`; remove it afterwards. Raise NoDirectory.
-
-    /dev/shm/headrace-UID-…     mode 0700, locked (flock on the directory) by the `up` that made it, for as long as it
-                                lives: an unlocked one is left of an `up` that was killed, and the next `up` removes it
-    """
-    prefix = f"headrace-{os.geteuid()}-"
-    try:
-        _sweep(parent, prefix, keep=name)
-        directory, lock = _make(parent, prefix, name)
-    except OSError as wrong:
-        raise NoDirectory(f"{wrong.filename or parent}: {wrong.strerror}") from None
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
-
-
 def pool_directory(name: str, memory: Path = MEMORY) -> Path:
     """Return the directory that `private_pool` yields for a name."""
-    return memory / f"headrace-{os.geteuid()}-{name}"
-
-
-def _make(parent: Path, prefix: str, name: str) -> tuple[Path, int]:
-    while True:
-        if name:
-            directory = parent / f"{prefix}{name}"
-            directory.mkdir(mode=0o700, exist_ok=True)
-            if fault := ownership_fault(directory.lstat(), "directory", "open"):
-                raise NoDirectory(f"{directory} {fault}")
-        else:
-            directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # mode 0700
-        try:
-            lock = _locked(directory)
-        except FileNotFoundError:
-            lock = None
-        if lock is not None:
-            return directory, lock
-        if name and directory.exists():
-            raise NoDirectory(f"{directory}: another process uses it")
-        # Another `up` removed it between the two calls.
-
-
-def _sweep(parent: Path, prefix: str, keep: str) -> None:
-    for directory in parent.glob(f"{prefix}*"):
-        if directory.name == f"{prefix}{keep}":
-            continue  # of this process's predecessor, which has ended
-        try:
-            lock = _locked(directory) if directory.lstat().st_uid == os.geteuid() else None
-        except OSError:  # removed meanwhile, or not a directory
-            continue
-        if lock is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-            os.close(lock)
-
-
-def _locked(directory: Path) -> int | None:
-    """Lock the directory at that path and return the descriptor that holds the lock; None if another process holds it.
-    The lock ends with this process; programs that it starts do not inherit it. Raise OSError."""
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), directory.lstat()):
-            return lock
-    except BlockingIOError:
-        pass
-    except OSError:
-        os.close(lock)
-        raise
-    os.close(lock)
-    return None
+    return memory / f"{usual_prefix()}{name}"
 
 
 def store_request(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from shutil import rmtree
 from urllib.parse import quote
 
 import msgspec
@@ -28,8 +26,8 @@ from services.worker.engine.process_group import kill_group
 from shared.config import environment
 from shared.errors import ModelError, ProtocolError
 from shared.installation import COMMAND, TREE
+from shared.private_directory import NoDirectory, private_directory
 from shared.processors import usable_processors
-from shared.regular_file import ownership_fault
 from shared.runtime import logs
 
 PROGRAMS = {
@@ -46,8 +44,6 @@ PACKAGES = ("vllm", "torch", "msgspec", "zmq")
 LEAST_PYTHON = (3, 11)
 LIMIT_S = 60.0
 """Seconds within which the check must end; on a slow disk Python's own start may take some."""
-_SOCKETS = "headrace-vllm-"
-_ATTEMPTS = 20
 _REMEDY = f"{COMMAND} install-vllm makes an environment"
 _QUESTION = f"""
 import importlib.util, json, sys
@@ -62,27 +58,29 @@ class EngineProcess:
 
     process: subprocess.Popen[bytes]
     channel: ShellEnd
-    sockets: SocketDirectory | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+    """What goes when it has ended."""
 
     @staticmethod
     async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
         """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
         the engine's program if it is not that of `config.engine`. It logs from the level on that this process has
-        now. Raise ModelError if vLLM's Python is not one that can run it."""
+        now. Raise ModelError if vLLM's Python is not one that can run it, or its sockets have no place."""
         python = sys.executable
         if config.engine == "vllm":
             python = await asyncio.to_thread(check_vllm_python, config.vllm_python)
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as held:
             observe = replace(config.observe, log_level=logs.level())
             engine_config = EngineConfig.of(
                 replace(config, observe=observe), model_name, instance, parent_pid=os.getpid()
             )
             command = [python, "-m", module or PROGRAMS[config.engine], msgspec.json.encode(engine_config).decode()]
-            sockets = SocketDirectory() if config.engine == "vllm" else None
-            environ = engine_environment(config, instance, sockets.path if sockets else "")
+            sockets = held.enter_context(socket_directory()) if config.engine == "vllm" else ""
+            environ = engine_environment(config, instance, sockets)
             process = _spawn([*command, str(theirs.fileno())], theirs.fileno(), environ)
-        return EngineProcess(process, await ShellEnd.open(ours), sockets)
+            kept = held.pop_all()
+        return EngineProcess(process, await ShellEnd.open(ours), kept)
 
     @property
     def pid(self) -> int:
@@ -124,57 +122,19 @@ class EngineProcess:
         self.kill()  # also where the process has ended: those that it started may live
         self.channel.close()
         status = await asyncio.to_thread(self.process.wait)
-        if self.sockets is not None:
-            self.sockets.remove()
+        self.held.close()
         return status
 
 
-class SocketDirectory:
-    """Where the processes of one vLLM engine make the sockets between them, which they leave behind. It is locked until
-    it is removed; a worker that was killed could not remove its own, and the next one does."""
-
-    def __init__(self) -> None:
-        for left in Path(tempfile.gettempdir()).glob(_SOCKETS + "*"):
-            with suppress(OSError):  # it is another user's, or in use
-                lock = _locked(left)
-                rmtree(left, ignore_errors=True)
-                os.close(lock)
-        self.path, self._lock = _new_directory()
-
-    def remove(self) -> None:
-        """Remove it with all that is in it."""
-        rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _new_directory() -> tuple[str, int]:
-    """Return a new directory and its lock's descriptor. Raise ModelError if none can be made, or it is taken away each
-    time."""
-    for _ in range(_ATTEMPTS):
-        try:
-            path = tempfile.mkdtemp(prefix=_SOCKETS)
-        except OSError as wrong:
-            raise ModelError(f"no directory for vLLM's sockets (TMPDIR): {wrong.strerror}: {wrong.filename}") from None
-        with suppress(OSError):  # a worker that starts at the same time took it for one that is left
-            lock = _locked(Path(path))
-            if Path(path).exists():
-                return path, lock
-            os.close(lock)
-    raise ModelError(f"no directory for vLLM's sockets stays in {tempfile.gettempdir()}")
-
-
-def _locked(directory: Path) -> int:
-    """Return the directory's descriptor, which holds a lock on it. Raise OSError if another process does, or it is
-    another user's."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+@contextmanager
+def socket_directory() -> Iterator[str]:
+    """Yield a directory for the sockets between the processes of one vLLM engine, which leave them behind. Raise
+    ModelError."""
     try:
-        if fault := ownership_fault(os.fstat(descriptor), "directory", ""):
-            raise PermissionError(fault)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+        with private_directory(Path(tempfile.gettempdir()), prefix="headrace-vllm-") as directory:
+            yield str(directory)
+    except NoDirectory as wrong:
+        raise ModelError(f"no directory for vLLM's sockets (TMPDIR): {wrong.why}: {wrong.place}") from None
 
 
 def _spawn(command: list[str], channel: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineReport, Failed
 from services.worker.engine import process
 from services.worker.engine.channel import ShellEnd
-from services.worker.engine.process import EngineProcess, SocketDirectory, check_vllm_python, engine_environment
+from services.worker.engine.process import EngineProcess, check_vllm_python, engine_environment, socket_directory
 from shared.config import TraceConfig
 from shared.errors import ModelError
 from tests.worker.shell import LIMIT_S
@@ -201,24 +201,21 @@ async def test_an_engine_that_ends_is_heard_to_its_end_whatever_it_still_says() 
     assert heard == [Failed(str(number) + "x" * 50_000) for number in range(50)]
 
 
-def test_what_a_killed_worker_left_of_sockets_is_removed_by_the_next_and_nothing_in_use(tmp_path: Path) -> None:
-    tempfile.tempdir = str(tmp_path)
-    try:
-        used = SocketDirectory()
+def test_what_a_killed_worker_left_of_sockets_is_removed_by_the_next_and_nothing_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket_directory() as used:
         left = tmp_path / "headrace-vllm-left"
         left.mkdir()
         (left / "socket").touch()
         (tmp_path / "headrace-vllm-file").touch()
-        another = SocketDirectory()
-    finally:
-        tempfile.tempdir = None
-    assert {each.name for each in tmp_path.iterdir()} == {
-        "headrace-vllm-file",
-        Path(used.path).name,
-        Path(another.path).name,
-    }
-    used.remove()
-    another.remove()
+        with socket_directory() as another:
+            assert {each.name for each in tmp_path.iterdir()} == {
+                "headrace-vllm-file",
+                Path(used).name,
+                Path(another).name,
+            }
     assert [each.name for each in tmp_path.iterdir()] == ["headrace-vllm-file"]
 
 
@@ -228,7 +225,8 @@ def test_what_another_user_has_made_stays(tmp_path: Path, monkeypatch: pytest.Mo
     theirs = tmp_path / "headrace-vllm-theirs"
     theirs.mkdir()
     os.chown(theirs, 12345, 12345)
-    SocketDirectory().remove()
+    with socket_directory():
+        pass
     assert theirs.exists()
 
 
@@ -236,5 +234,8 @@ def test_without_a_place_for_sockets_the_line_names_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(ModelError, match=r"^no directory for vLLM's sockets \(TMPDIR\): No such file"):
-        SocketDirectory()
+    with (
+        pytest.raises(ModelError, match=r"^no directory for vLLM's sockets \(TMPDIR\): No such file"),
+        socket_directory(),
+    ):
+        pass
