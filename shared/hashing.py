@@ -5,6 +5,8 @@
     sequence   s0 = b0    s1 = XXH3-64(s0 ‖ b1)       names the whole prefix, this block included
     content    k0 = H(root ‖ t0…t15)   k1 = H(k0 ‖ t16…t31)      H = first 16 bytes of SHA-256
 
+A block in which an image has tokens is hashed with its tokens ‖ the image's key ‖ where it starts, by image.
+
 The two XXH3 hashes are those of NVIDIA Dynamo, bit for bit: the seed is 1337; a LoRA adds XXH3-64(name, seed 0) and a
 tenant salt adds XXH3-64(salt, seed 1) to the seed, modulo 2^64. XXH3 is not collision resistant: a second block with
 the same hash can be forged in minutes. So these hashes only choose a worker; cached bytes are shared by content key.
@@ -15,16 +17,19 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
+from types import MappingProxyType
 
 from xxhash import xxh3_64_intdigest
 
 SEED = 1337
 _MASK = (1 << 64) - 1
 _PAIR = Struct("<QQ").pack
+_INDEX = Struct("<i").pack
 _LAST_8_OF_16 = Struct(">8xQ").unpack
 KEY_BYTES = 16
+NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 
 ContentKey = bytes
 """The content key of a block: 16 bytes. Equal keys mean equal bytes of KV cache."""
@@ -99,15 +104,37 @@ def next_sequence_hash(parent: int | None, block: int, seed: int = SEED) -> int:
     return xxh3_64_intdigest(_PAIR(parent, block), seed)
 
 
-def sequence_hashes(packed: bytes, block_size: int, seed: int = SEED, parent: int | None = None) -> list[int]:
+def image_extras(images: Iterable[tuple[bytes, int, int]], block_size: int) -> dict[int, bytes]:
+    """Return what the hashes of blocks take in beside their tokens, by the block's number: for each image that has
+    tokens in it, in order, the image's key and the index of its first token within the block (i32, below 0 if it began
+    earlier).
+
+    An image is (key, index of its first token, number of its tokens), with at least one token."""
+    extras: dict[int, bytes] = {}
+    for key, start, tokens in images:
+        for number in range(start // block_size, (start + tokens - 1) // block_size + 1):
+            extras[number] = extras.get(number, b"") + key + _INDEX(start - number * block_size)
+    return extras
+
+
+def sequence_hashes(
+    packed: bytes,
+    block_size: int,
+    seed: int = SEED,
+    parent: int | None = None,
+    extras: Mapping[int, bytes] = NO_EXTRAS,
+) -> list[int]:
     """Return the sequence hash of each full block of `packed` token ids.
 
     The blocks follow the one with the sequence hash `parent` (None: they begin the sequence). A partial last block is
-    left out."""
+    left out. `extras` is that of `image_extras`; the first block of `packed` has number 0."""
     stride = 4 * block_size
     hashes: list[int] = []
     for start in range(0, len(packed) - stride + 1, stride):
-        block = xxh3_64_intdigest(packed[start : start + stride], seed)
+        contents = packed[start : start + stride]
+        if extras:
+            contents += extras.get(start // stride, b"")
+        block = xxh3_64_intdigest(contents, seed)
         parent = block if parent is None else xxh3_64_intdigest(_PAIR(parent, block), seed)
         hashes.append(parent)
     return hashes
@@ -125,13 +152,15 @@ def content_key(parent: ContentKey, packed_block: bytes) -> ContentKey:
     return hashlib.sha256(parent + packed_block).digest()[:KEY_BYTES]
 
 
-def content_keys(root: ContentKey, packed: bytes, block_size: int) -> list[ContentKey]:
-    """Return the content key of each full block of `packed` token ids."""
+def content_keys(
+    root: ContentKey, packed: bytes, block_size: int, extras: Mapping[int, bytes] = NO_EXTRAS
+) -> list[ContentKey]:
+    """Return the content key of each full block of `packed` token ids; `extras` is that of `image_extras`."""
     stride = 4 * block_size
     keys: list[ContentKey] = []
     parent = root
     for start in range(0, len(packed) - stride + 1, stride):
-        parent = content_key(parent, packed[start : start + stride])
+        parent = content_key(parent, packed[start : start + stride] + extras.get(start // stride, b""))
         keys.append(parent)
     return keys
 

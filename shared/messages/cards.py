@@ -118,6 +118,21 @@ class SamplingDefaults(Struct, frozen=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
 
 
+class ImageInput(Struct, frozen=True):
+    """How a model's processor prepares an image: resized by `filter` so that its shorter side is `resize` pixels (0: to
+    width and height, whatever its shape), cut from its centre to width and height (black where it is smaller)."""
+
+    token_id: int
+    """The token that stands for each of an image's embeddings in the prompt."""
+    tokens: int
+    """How many of them an image takes."""
+    width: int
+    height: int
+    resize: int
+    filter: str
+    """Pillow's name of a resampling filter: BICUBIC, BILINEAR, …"""
+
+
 class ModelCard(Struct, frozen=True):
     """One model as one instance serves it."""
 
@@ -179,6 +194,8 @@ class ModelCard(Struct, frozen=True):
     template_digest: str = ""
     """The SHA-256, in hex, of the file with the chat template. Empty if there is none, or an older worker wrote
     this."""
+    images: ImageInput | None = None
+    """How images are prepared for the instance, which applies `Generate.images`. None if it takes none."""
     template_text: str = ""
     """The text of the template that `chat_template` names, so that each frontend renders the same. Empty if there is
     none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its

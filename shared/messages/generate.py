@@ -59,6 +59,20 @@ class Sampling(Struct, frozen=True):
     means all. Only for instances whose card has `allowed_tokens`."""
 
 
+class Image(Struct, frozen=True):
+    """An image of the prompt, as the model's processor has prepared it."""
+
+    key: bytes
+    """SHA-256 of the source's bytes and of all that prepared it (32 bytes): equal keys mean equal embeddings, as far as
+    the model is the same."""
+    start: int
+    """The index in `Generate.tokens` of the first token that stands for it."""
+    tokens: int
+    """How many of them there are, all with the id of the card's `ImageInput.token_id`."""
+    pixels: bytes
+    """RGB, one byte a value, rows from the top: as many as the card's `ImageInput` says."""
+
+
 class Generate(Struct, frozen=True, tag="generate"):
     """Compute a prompt and decode from it. The tokens go to the frontend's stream subject."""
 
@@ -85,6 +99,8 @@ class Generate(Struct, frozen=True, tag="generate"):
     """Whether the attempt ends with its first token, as "handed_over", unless that token ends the request. The worker
     offers all full blocks of the prompt to its kvbm, also those that it found in its cache. Only for instances whose
     card has the role prefill."""
+    images: tuple[Image, ...] = ()
+    """The images of the prompt by `start`; they do not overlap. Only for instances whose card has `images`."""
     prefill_by: str = ""
     """In advice that this attempt is expected: the instance that computes the prompt, and may share its blocks."""
 

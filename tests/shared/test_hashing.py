@@ -104,6 +104,40 @@ def test_torn_packs_are_refused() -> None:
         hashing.unpack_hashes(bytes(12))
 
 
+KEYS = st.binary(min_size=32, max_size=32)
+
+
+@given(st.integers(1, 8), KEYS, KEYS, st.integers(0, 20), st.integers(1, 20))
+def test_an_image_stands_in_the_hashes_of_its_first_block_and_of_all_after_it(
+    block_size: int, key: bytes, other: bytes, start: int, tokens: int
+) -> None:
+    packed, root = hashing.pack_tokens([7] * 64), hashing.root_key("model")
+    plain = hashing.content_keys(root, packed, block_size)
+
+    def keys(image: bytes, start: int) -> list[bytes]:
+        extras = hashing.image_extras([(image, start, tokens)], block_size)
+        assert len(hashing.sequence_hashes(packed, block_size, extras=extras)) == len(plain)
+        return hashing.content_keys(root, packed, block_size, extras)
+
+    first = start // block_size
+    for changed, since in (
+        (keys(key, start), first),
+        (keys(key, start + 1), (start + 1) // block_size),
+    ):
+        assert changed[:since] == plain[:since]
+        assert not set(changed[since:]) & set(plain)
+    assert (keys(key, start) == keys(other, start)) is (key == other)
+    assert keys(key, start) != keys(key, start + 1), "where it begins counts within a block too"
+
+
+def test_two_images_of_a_block_are_both_in_its_hash_in_their_order() -> None:
+    a, b = b"a" * 32, b"b" * 32
+    assert hashing.image_extras([(a, 1, 2), (b, 3, 3)], 4) == {
+        0: a + b"\x01\0\0\0" + b + b"\x03\0\0\0",
+        1: b + b"\xff\xff\xff\xff",
+    }
+
+
 def test_the_self_test_tells_block_sizes_apart() -> None:
     assert hashing.self_test(16) == "a4dda066f3c1e1a042139d767f1181b7"
     assert hashing.self_test(32) != hashing.self_test(16)
