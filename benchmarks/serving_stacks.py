@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -36,6 +37,7 @@ BLOCK_SIZE = 16
 CAPACITY_BLOCKS = 65_536
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
+NONE: Mapping[str, object] = MappingProxyType({})
 _POLL_S = 0.05
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _TETHER = ROOT / "deploy" / "local" / "stack" / "die_with_parent.py"
@@ -220,11 +222,15 @@ def _wait_healthy(url: str, children: Sequence[subprocess.Popen[bytes]], logs: P
 
 
 @contextmanager
-def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[RunningStack]:
-    """Run the yardstick's stack: KV routing, events on ZMQ, requests on NATS, discovery in etcd."""
+def peer(
+    yardstick: Path, directory: Path, *, speedup: float, more: Mapping[str, object] = NONE
+) -> Iterator[RunningStack]:
+    """Run the yardstick's stack: KV routing, events on ZMQ, requests on NATS, discovery in etcd. `more` are other
+    arguments of its `Stack`."""
     names = ("ETCD", "ETCDP", "NATS", "NATSM", "HTTP")
     ports = dict(zip(names, servers.free_ports(len(names)), strict=True))
-    first = next(port for port in range(20_000, 32_000) if all(servers.is_free(port + each) for each in range(WORKERS)))
+    workers = range(int(str(more.get("workers", WORKERS))))
+    first = next(port for port in range(20_000, 32_000) if all(servers.is_free(port + each) for each in workers))
     wanted = {
         "rundir": str(directory),
         "workers": WORKERS,
@@ -232,6 +238,7 @@ def peer(yardstick: Path, directory: Path, *, speedup: float) -> Iterator[Runnin
         "block_size": BLOCK_SIZE,
         "gpu_blocks": CAPACITY_BLOCKS,
         "model_name": NAME,
+        **more,
     }
     asked = json.dumps({"ports": ports | {"SYS0": first}, "stack": wanted})
     command = [str(yardstick / "venv" / "bin" / "python"), "-c", _PEER, asked]
