@@ -83,8 +83,8 @@ class Lone(Struct, frozen=True):
 
 
 def our_timing(file: Path) -> None:
-    """Write the timing as a table of our simulated engine. The seconds of a decode without context, which none has, keep
-    its steps with prefills and decodes at the sum of both."""
+    """Write the timing as a table of our simulated engine. No decode is without context; the seconds of such a one keep
+    steps with prefills and decodes at the sum of both."""
     prefill = [[tokens, context, tokens * TOKEN_S] for tokens in (1, FAR) for context in (0, FAR)]
     decode = [[batch, context, DECODE_S if context else 1e-9] for batch in (1, FAR) for context in (0, 1, FAR)]
     file.write_bytes(msgspec.json.encode({"prefill": prefill, "decode": decode}))
