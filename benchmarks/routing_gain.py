@@ -15,10 +15,13 @@ Timing    0.2 ms for each computed token of a prompt and 12 ms for a step's deco
 gain      a figure of kv over that of round-robin in the same round, of one system: requests a second, and (the other
           way round) the median time to the first token
 
+Dynamo's kv with its defaults weighs the blocks of running requests as much as those that a prompt finds cached;
+`--peer-front=--no-router-track-active-blocks` was its best of four settings on this load.
+
 What could mislead: the simulators schedule on their own (Dynamo's as its engine would); four stacks share the machine,
 and those that wait are idle.
 
-    python -m benchmarks.routing_gain --peer DIR [--rounds 3] [--concurrency 8,24] [--json]
+    python -m benchmarks.routing_gain --peer DIR [--peer-front=FLAGS] [--rounds 3] [--concurrency 8,24] [--json]
 """
 
 from __future__ import annotations
@@ -125,8 +128,10 @@ def our_fleet(policy: str, model: Path, directory: Path) -> AbstractContextManag
     return launched(options, directory, {"worker": worker})
 
 
-def peer_fleet(policy: str, yardstick: Path, directory: Path) -> AbstractContextManager[RunningStack]:
-    """Run the yardstick's stack with a policy."""
+def peer_fleet(
+    policy: str, yardstick: Path, directory: Path, front: Sequence[str]
+) -> AbstractContextManager[RunningStack]:
+    """Run the yardstick's stack with a policy; `front` are more flags of its frontend with kv."""
     profile = directory / "times.npz"
     peer_timing(profile)
     added = ("--planner-profile-data", str(profile), "--max-num-batched-tokens", str(STEP_TOKENS))
@@ -136,7 +141,7 @@ def peer_fleet(policy: str, yardstick: Path, directory: Path) -> AbstractContext
         "gpu_blocks": BLOCKS,
         "max_num_seqs": AT_ONCE,
         "extra_mock": added,
-        "extra_front": () if policy != "kv" else ("--kv-cache-block-size", str(BLOCK_SIZE)),
+        "extra_front": () if policy != "kv" else ("--kv-cache-block-size", str(BLOCK_SIZE), *front),
     }
     return peer(yardstick, directory / "run", speedup=1, more=more)
 
@@ -219,7 +224,9 @@ def run(flags: argparse.Namespace, directory: Path) -> tuple[list[Lone], list[Be
         for system, policy in names:
             (place := directory / f"{system}-{policy}").mkdir()
             fleet = our_fleet(policy, flags.peer / "model", place) if system == "ours" else None
-            running[system, policy] = fleets.enter_context(fleet or peer_fleet(policy, flags.peer, place))
+            running[system, policy] = fleets.enter_context(
+                fleet or peer_fleet(policy, flags.peer, place, flags.peer_front.split())
+            )
         times = [lone(*called) for called in ((" ".join(name), _turn(running[name], alone, name, 0)) for name in names)]
         for number in range(1, flags.rounds + 1):
             order = names if number % 2 else reversed(names)
@@ -237,6 +244,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="the yardstick's directory")
+    parser.add_argument("--peer-front", default="", help="more flags of the yardstick's frontend with kv")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="8,24")
     parser.add_argument("--json", action="store_true")
