@@ -29,7 +29,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
-from deploy.local.size.profile_file import Profile, decode_profile
+from deploy.local.size.files import read_profile
+from deploy.local.size.profile_file import Profile
 from deploy.local.size.started_up import command, running_up
 from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.size.traffic import MADE_BLOCK, Lengths, Traffic, TrafficRow, drawn_traffic
@@ -168,9 +169,7 @@ def main() -> None:
         file = (flags.profile or folder / "profile.json").absolute()
         if not file.exists():
             make_profile(file, words, quick=flags.quick)
-        profile = decode_profile(file.read_bytes(), str(file))
-        if len(profile.prefill) < 2 or len(profile.decode) < 2:
-            sys.exit(f"{file}: too few points: the machine is too busy, or `profile` must go on with it")
+        profile = read_profile(file)
         capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
         terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
         with running_up((*FLEET, *words), terminal, "this comparison") as (url, _):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 
 from services.virtual.fleet import HOP_S, Late, SimulatedFleet
@@ -17,6 +16,7 @@ from services.worker.simulated.runner import read_times
 from services.worker.simulated.timing import Timing
 from shared.messages.cards import Role
 from shared.messages.virtual import Percentiles, VirtualResult, VirtualRun
+from shared.percentiles import nearest_ranks
 
 
 def run(wanted: VirtualRun) -> VirtualResult:
@@ -64,11 +64,7 @@ def _summed_up(fleet: SimulatedFleet, gaps: TokenGaps, before_s: float) -> Virtu
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:
     """Return nearest-rank percentiles; zeros without values."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return Percentiles(0.0, 0.0, 0.0)
-    p50, p90, p99 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
-    return Percentiles(p50, p90, p99)
+    return Percentiles(**nearest_ranks(sorted(seconds) or [0.0]))
 
 
 @lru_cache(maxsize=1)
