@@ -1,6 +1,6 @@
 """What `headrace profile` and a simulated fleet predict, against two real workers under the same requests.
 
-    profile of one worker ─▶ virtual fleet of two ─▶ predicted ─┐
+    profile of a worker, alone and next to another ─▶ virtual fleet of two ─▶ predicted ─┐
                      └─▶ rate at 0.5 and 0.8 of its capacity ─┐  ├─▶ table, goals
                                 `up` with two workers ◀─ replay ─▶ measured
 
@@ -8,7 +8,7 @@
 
 The capacity is what the virtual fleet does of requests that all come at once. Prompts are tokens, made of the names of
 their blocks, so that equal names are cached. Without FLAGS the workers are native ones with the bundled model on the
-CPU, each with its share of the cores, in the profile too. --quick: half a minute a load, few points. Run it on a quiet
+CPU. --quick: half a minute a load, few points. Run it on a quiet
 machine.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -78,6 +77,7 @@ def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path) -> V
             block_size=traffic.block_size,
             times=str(file),
             workers=WORKERS,
+            machine_workers=profile.subject.workers,
             overhead_s=profile.overhead_s,
             kv_tokens=profile.kv_tokens,
         )
@@ -144,8 +144,8 @@ def measurement_of(answers: Sequence[TimedAnswer], seconds: float) -> Measuremen
 def make_profile(file: Path, words: Sequence[str], *, quick: bool) -> None:
     """Run `headrace profile`; a file that is there already goes on."""
     size = ("--longest", "512", "--most", "4") if quick else ("--longest", "1024", "--most", "16")
-    limit = ("--limit-s", "120" if quick else "1800")
-    subprocess.run(command("profile", *size, *limit, "--out", str(file), "--", *words), check=False)
+    more = ("--workers", str(WORKERS), "--limit-s", "120" if quick else "1800")
+    subprocess.run(command("profile", *size, *more, "--out", str(file), "--", *words), check=False)
 
 
 def main() -> None:
@@ -160,8 +160,7 @@ def main() -> None:
     parser.add_argument("--loads", default="0.5,0.8", help="shares of the capacity")
     parser.add_argument("up", nargs="*", help="flags of up, after --")
     flags = parser.parse_args()
-    threads = max(1, (os.cpu_count() or 1) // WORKERS)
-    words = flags.up or ["--set", f"worker.threads={threads}"]
+    words = flags.up or ["--engine", "native"]
     minutes = flags.minutes or (0.5 if flags.quick else 10.0)
     terminal, rows = Terminal(), list[SizingRow]()
     with tempfile.TemporaryDirectory(prefix="headrace-sizing-") as home:

@@ -467,6 +467,8 @@ class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
     """The tokens of the longest prompt, and of the longest context before it."""
     most: int = 32
     """The most answers at once."""
+    workers: int = 1
+    """The workers of a machine. If they are several, each point is also measured while all of them do the same."""
     limit_s: float = 600.0
     """The seconds after which no further point is begun; the same command goes on."""
     out: Annotated[str, "FILE"] = "profile.json"

@@ -77,10 +77,11 @@ def times_of(flags: AutoscaleFlags, models: Collection[str], kv_tokens: float) -
 
 
 def worker_times(profile: Profile, kv_tokens: float) -> WorkerTimes:
-    """Return the times of a worker that has room for `kv_tokens`."""
+    """Return the times of a worker that has room for `kv_tokens`, while its machine's others are as busy."""
+    measured = profile.busy or profile
     return WorkerTimes(
-        prefill=MeasuredTimes(profile.prefill, "prefill"),
-        decode=MeasuredTimes(profile.decode, "decode"),
+        prefill=MeasuredTimes(measured.prefill, "prefill"),
+        decode=MeasuredTimes(measured.decode, "decode"),
         overhead_s=profile.overhead_s,
         kv_tokens=kv_tokens,
         max_running=profile.subject.most,

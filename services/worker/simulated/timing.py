@@ -101,11 +101,14 @@ class Table:
         """What each step takes for its weights and its start. A step with prefills and decodes takes it once."""
 
     @staticmethod
-    def parse(content: bytes, name: str) -> Table:
-        """Read a table in TOML, or the JSON of `headrace profile`. Raise ConfigError, which begins with `name`."""
+    def parse(content: bytes, name: str, *, busy: bool = False) -> Table:
+        """Read a table in TOML, or the JSON of `headrace profile`; with `busy` that one's times while all workers of
+        the machine compute. Raise ConfigError, which begins with `name`."""
         try:
+            points: _Times
             if content.lstrip().startswith(b"{"):
-                points = msgspec.json.decode(content, type=_ProfileFile)
+                profile = msgspec.json.decode(content, type=_ProfileFile)
+                points = (busy and profile.busy) or profile
             else:
                 points = msgspec.toml.decode(content, type=_TableFile)
             return Table(MeasuredTimes(points.prefill, "prefill"), MeasuredTimes(points.decode, "decode"))
@@ -131,12 +134,16 @@ class Table:
         return self._shared_s + tokens / least * (self._prefill.at(least, context) - self._shared_s)
 
 
-class _ProfileFile(Struct):
-    """The part of a profile that is needed here."""
-
+class _Times(Struct):
     prefill: list[Point]
     decode: list[Point]
 
 
-class _TableFile(_ProfileFile, forbid_unknown_fields=True):
+class _ProfileFile(_Times):
+    """The part of a profile that is needed here."""
+
+    busy: _Times | None = None
+
+
+class _TableFile(_Times, forbid_unknown_fields=True):
     pass

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from deploy.local.cli import main
 from deploy.local.size.plan import plan_of, run_of
@@ -168,6 +169,26 @@ def test_of_two_profiles_the_one_that_takes_fewer_gpus_is_the_answer(
     assert "give as many numbers from 1 to 1024 as profiles: 2" in capsys.readouterr().err
 
 
+def shared_machine(folder: Path, slower: float) -> Path:
+    """Write a profile of a machine with two workers that are `slower` times as slow while both are busy."""
+    file = write_profile(folder)
+    made = json.loads(file.read_text(encoding="utf-8"))
+    busy = {kind: [(x, y, slower * seconds) for x, y, seconds in made[kind]] for kind in ("prefill", "decode")}
+    return write_profile(folder, subject={**made["subject"], "workers": 2}, busy=busy)
+
+
+def test_workers_that_slow_one_another_are_planned_with_it(tmp_path: Path) -> None:
+    found = list[dict[int, float]]()
+    for slower in (1.0, 1.5):
+        file = shared_machine(tmp_path, slower)
+        flags = PlanFlags(profile=[str(file)], rate=16, requests=80, prompt_tokens=1000, output_tokens=40, most=2)
+        rows = plan_of(replace(flags, itl_p50=0.001, step_s="0.25", jobs=1), Terminal()).rows  # nothing meets that
+        found.append({row.fleet.workers: row.result.itl_s.p50 for row in rows})
+    equal, slowed = found
+    assert slowed[1] == equal[1]  # it has the machine to itself
+    assert 1.1 * equal[2] < slowed[2]
+
+
 def test_targets_that_nothing_meets_end_with_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +234,9 @@ def test_a_profile_that_is_none_or_has_too_few_points_is_refused(
     file.write_text("[]", encoding="utf-8")
     assert main(["plan", "--profile", str(file), *words]) == 2
     assert "no profile of `headrace profile`" in capsys.readouterr().err
+    write_profile(tmp_path, subject={**json.loads(write_profile(tmp_path).read_text())["subject"], "workers": 2})
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "a profile of 2 workers without times of all" in capsys.readouterr().err
     write_profile(tmp_path, format=2)
     assert main(["plan", "--profile", str(file), *words]) == 2
     assert "a profile of format 2; this version reads 1" in capsys.readouterr().err
