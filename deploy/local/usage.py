@@ -453,6 +453,8 @@ class EstimateFlags(Struct, frozen=True, kw_only=True):
     """The share of each GPU's memory for weights and KV."""
     aiconfigurator: File | None = None
     """The program of NVIDIA's aiconfigurator 0.12, in an environment of its own; its times get a column."""
+    out: Annotated[str, "FILE"] = ""
+    """A profile of the estimated times to write, for `plan` and `autoscale` (none)."""
     json: bool = False
     """Print one JSON object in place of the table."""
 
