@@ -404,6 +404,8 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The GPUs of what is measured."""
     price: float = 0.0
     """The price of a GPU hour."""
+    watts_per_gpu: float = 0.0
+    """The power of a GPU under load, in watts, for the energy of a million tokens."""
     may_stop: bool = False
     """Allow shorter answers: send only OpenAI's own fields, without `ignore_eos`."""
     warmup: int = 2
@@ -513,6 +515,8 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     """Target of the 99th percentile of the time between two tokens, in seconds."""
     price: float = 0.0
     """The price of a GPU hour."""
+    watts_per_gpu: float = 0.0
+    """The power of a GPU under load, in watts, for the energy of a million tokens."""
     gpus_a_worker: Annotated[str, "N,…"] = ""
     """The GPUs of each worker, for each profile in turn (by the vLLM flags in the profile, or 1)."""
     most: int = 16

@@ -40,6 +40,8 @@ class Terms(Struct, frozen=True):
     gpus: int = 1
     price: float = 0.0
     """The price of a GPU hour. 0 if it is not known."""
+    gpu_watts: float = 0.0
+    """The power of a GPU. 0 if it is not known."""
 
     def limit_s(self, figure: str) -> float | None:
         """Return the limit of a single request for `ttft` or `itl`: that of the highest percentile that has one."""

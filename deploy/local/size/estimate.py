@@ -42,6 +42,8 @@ class LoadEstimate(Struct, frozen=True):
     """The time a token in a steady load, whose prompts are computed in between."""
     output_tokens_per_s: float
     """The output of all sequences in that load."""
+    watt_hours_a_million_tokens: float
+    """The energy of GPUs at their power limit, in that load."""
     binds: str
     aiconfigurator_itl_s: float | None = None
     """What aiconfigurator says of `itl_s`. None if it was not asked."""
@@ -163,7 +165,8 @@ def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
     loaded_s = roofline.loaded_s(batch, flags.prompt, flags.output, flags.cached)
     asked = flags.aiconfigurator
     other_s = asked and decode_s(asked, Path(flags.model), roofline, batch, flags.prompt, flags.output)
-    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, step.binds, other_s or None)
+    watt_hours = 1e6 * roofline.split.gpus * roofline.gpu.watts * loaded_s / batch / 3600
+    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, watt_hours, step.binds, other_s or None)
 
 
 def _assumed(roofline: Roofline) -> list[str]:
@@ -171,6 +174,7 @@ def _assumed(roofline: Roofline) -> list[str]:
     part = done.memory[roofline.weight_bits < 16]
     return [
         f"figures of the GPU: {roofline.gpu.source}",
+        f"WH: GPUs at their power limit, {roofline.gpu.watts:g} W each, without the rest of the machine",
         f"{part:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
     ]
 
@@ -228,7 +232,7 @@ def _render(made: Estimate) -> str:
 
 def _columns(made: Estimate) -> str:
     other = "  AICONFIGURATOR" if made.loads[0].aiconfigurator_itl_s is not None else ""
-    return f"BATCH  MS A TOKEN{other}  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  BINDS"
+    return f"BATCH  MS A TOKEN{other}  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  WH/M TOKENS  BINDS"
 
 
 def _cells(made: Estimate) -> list[Sequence[object]]:
@@ -240,6 +244,7 @@ def _cells(made: Estimate) -> list[Sequence[object]]:
             f"{1000 * load.loaded_itl_s:.1f}",
             f"{load.output_tokens_per_s:,.0f}",
             f"{load.output_tokens_per_s / made.gpus:,.0f}",
+            f"{load.watt_hours_a_million_tokens:,.0f}",
             load.binds,
         )
         for load in made.loads

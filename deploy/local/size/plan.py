@@ -104,7 +104,8 @@ def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
                 continue  # one worker of it takes more GPUs than a fleet that is known to do
             search = FleetSearch(_settings(flags, profile), int(min(flags.most, most // each)), targets, width=jobs)
             _search(search, msgspec.structs.replace(run, trace=str(load)), jobs, terminal)
-            rows += rows_of(search, profile, Prices(flags.price, each, flags.kv_token_bytes), targets)
+            prices = Prices(flags.price, each, flags.kv_token_bytes, flags.watts_per_gpu)
+            rows += rows_of(search, profile, prices, targets)
             most = min([row.gpus for row in rows if row.meets], default=inf)
     return report_of(rows, profiles[0].subject.model, traffic, targets)
 
@@ -267,6 +268,7 @@ def _check(flags: PlanFlags) -> None:
         "spread": (0, 10),
         "rate": (0, 1e6),
         "price": (0, 1e9),
+        "watts_per_gpu": (0, 1e6),
         "most": (1, WORKERS_LIMIT),
         "kv_tokens": (0, 1 << 40),
         "kv_token_bytes": (1, 1 << 30),

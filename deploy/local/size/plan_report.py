@@ -23,6 +23,7 @@ class Prices(Struct, frozen=True):
     gpu_hour: float
     gpus_a_worker: int
     kv_token_bytes: int
+    gpu_watts: float = 0.0
 
 
 class PlanRow(Struct, frozen=True):
@@ -40,6 +41,8 @@ class PlanRow(Struct, frozen=True):
     tokens_a_gpu_hour: float
     """The tokens of answers in an hour, for each GPU."""
     price_a_million_tokens: float
+    watt_hours_a_million_tokens: float
+    """0 if a GPU's power was not given."""
     gpu_hours_a_million_requests: float
     store_bytes: int
     """The bytes of the block store."""
@@ -100,6 +103,7 @@ def row_of(
         of_target=targets.misses(result),
         tokens_a_gpu_hour=tokens_an_hour / gpus,
         price_a_million_tokens=1e6 * price / tokens_an_hour,
+        watt_hours_a_million_tokens=1e6 * gpus * prices.gpu_watts / tokens_an_hour,
         gpu_hours_a_million_requests=1e6 * gpus / max(1e-9, 3600 * result.requests_per_s),
         store_bytes=candidate.setting.store_tokens * prices.kv_token_bytes,
         step_tokens=step_tokens(profile.prefill, candidate.setting.step_s),
@@ -119,6 +123,7 @@ def render(made: PlanReport) -> str:
     head = f"{made.requests} requests, {made.requests_per_s:.3g} a second, to {made.model}; targets: {wanted}"
     names = "  ".join(f"{name.replace('_', ' ').upper()} MS" for name in made.targets)
     columns = f"FLEET  GPUS  PRICE/H  {names}  OF TARGET  TOKENS/GPU HOUR  PRICE/M TOKENS  GPU HOURS/M REQUESTS"
+    columns += "  WH/M TOKENS" if first.watt_hours_a_million_tokens else ""
     lines = [head, answer, "", table(columns, [_cells(row, made) for row in made.rows[:ROWS]])]
     left = len(made.rows) - ROWS
     return "\n".join([*lines, f"note: {left} fleets are not shown; --json has all"] if left > 0 else lines)
@@ -140,6 +145,7 @@ def _cells(row: PlanRow, made: PlanReport) -> list[object]:
         "-" if given_up else f"{row.tokens_a_gpu_hour:,.0f}",
         "-" if given_up else f"{row.price_a_million_tokens:,.2f}",
         "-" if given_up else f"{row.gpu_hours_a_million_requests:,.0f}",
+        *(["-" if given_up else f"{watt_hours:,.0f}"] if (watt_hours := row.watt_hours_a_million_tokens) else []),
     ]
 
 

@@ -152,7 +152,9 @@ def test_json_has_the_same_figures_and_where_they_come_from(tmp_path: Path, caps
     assert main(["estimate", config(tmp_path), "--gpu", "H200", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["kv_token_bytes"] == 131072
-    assert len(made["assumed"]) == 2
+    assert len(made["assumed"]) == 3
+    load = made["loads"][0]  # one GPU of 700 W
+    assert load["watt_hours_a_million_tokens"] == pytest.approx(1e6 / load["output_tokens_per_s"] * 700 / 3600)
     assert main(["estimate", str(tmp_path / "config.json"), "--gpu", "H200"]) == 0
     assert f"{made['kv_tokens']:,} tokens of KV" in capsys.readouterr().out
 

@@ -130,12 +130,25 @@ def test_a_plan_with_roles_says_what_it_costs_and_writes_flags_that_up_accepts(
     monkeypatch.chdir(tmp_path)
     profile = str(write_profile(tmp_path))
     load = ["--rate", "4", "--requests", "60", "--prompt-tokens", "1000", "--output-tokens", "50"]
-    choice = ["--roles", "--store-gb", "0,20", "--most", "3", "--price", "2.5", "--ttft-p90", "0.5"]
+    choice = [
+        "--roles",
+        "--store-gb",
+        "0,20",
+        "--most",
+        "3",
+        "--price",
+        "2.5",
+        "--watts-per-gpu",
+        "700",
+        "--ttft-p90",
+        "0.5",
+    ]
     assert main(["plan", "--profile", profile, *load, *choice, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert {row["fleet"]["prefill"] for row in made["rows"]} >= {0}
     assert made["best"]["price_an_hour"] == 2.5 * made["best"]["gpus"]
-    assert made["best"]["price_a_million_tokens"] > 0
+    per_money = made["best"]["watt_hours_a_million_tokens"] / made["best"]["price_a_million_tokens"]
+    assert per_money == pytest.approx(700 / 2.5)
     flags = parse(["up", f"@{tmp_path / 'plan.up'}"])
     assert isinstance(flags, UpFlags)
     assert (flags.engine, flags.model, flags.workers) == ("simulated", "made", made["best"]["fleet"]["workers"])
