@@ -130,19 +130,8 @@ def test_a_plan_with_roles_says_what_it_costs_and_writes_flags_that_up_accepts(
     monkeypatch.chdir(tmp_path)
     profile = str(write_profile(tmp_path))
     load = ["--rate", "4", "--requests", "60", "--prompt-tokens", "1000", "--output-tokens", "50"]
-    choice = [
-        "--roles",
-        "--store-gb",
-        "0,20",
-        "--most",
-        "3",
-        "--price",
-        "2.5",
-        "--watts-per-gpu",
-        "700",
-        "--ttft-p90",
-        "0.5",
-    ]
+    choice = ["--roles", "--store-gb", "0,20", "--most", "3", "--ttft-p90", "0.5"]
+    choice += ["--price", "2.5", "--watts-per-gpu", "700"]
     assert main(["plan", "--profile", profile, *load, *choice, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert {row["fleet"]["prefill"] for row in made["rows"]} >= {0}
