@@ -41,14 +41,14 @@ class PlanRow(Struct, frozen=True):
     tokens_a_gpu_hour: float
     """The tokens of answers in an hour, for each GPU."""
     price_a_million_tokens: float
-    watt_hours_a_million_tokens: float
-    """0 if a GPU's power was not given."""
     gpu_hours_a_million_requests: float
     store_bytes: int
     """The bytes of the block store."""
     step_tokens: int
     """The tokens of a prompt that take the time of one step."""
     result: VirtualResult
+    watt_hours_a_million_tokens: float = 0.0
+    """0 if a GPU's power was not given."""
 
 
 class PlanReport(Struct, frozen=True):
@@ -103,11 +103,11 @@ def row_of(
         of_target=targets.misses(result),
         tokens_a_gpu_hour=tokens_an_hour / gpus,
         price_a_million_tokens=1e6 * price / tokens_an_hour,
-        watt_hours_a_million_tokens=1e6 * gpus * prices.gpu_watts / tokens_an_hour,
         gpu_hours_a_million_requests=1e6 * gpus / max(1e-9, 3600 * result.requests_per_s),
         store_bytes=candidate.setting.store_tokens * prices.kv_token_bytes,
         step_tokens=step_tokens(profile.prefill, candidate.setting.step_s),
         result=result,
+        watt_hours_a_million_tokens=1e6 * gpus * prices.gpu_watts / tokens_an_hour,
     )
 
 
