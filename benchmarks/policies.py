@@ -28,7 +28,7 @@ from benchmarks.report import Goal, report
 from benchmarks.trace import TraceRow, capacity, default_timing, line, run_open
 from services.router.selection.policy import BUILT_IN
 from services.virtual.loads import LoadTrace, agents, chats, unshared
-from services.virtual.workers import StepTime
+from services.virtual.machine import StepTime
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
 

@@ -1,6 +1,6 @@
 """What `headrace profile` and a simulated fleet predict, against two real workers under the same requests.
 
-    profile of one worker ─▶ virtual fleet of two ─▶ predicted ─┐
+    profile of a worker, alone and next to another ─▶ virtual fleet of two ─▶ predicted ─┐
                      └─▶ rate at 0.5 and 0.8 of its capacity ─┐  ├─▶ table, goals
                                 `up` with two workers ◀─ replay ─▶ measured
 
@@ -8,7 +8,7 @@
 
 The capacity is what the virtual fleet does of requests that all come at once. Prompts are tokens, made of the names of
 their blocks, so that equal names are cached. Without FLAGS the workers are native ones with the bundled model on the
-CPU, each with its share of the cores, in the profile too. --quick: half a minute a load, few points. Run it on a quiet
+CPU. --quick: half a minute a load, few points. Run it on a quiet
 machine.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
-from deploy.local.size.profile_file import Profile, decode_profile
+from deploy.local.size.files import read_profile
+from deploy.local.size.profile_file import Profile
 from deploy.local.size.started_up import command, running_up
 from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.size.traffic import MADE_BLOCK, Lengths, Traffic, TrafficRow, drawn_traffic
@@ -77,6 +77,7 @@ def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path) -> V
             block_size=traffic.block_size,
             times=str(file),
             workers=WORKERS,
+            machine_workers=profile.subject.workers,
             overhead_s=profile.overhead_s,
             kv_tokens=profile.kv_tokens,
         )
@@ -143,8 +144,8 @@ def measurement_of(answers: Sequence[TimedAnswer], seconds: float) -> Measuremen
 def make_profile(file: Path, words: Sequence[str], *, quick: bool) -> None:
     """Run `headrace profile`; a file that is there already goes on."""
     size = ("--longest", "512", "--most", "4") if quick else ("--longest", "1024", "--most", "16")
-    limit = ("--limit-s", "120" if quick else "1800")
-    subprocess.run(command("profile", *size, *limit, "--out", str(file), "--", *words), check=False)
+    more = ("--workers", str(WORKERS), "--limit-s", "120" if quick else "1800")
+    subprocess.run(command("profile", *size, *more, "--out", str(file), "--", *words), check=False)
 
 
 def main() -> None:
@@ -159,8 +160,7 @@ def main() -> None:
     parser.add_argument("--loads", default="0.5,0.8", help="shares of the capacity")
     parser.add_argument("up", nargs="*", help="flags of up, after --")
     flags = parser.parse_args()
-    threads = max(1, (os.cpu_count() or 1) // WORKERS)
-    words = flags.up or ["--set", f"worker.threads={threads}"]
+    words = flags.up or ["--engine", "native"]
     minutes = flags.minutes or (0.5 if flags.quick else 10.0)
     terminal, rows = Terminal(), list[SizingRow]()
     with tempfile.TemporaryDirectory(prefix="headrace-sizing-") as home:
@@ -168,9 +168,7 @@ def main() -> None:
         file = (flags.profile or folder / "profile.json").absolute()
         if not file.exists():
             make_profile(file, words, quick=flags.quick)
-        profile = decode_profile(file.read_bytes(), str(file))
-        if len(profile.prefill) < 2 or len(profile.decode) < 2:
-            sys.exit(f"{file}: too few points: the machine is too busy, or `profile` must go on with it")
+        profile = read_profile(file)
         capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
         terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
         with running_up((*FLEET, *words), terminal, "this comparison") as (url, _):

@@ -37,7 +37,7 @@ from benchmarks.report import Goal, report
 from services.router.selection.policy import BUILT_IN
 from services.virtual.fleet import WINDOW_S, SimulatedFleet
 from services.virtual.loads import Ideal, LoadTrace, ideal, read_trace
-from services.virtual.workers import StepTime
+from services.virtual.machine import StepTime
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.timing import Timing
 

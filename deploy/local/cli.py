@@ -450,10 +450,15 @@ def _profile(flags: usage.ProfileFlags) -> int:
     profile.check_flags(flags)
     if flags.up and flags.url:
         raise ConfigError("--url measures an endpoint, flags after -- start one: give one of the two")
+    if flags.workers > 1 and not flags.up:
+        raise ConfigError(
+            "--workers: workers are busy together only where they are started: give flags of `up` after --"
+        )
     connection_to(url := _url(flags))  # checks the address
     options = profile.ProfileOptions(
         longest=flags.longest,
         most=flags.most,
+        workers=flags.workers,
         limit_s=flags.limit_s,
         out=Path(flags.out),
         url="" if flags.up else url,

@@ -404,6 +404,8 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """The GPUs of what is measured."""
     price: float = 0.0
     """The price of a GPU hour."""
+    watts_per_gpu: float = 0.0
+    """The power of a GPU under load, in watts, for the energy of a million tokens."""
     may_stop: bool = False
     """Allow shorter answers: send only OpenAI's own fields, without `ignore_eos`."""
     warmup: int = 2
@@ -453,6 +455,8 @@ class EstimateFlags(Struct, frozen=True, kw_only=True):
     """The share of each GPU's memory for weights and KV."""
     aiconfigurator: File | None = None
     """The program of NVIDIA's aiconfigurator 0.12, in an environment of its own; its times get a column."""
+    out: Annotated[str, "FILE"] = ""
+    """A profile of the estimated times to write, for `plan` and `autoscale` (none)."""
     json: bool = False
     """Print one JSON object in place of the table."""
 
@@ -467,6 +471,8 @@ class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
     """The tokens of the longest prompt, and of the longest context before it."""
     most: int = 32
     """The most answers at once."""
+    workers: int = 1
+    """The workers of a machine. If they are several, each point is also measured while all of them do the same."""
     limit_s: float = 600.0
     """The seconds after which no further point is begun; the same command goes on."""
     out: Annotated[str, "FILE"] = "profile.json"
@@ -509,6 +515,8 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     """Target of the 99th percentile of the time between two tokens, in seconds."""
     price: float = 0.0
     """The price of a GPU hour."""
+    watts_per_gpu: float = 0.0
+    """The power of a GPU under load, in watts, for the energy of a million tokens."""
     gpus_a_worker: Annotated[str, "N,…"] = ""
     """The GPUs of each worker, for each profile in turn (by the vLLM flags in the profile, or 1)."""
     most: int = 16

@@ -37,6 +37,7 @@ from services.router.selection.policies.kv import split_costs
 from services.router.selection.policy import load_policy
 from services.virtual.journeys import Journey, TokenGaps
 from services.virtual.loads import LoadTrace, TracePrompts
+from services.virtual.machine import SimulatedMachine, StepTime
 from services.virtual.store import BlockStore, FleetClock, StoreSizes
 from services.virtual.workers import (
     LONGEST_STEP_S,
@@ -45,7 +46,6 @@ from services.virtual.workers import (
     UNBOUNDED,
     WEIGHTS,
     SimulatedWorker,
-    StepTime,
     drawn,
     engine_core,
     kv_layout,
@@ -147,15 +147,23 @@ class SimulatedFleet:
         while self._left and self.late_requests <= most_late:
             self.clock.step()
 
-    def join(self, step_s: StepTime, role: Role = "aggregated", *, longest_s: float = LONGEST_STEP_S) -> str:
+    def join(
+        self,
+        step_s: StepTime,
+        role: Role = "aggregated",
+        *,
+        longest_s: float = LONGEST_STEP_S,
+        machine: SimulatedMachine | None = None,
+    ) -> str:
         """Add a worker with an empty cache and return its name. Other roles than `aggregated` need a block store.
-        `longest_s` is how long its steps that prefill should take at most, in seconds."""
+        `longest_s` is how long its steps that prefill should take at most, in seconds. `machine` None is its own."""
         assert self.store is not None or role == "aggregated", "prompts are handed over through the block store"
         name = f"worker{next(self._names):03}"
         size, blocks = self.load.block_size, self._capacity_blocks
         running, over = self._max_running, self._overtaking
+        machine = machine or SimulatedMachine(self.clock)
         core = engine_core(name, role, longest_s, running, size, blocks, self.clock, self.store, over)
-        worker = self.workers[name] = SimulatedWorker(name, core, step_s, core.opening())
+        worker = self.workers[name] = SimulatedWorker(name, core, machine, step_s, core.opening())
         card = model_card(name, role, size, blocks, self.store, running)
         self.router.add_card(card, self.clock.now_s)
         self.router.set_sends_events(name, True)
@@ -274,8 +282,8 @@ class SimulatedFleet:
         if works is None:
             self._rest(worker, self.clock.now_s if core.busy else core.wait_until_s)
         else:
-            elapsed_s = worker.step_s(works) if works else 0.0
-            self.clock.after(elapsed_s, partial(self._finish, worker, works, elapsed_s))
+            alone_s = worker.step_s(works) if works else 0.0
+            worker.machine.begin(works, alone_s, partial(self._finish, worker, works))
             if self.store is not None:
                 self._rest_in_step(worker)
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 
 from services.virtual.fleet import HOP_S, Late, SimulatedFleet
 from services.virtual.journeys import TokenGaps
 from services.virtual.loads import LoadTrace, read_trace
+from services.virtual.machine import SimulatedMachine, StepTime
 from services.virtual.store import StoreSizes
-from services.virtual.workers import StepTime
 from services.worker.config import OVERTAKING, SimulatedConfig
 from services.worker.simulated.runner import read_times
 from services.worker.simulated.timing import Timing
 from shared.messages.cards import Role
 from shared.messages.virtual import Percentiles, VirtualResult, VirtualRun
+from shared.percentiles import nearest_ranks
 
 
 def run(wanted: VirtualRun) -> VirtualResult:
     """Run a load through a fleet at its own pace. Raise ConfigError or OSError if a file cannot be used."""
-    load, step_s = _load(wanted.trace, wanted.block_size), step_time(wanted.times)
+    load = _load(wanted.trace, wanted.block_size)
+    step_s = step_time(wanted.times)
+    busy_s = step_time(wanted.times, busy=True) if wanted.machine_workers > 1 else None
     gaps = TokenGaps()
     fleet = SimulatedFleet(
         load,
@@ -38,9 +40,11 @@ def run(wanted: VirtualRun) -> VirtualResult:
         ("prefill", wanted.prefill),
         ("decode", wanted.decode),
     ]
-    for role, number in roles:
-        for _ in range(number):
-            fleet.join(step_s, role, longest_s=wanted.step_s)
+    joining = [role for role, workers in roles for _ in range(workers)]
+    for begin in range(0, len(joining), wanted.machine_workers):
+        machine = SimulatedMachine(fleet.clock, wanted.machine_workers, busy_s)
+        for role in joining[begin : begin + wanted.machine_workers]:
+            fleet.join(step_s, role, longest_s=wanted.step_s, machine=machine)
     fleet.run()
     return _summed_up(fleet, gaps, max(0.0, wanted.overhead_s - HOP_S))
 
@@ -64,11 +68,7 @@ def _summed_up(fleet: SimulatedFleet, gaps: TokenGaps, before_s: float) -> Virtu
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:
     """Return nearest-rank percentiles; zeros without values."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return Percentiles(0.0, 0.0, 0.0)
-    p50, p90, p99 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
-    return Percentiles(p50, p90, p99)
+    return Percentiles(**nearest_ranks(sorted(seconds) or [0.0]))
 
 
 @lru_cache(maxsize=1)
@@ -76,8 +76,8 @@ def _load(trace: str, block_size: int) -> LoadTrace:
     return read_trace(Path(trace), block_size)
 
 
-@lru_cache(maxsize=1)
-def step_time(times: str) -> StepTime:
-    """Return the times of steps in a file. Raise ConfigError."""
+@lru_cache(maxsize=2)
+def step_time(times: str, *, busy: bool = False) -> StepTime:
+    """Return the times of steps in a file, or those while all workers of the machine compute. Raise ConfigError."""
     config = SimulatedConfig(table=times)
-    return Timing(config, read_times(config)).step_s
+    return Timing(config, read_times(config, busy=busy)).step_s

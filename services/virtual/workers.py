@@ -5,11 +5,11 @@ Real: `EngineCore.of` with the settings of a worker and its role, the KV connect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from services.virtual.loads import VOCABULARY
+from services.virtual.machine import SimulatedMachine, StepTime
 from services.virtual.store import KVBM, BlockStore, FleetClock, PoolPlace
 from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, Ready, Stepped
@@ -28,9 +28,6 @@ COPY_BYTES_PER_S = 50e9
 """The rate of copies between a device and the block store's memory, in each direction."""
 UNBOUNDED = 1 << 40
 
-StepTime = Callable[[Sequence[Work]], float]
-"""A function that returns how long a worker takes for a step, in seconds."""
-
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
@@ -38,6 +35,7 @@ class SimulatedWorker:
 
     name: str
     core: EngineCore
+    machine: SimulatedMachine
     step_s: StepTime
     last: Stepped
     attempts: dict[tuple[str, int], None] = field(default_factory=dict)

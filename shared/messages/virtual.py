@@ -21,6 +21,8 @@ class VirtualRun(Struct, frozen=True, kw_only=True, tag=True):
     """The number of workers that compute prompts."""
     decode: int = 0
     """The number of workers that decode what others hand over."""
+    machine_workers: int = 1
+    """The workers of a machine. Above 1, `times` has their times while all of them compute too."""
     policy: str = "kv"
     max_running: int = 64
     step_s: float = 0.25

@@ -11,14 +11,13 @@ wrong shows as a queue, which decider.py counts.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import exp, sqrt
 from typing import Literal, get_args
 
 from msgspec import Struct
 
-from deploy.local.size.profile_file import Row
+from shared.measured_times import MeasuredTimes
 
 WorkerRole = Literal["aggregated", "prefill", "decode"]
 Workers = Mapping[WorkerRole, int]
@@ -59,9 +58,9 @@ class ScaleGoals(Struct, frozen=True):
 class WorkerTimes(Struct, frozen=True):
     """The times of one worker."""
 
-    prefill: Sequence[Row]
+    prefill: MeasuredTimes
     """(tokens, context before them, seconds)"""
-    decode: Sequence[Row]
+    decode: MeasuredTimes
     """(sequences, context of each, seconds)"""
     overhead_s: float
     """The part of a first token that no step takes."""
@@ -71,12 +70,12 @@ class WorkerTimes(Struct, frozen=True):
 
     def prompt_s(self, mix: RequestMix) -> float:
         """Return the time of one prompt, in as many steps as workers make of it."""
-        seconds = interpolated(self.prefill, max(1.0, mix.prompt_tokens - mix.cached_tokens), mix.cached_tokens)
-        return seconds + int(seconds / STEP_S) * interpolated(self.prefill, 1.0, mix.cached_tokens)
+        seconds = self.prefill.at(max(1.0, mix.prompt_tokens - mix.cached_tokens), mix.cached_tokens)
+        return seconds + int(seconds / STEP_S) * self.prefill.at(1.0, mix.cached_tokens)
 
     def step_s(self, sequences: float, context: float) -> float:
         """Return the time of a step that only decodes."""
-        return interpolated(self.decode, max(1.0, sequences), context)
+        return self.decode.at(max(1.0, sequences), context)
 
 
 def workers_needed(
@@ -137,21 +136,3 @@ def _erlang_c(workers: int, load: float) -> float:
     for number in range(1, workers + 1):
         blocked = load * blocked / (number + load * blocked)
     return blocked / (1.0 - load / workers * (1.0 - blocked))
-
-
-def interpolated(rows: Sequence[Row], x: float, y: float) -> float:
-    """Return the seconds at a place of a complete grid, linear in both directions. Below the grid its edge holds, above
-    it the last slope goes on."""
-    seconds = {(row[0], row[1]): row[2] for row in rows}
-    xs, ys = (sorted({row[axis] for row in rows}) for axis in (0, 1))
-    (x0, x1, across), (y0, y1, along) = _between(xs, x), _between(ys, y)
-    low = seconds[x0, y0] + along * (seconds[x0, y1] - seconds[x0, y0])
-    high = seconds[x1, y0] + along * (seconds[x1, y1] - seconds[x1, y0])
-    return max(low + across * (high - low), min(seconds[a, b] for a in (x0, x1) for b in (y0, y1)))
-
-
-def _between(marks: Sequence[float], value: float) -> tuple[float, float, float]:
-    if len(marks) == 1 or value <= marks[0]:
-        return marks[0], marks[0], 0.0
-    index = min(max(1, bisect_left(marks, value)), len(marks) - 1)
-    return marks[index - 1], marks[index], (value - marks[index - 1]) / (marks[index] - marks[index - 1])

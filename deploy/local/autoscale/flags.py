@@ -9,8 +9,10 @@ from deploy.local.autoscale.capacity import ROLES, ScaleGoals, WorkerRole, Worke
 from deploy.local.autoscale.decider import KEPT, DaySchedule, ScalePolicy, WorkerBounds
 from deploy.local.size.files import read_profile
 from deploy.local.size.flags import check_ranges
+from deploy.local.size.profile_file import Profile
 from deploy.local.usage import AutoscaleFlags
 from shared.errors import ConfigError
+from shared.measured_times import MeasuredTimes
 
 MOST = 256
 """The most workers of a role."""
@@ -71,11 +73,17 @@ def times_of(flags: AutoscaleFlags, models: Collection[str], kv_tokens: float) -
         raise ConfigError(
             f"{flags.profile} is a profile of {profile.subject.model}, and the fleet serves {', '.join(sorted(models))}"
         )
+    return worker_times(profile, kv_tokens or profile.kv_tokens or 1e9)
+
+
+def worker_times(profile: Profile, kv_tokens: float) -> WorkerTimes:
+    """Return the times of a worker that has room for `kv_tokens`, while its machine's others are as busy."""
+    measured = profile.busy or profile
     return WorkerTimes(
-        prefill=profile.prefill,
-        decode=profile.decode,
+        prefill=MeasuredTimes(measured.prefill, "prefill"),
+        decode=MeasuredTimes(measured.decode, "decode"),
         overhead_s=profile.overhead_s,
-        kv_tokens=kv_tokens or profile.kv_tokens or 1e9,
+        kv_tokens=kv_tokens,
         max_running=profile.subject.most,
     )
 

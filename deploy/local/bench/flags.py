@@ -31,6 +31,7 @@ LIMITS = {
     "agentic": (0, 10),
     "gpus": (1, 65_536),
     "price": (0, LIMIT),
+    "watts_per_gpu": (0, LIMIT),
     **dict.fromkeys(TARGETS, (0, LIMIT)),
 }
 TRACE_LIMIT_BYTES = 1 << 30

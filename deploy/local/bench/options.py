@@ -30,4 +30,4 @@ class BenchOptions(BenchFlags, frozen=True, kw_only=True):
     def key_of(self, variant: str, number: int) -> RowKey:
         """Return what rows of a fleet in a round have in common."""
         targets = {name: limit for name in TARGETS if (limit := getattr(self, name))}
-        return RowKey(variant, number, self.may_stop, Terms(targets, self.gpus, self.price))
+        return RowKey(variant, number, self.may_stop, Terms(targets, self.gpus, self.price, self.watts_per_gpu))

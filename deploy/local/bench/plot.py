@@ -1,4 +1,4 @@
-"""Draws the curves of loads as a PNG. This is the only module of the command that needs matplotlib."""
+"""Draws the curves of loads as a PNG."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib as mpl
-
 from deploy.local.bench.rows import BenchRow
-
-mpl.use("Agg")
-
-from matplotlib import pyplot
-
-mpl.rcParams["text.parse_math"] = False  # a name may have two $
+from deploy.local.picture import new_figure, save
 
 _LATENCIES = {
     "time to first token, s": "first_token_s",
@@ -41,14 +34,13 @@ def series(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
 
 def draw(curves: Mapping[str, Sequence[BenchRow]], path: Path) -> None:
     """Draw latencies and throughput over the load into a PNG file, for each of the named curves."""
-    figure = figure_of(curves)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure_of(curves), path)
 
 
 def figure_of(curves: Mapping[str, Sequence[BenchRow]]) -> Any:
     """Return the figure of latencies and throughput."""
-    figure, axes = pyplot.subplots(1, len(_LATENCIES) + 1, figsize=(4.4 * (len(_LATENCIES) + 1), 3.6))
+    figure = new_figure(4.4 * (len(_LATENCIES) + 1), 3.6)
+    axes = figure.subplots(1, len(_LATENCIES) + 1)
     for axis, (title, field) in zip(axes, _LATENCIES.items(), strict=False):
         for number, (name, rows) in enumerate(curves.items()):
             for percentile, style, fill in (("p50", "-", "full"), ("p99", ":", "none")):

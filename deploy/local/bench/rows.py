@@ -125,8 +125,9 @@ class BenchRow(Struct, frozen=True):
     queue_grows: bool | None = None
     """Whether first tokens came later and later. None in a closed loop."""
     tokens_per_gpu_hour: float | None = None
-    """Output tokens. None if neither a price nor a number of GPUs is known."""
+    """Output tokens. None if no price, power or number of GPUs is known."""
     price_per_million_tokens: float | None = None
+    watt_hours_per_million_tokens: float | None = None
 
     @property
     def name(self) -> str:
@@ -190,8 +191,9 @@ def row_of(
         missed=missed(terms.targets, first_token_s, inter_token_s),
         good_per_s=sum(_is_good(result, terms) for result in done) / lasting_s if terms.targets else None,
         queue_grows=None if point.loop == "closed" else queue_grows(firsts),
-        tokens_per_gpu_hour=per_gpu_hour if terms.price or terms.gpus > 1 else None,
+        tokens_per_gpu_hour=per_gpu_hour if terms.price or terms.gpu_watts or terms.gpus > 1 else None,
         price_per_million_tokens=1e6 * terms.price / per_gpu_hour if terms.price and tokens else None,
+        watt_hours_per_million_tokens=1e6 * terms.gpu_watts / per_gpu_hour if terms.gpu_watts and tokens else None,
     )
 
 
@@ -283,6 +285,7 @@ def render_turns(rows: Sequence[BenchRow]) -> str:
 
 def render_terms(rows: Sequence[BenchRow]) -> str:
     """Return what rows reach of their targets and what they cost, as a table. Empty if they have neither."""
+    power = any(row.watt_hours_per_million_tokens is not None for row in rows)
     cells = [
         (
             row.full_name,
@@ -290,11 +293,13 @@ def render_terms(rows: Sequence[BenchRow]) -> str:
             ", ".join(f"{name} {ratio:.0%}" for name, ratio in row.missed.items()) or "-",
             "-" if row.tokens_per_gpu_hour is None else f"{row.tokens_per_gpu_hour:,.0f}",
             "-" if row.price_per_million_tokens is None else f"{row.price_per_million_tokens:,.2f}",
+            *([f"{row.watt_hours_per_million_tokens or 0:,.0f}"] if power else []),
         )
         for row in rows
         if row.tokens_per_gpu_hour is not None or row.good_per_s is not None
     ]
-    return table("LOAD  GOOD REQ/S  MISSED  TOKENS/GPU HOUR  PRICE/M TOKENS", cells) if cells else ""
+    more = "  WH/M TOKENS" if power else ""
+    return table(f"LOAD  GOOD REQ/S  MISSED  TOKENS/GPU HOUR  PRICE/M TOKENS{more}", cells) if cells else ""
 
 
 def notes(row: BenchRow) -> list[str]:

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import uvloop
 from msgspec import Struct
 
+from deploy.local import picture
+from deploy.local.bench import plot
 from deploy.local.bench.measure import Measurer, measurer
 from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point, open_point
@@ -34,7 +35,7 @@ from deploy.local.bench.variants import Variant
 from deploy.local.size.started_up import running_up
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
-from shared.installation import BIN, PACKAGED, TREE
+from shared.installation import PACKAGED, TREE
 from shared.version import VERSION
 
 
@@ -107,11 +108,9 @@ def _tables(report: BenchReport, names: Sequence[str]) -> str:
 
 def draw_rows(rows: Sequence[BenchRow], out: str, done: str = "") -> None:
     """Draw curves to `out`.png if matplotlib is there, and say what was `done` before."""
-    if find_spec("matplotlib") is None:
-        print("; ".join(filter(None, (done, f"to draw it, run `{BIN}pip install matplotlib`"))), file=sys.stderr)
+    if not picture.can_draw():
+        print("; ".join(filter(None, (done, picture.HINT))), file=sys.stderr)
         return
-    from deploy.local.bench import plot  # imported here because matplotlib is optional
-
     plot.draw(plot.series(rows), Path(f"{out}.png"))
     print("; ".join(filter(None, (done, f"{out}.png is drawn"))), file=sys.stderr)
 

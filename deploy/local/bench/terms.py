@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from statistics import median
 
 from msgspec import Struct
 
 from deploy.local.size.flags import TARGETS
+from shared.percentiles import nearest_ranks
 
 FEW = 12
 """Requests with fewer than these say nothing about a queue."""
@@ -29,10 +29,7 @@ class Spread(Struct, frozen=True):
 def spread(seconds: Sequence[float]) -> Spread:
     """Return nearest-rank percentiles."""
     ordered = sorted(seconds)
-    if not ordered:
-        return Spread()
-    p50, p90, p99 = (ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
-    return Spread(p50, p90, p99, ordered[-1])
+    return Spread(**nearest_ranks(ordered), max=ordered[-1] if ordered else None)
 
 
 class Terms(Struct, frozen=True):
@@ -43,6 +40,8 @@ class Terms(Struct, frozen=True):
     gpus: int = 1
     price: float = 0.0
     """The price of a GPU hour. 0 if it is not known."""
+    gpu_watts: float = 0.0
+    """The power of a GPU. 0 if it is not known."""
 
     def limit_s(self, figure: str) -> float | None:
         """Return the limit of a single request for `ttft` or `itl`: that of the highest percentile that has one."""

@@ -6,13 +6,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
+from deploy.local import picture
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, instances_of
+from deploy.local.show.heat_plot import draw
 from deploy.local.table import age, table
 from deploy.local.terminal import highlight
 from shared import subjects
@@ -31,8 +32,8 @@ def show(config: FleetConfig, top: int, png: str, *, as_json: bool) -> int:
         raise ConfigError(f"--top is 1 to {MOST}")
     if png and not Path(png).absolute().parent.is_dir():
         raise ConfigError(f"--png {png}: no such directory: {Path(png).parent}")
-    if png and find_spec("matplotlib") is None:
-        raise ConfigError("--png needs the package matplotlib, which is not installed")
+    if png and not picture.can_draw():
+        raise ConfigError(f"--png {png}: {picture.HINT}")
     states, silent = asyncio.run(_ask(config))
     for line in silent:
         print(f"note: {line}", file=sys.stderr)
@@ -42,8 +43,6 @@ def show(config: FleetConfig, top: int, png: str, *, as_json: bool) -> int:
     else:
         print(highlight(render(states, found), sys.stdout))
     if png:
-        from deploy.local.show.heat_plot import draw  # imported here because it loads matplotlib
-
         draw(found, Path(png))
         print(f"{png} is drawn", file=sys.stderr)
     return 0

@@ -1,19 +1,12 @@
-"""Draws the hottest prefixes as a PNG, for `headrace heat`. It needs matplotlib."""
+"""Draws the hottest prefixes as a PNG, for `headrace heat`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
+from deploy.local.picture import new_figure, save
 from shared.messages.people import PrefixHeat
-
-mpl.use("Agg")
-
-from matplotlib import pyplot
-
-mpl.rcParams["text.parse_math"] = False  # a name may have two $
 
 
 def draw(prefixes: Sequence[PrefixHeat], path: Path) -> None:
@@ -21,12 +14,12 @@ def draw(prefixes: Sequence[PrefixHeat], path: Path) -> None:
     above."""
     rows = list(reversed(prefixes))
     names = [f"{one.block}  {one.tokens} tokens, {len(one.device)} on device" for one in rows]
-    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.28 * max(1, len(rows))))
+    figure = new_figure(9, 1.2 + 0.28 * max(1, len(rows)))
+    axis = figure.subplots()
     axis.barh(range(len(rows)), [one.asked for one in rows], color="#f2c6a0", label="requests")
     axis.barh(range(len(rows)), [one.hits for one in rows], color="#c8501e", label="found cached")
     axis.set_yticks(range(len(rows)), names, family="monospace", fontsize=8)
     axis.set(title="prefixes of the latest requests", xlabel="requests")
     axis.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.aiconfigurator import decode_s
+from deploy.local.size.files import check_parent
 from deploy.local.size.flags import check_ranges, whole_numbers
+from deploy.local.size.profile_file import Profile, Subject, encode_profile
 from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
 from deploy.local.size.shape import shape_of
 from deploy.local.table import table
@@ -23,6 +26,8 @@ GPUS = Path(__file__).with_name("gpus.json")
 BITS = {"bfloat16": 16.0, "float16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.5}
 """Bits of a weight; those of 4 bits have half a bit of scales."""
 BATCHES = (1, 8, 32, 128)
+PROFILE_LONGEST, PROFILE_MOST = 8192, 256
+"""The tokens of the longest prompt of an estimated profile, at least, and its answers at once, at most."""
 LIMIT = 1 << 24
 """Upper limit of the numbers that `estimate` takes."""
 
@@ -37,6 +42,8 @@ class LoadEstimate(Struct, frozen=True):
     """The time a token in a steady load, whose prompts are computed in between."""
     output_tokens_per_s: float
     """The output of all sequences in that load."""
+    watt_hours_a_million_tokens: float
+    """The energy of GPUs at their power limit, in that load."""
     binds: str
     aiconfigurator_itl_s: float | None = None
     """What aiconfigurator says of `itl_s`. None if it was not asked."""
@@ -70,6 +77,9 @@ class Estimate(Struct, frozen=True):
 def estimate(flags: EstimateFlags) -> int:
     """Print the estimate and return the exit status. Raise ConfigError."""
     made = estimate_of(flags)
+    if flags.out:
+        check_parent("--out", flags.out)
+        Path(flags.out).write_bytes(encode_profile(estimated_profile(flags)))
     print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else _render(made))
     return 0
 
@@ -77,14 +87,8 @@ def estimate(flags: EstimateFlags) -> int:
 def estimate_of(flags: EstimateFlags) -> Estimate:
     """Return the estimate for checked flags. Raise ConfigError."""
     _check(flags)
-    gpu = find_gpu(flags.gpu)
-    shape = shape_of(*_settings(flags.model))
-    split = GpuSplit(flags.tensor_parallel, flags.pipeline_parallel, flags.expert_parallel)
-    check_split(shape, split, flags.engine)
-    bits = shape.bits if flags.dtype == "auto" else BITS[flags.dtype]
-    bits = 16.0 if flags.engine == "native" else bits  # it expands weights of fewer bits when it loads them
-    kv_bits = 16.0 if flags.kv_dtype == "auto" else BITS[flags.kv_dtype]
-    roofline = Roofline(shape, gpu, split, ENGINES[flags.engine], bits, kv_bits)
+    roofline = _roofline(flags)
+    shape, gpu, split = roofline.shape, roofline.gpu, roofline.split
     kv_tokens, length = roofline.kv_tokens(flags.memory_share), flags.prompt + flags.output
     if shape.context and length > shape.context:
         raise ConfigError(f"--prompt and --output are {length} tokens; the model's context has {shape.context}")
@@ -115,12 +119,54 @@ def estimate_of(flags: EstimateFlags) -> Estimate:
     )
 
 
+def _roofline(flags: EstimateFlags) -> Roofline:
+    gpu = find_gpu(flags.gpu)
+    shape = shape_of(*_settings(flags.model))
+    split = GpuSplit(flags.tensor_parallel, flags.pipeline_parallel, flags.expert_parallel)
+    check_split(shape, split, flags.engine)
+    bits = shape.bits if flags.dtype == "auto" else BITS[flags.dtype]
+    bits = 16.0 if flags.engine == "native" else bits  # it expands weights of fewer bits when it loads them
+    kv_bits = 16.0 if flags.kv_dtype == "auto" else BITS[flags.kv_dtype]
+    return Roofline(shape, gpu, split, ENGINES[flags.engine], bits, kv_bits)
+
+
+def estimated_profile(flags: EstimateFlags) -> Profile:
+    """Return a profile with the estimated times of a worker in place of measured ones. Raise ConfigError."""
+    roofline, path = _roofline(flags), Path(flags.model).resolve()
+    folder, kv_tokens = path if path.is_dir() else path.parent, roofline.kv_tokens(flags.memory_share)
+    words = [
+        "--engine",
+        flags.engine,
+        "--model",
+        str(folder),
+        *(["--device", "cuda"] if flags.engine == "native" else []),
+    ]
+    for name, size in (("tensor", roofline.split.tensor), ("pipeline", roofline.split.pipeline)):
+        words += ["--set", f"worker.vllm.{name}_parallel_size={size}"] if size > 1 else []
+    longest = 1 << (max(flags.prompt + flags.output, PROFILE_LONGEST) - 1).bit_length()
+    most = max(1, min(PROFILE_MOST, kv_tokens // (flags.prompt + flags.output)))
+    tokens = [1 << power for power in range(6, longest.bit_length())]
+    batches = sorted({*(1 << power for power in range(most.bit_length())), most})
+    first_s = roofline.achieved.first_s
+    return Profile(
+        subject=Subject(folder.name, " ".join(words), f"estimated for {roofline.gpu.full_name}", {}, longest, most),
+        when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        complete=True,
+        overhead_s=first_s,
+        cached_seen=False,
+        kv_tokens=kv_tokens,
+        prefill=[(x, y, roofline.first_s(x + y, y / (x + y)) - first_s) for x in tokens for y in (0, longest)],
+        decode=[(x, y, roofline.decode(x, y).seconds) for x in batches for y in (64, longest)],
+    )
+
+
 def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
     step = roofline.decode(batch, flags.prompt + flags.output / 2)
     loaded_s = roofline.loaded_s(batch, flags.prompt, flags.output, flags.cached)
     asked = flags.aiconfigurator
     other_s = asked and decode_s(asked, Path(flags.model), roofline, batch, flags.prompt, flags.output)
-    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, step.binds, other_s or None)
+    watt_hours = 1e6 * roofline.split.gpus * roofline.gpu.watts * loaded_s / batch / 3600
+    return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, watt_hours, step.binds, other_s or None)
 
 
 def _assumed(roofline: Roofline) -> list[str]:
@@ -128,6 +174,7 @@ def _assumed(roofline: Roofline) -> list[str]:
     part = done.memory[roofline.weight_bits < 16]
     return [
         f"figures of the GPU: {roofline.gpu.source}",
+        f"WH: GPUs at their power limit, {roofline.gpu.watts:g} W each, without the rest of the machine",
         f"{part:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
     ]
 
@@ -185,7 +232,7 @@ def _render(made: Estimate) -> str:
 
 def _columns(made: Estimate) -> str:
     other = "  AICONFIGURATOR" if made.loads[0].aiconfigurator_itl_s is not None else ""
-    return f"BATCH  MS A TOKEN{other}  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  BINDS"
+    return f"BATCH  MS A TOKEN{other}  MS A TOKEN LOADED  TOKENS/S  TOKENS/S A GPU  WH/M TOKENS  BINDS"
 
 
 def _cells(made: Estimate) -> list[Sequence[object]]:
@@ -197,6 +244,7 @@ def _cells(made: Estimate) -> list[Sequence[object]]:
             f"{1000 * load.loaded_itl_s:.1f}",
             f"{load.output_tokens_per_s:,.0f}",
             f"{load.output_tokens_per_s / made.gpus:,.0f}",
+            f"{load.watt_hours_a_million_tokens:,.0f}",
             load.binds,
         )
         for load in made.loads

@@ -34,7 +34,12 @@ def read_profile(file: Path, flag: str = "") -> Profile:
     profile = decode_profile(read_given(file, FILE_LIMIT_BYTES, flag), name)
     if len(profile.prefill) < 2 or len(profile.decode) < 2:
         raise ConfigError(f"{name}: too few points: let `profile` go on with it")
-    for kind, rows in (("prefill", profile.prefill), ("decode", profile.decode)):
+    if (profile.busy is None) != (profile.subject.workers < 2):
+        raise ConfigError(f"{name}: a profile of {profile.subject.workers} workers without times of all: measure again")
+    tables = [("prefill", profile.prefill), ("decode", profile.decode)]
+    if profile.busy is not None:
+        tables += [("prefill", profile.busy.prefill), ("decode", profile.busy.decode)]
+    for kind, rows in tables:
         xs, ys = ({row[axis] for row in rows} for axis in (0, 1))
         if {row[:2] for row in rows} != set(product(xs, ys)) or min(row[2] for row in rows) <= 0:
             raise ConfigError(f"{name}: {kind} is no complete grid of times above 0: measure again")

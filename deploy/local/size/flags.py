@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from math import nan
 
 from shared.errors import ConfigError
+from shared.percentiles import SHARES
 
 NUMBERS_LIMIT = 64
 """The most numbers that one flag lists."""
-SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 TARGETS = tuple(f"{figure}_{share}" for figure in ("ttft", "itl") for share in SHARES)
 """The names of targets, those of higher percentiles last."""
 

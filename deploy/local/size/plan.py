@@ -15,15 +15,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from math import inf, prod
 from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 
+from deploy.local import picture
+from deploy.local.size import plan_plot
 from deploy.local.size.files import check_parent, read_given, read_profile
-from deploy.local.size.flags import SHARES, TARGETS, check_ranges, numbers, whole_numbers
+from deploy.local.size.flags import TARGETS, check_ranges, numbers, whole_numbers
 from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
 from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
@@ -35,6 +36,7 @@ from deploy.local.usage import PlanFlags
 from shared.errors import ConfigError, Unavailable
 from shared.installation import TREE
 from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, VirtualRun
+from shared.percentiles import SHARES
 
 RUN_LIMIT_S = 3600.0
 """The most seconds that one fleet may take to simulate."""
@@ -47,9 +49,11 @@ GPUS_LIMIT = 1024
 
 def plan(flags: PlanFlags) -> int:
     """Print the plan and return the exit status: 1 if nothing meets the targets. Raise ConfigError or Unavailable."""
+    _check(flags)
+    measured = [] if flags.measured is None else _measured(flags.measured)  # before anything is run
     made = plan_of(flags, Terminal())
     print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else render(made))
-    _write(made, Path(flags.out), [] if flags.measured is None else _measured(flags.measured))
+    _write(made, Path(flags.out), measured)
     return 1 if made.best is None else 0
 
 
@@ -65,9 +69,7 @@ def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
         }
     for ending, text in texts.items():
         (out if ending == ".up" else out.with_suffix(ending)).write_text(text, encoding="utf-8")
-    if find_spec("matplotlib") is not None:
-        from deploy.local.size import plan_plot  # imported here because matplotlib is optional
-
+    if picture.can_draw():
         plan_plot.draw(made, measured, out.with_suffix(".png"))
         texts[".png"] = ""
     names = [out.name if ending == ".up" else out.with_suffix(ending).name for ending in texts]
@@ -84,10 +86,7 @@ def _measured(file: Path) -> list[Measured]:
 
 
 def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
-    """Run fleets until the answer is known. Raise ConfigError or Unavailable."""
-    _check(flags)
-    if flags.measured is not None:
-        _measured(flags.measured)  # before anything is run
+    """Run fleets until the answer is known, for checked flags. Raise ConfigError or Unavailable."""
     files = [Path(name) for name in flags.profile or ["profile.json"]]
     profiles = [read_profile(file) for file in files]
     if others := {profile.subject.model for profile in profiles} - {profiles[0].subject.model}:
@@ -105,7 +104,8 @@ def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
                 continue  # one worker of it takes more GPUs than a fleet that is known to do
             search = FleetSearch(_settings(flags, profile), int(min(flags.most, most // each)), targets, width=jobs)
             _search(search, msgspec.structs.replace(run, trace=str(load)), jobs, terminal)
-            rows += rows_of(search, profile, Prices(flags.price, each, flags.kv_token_bytes), targets)
+            prices = Prices(flags.price, each, flags.kv_token_bytes, flags.watts_per_gpu)
+            rows += rows_of(search, profile, prices, targets)
             most = min([row.gpus for row in rows if row.meets], default=inf)
     return report_of(rows, profiles[0].subject.model, traffic, targets)
 
@@ -134,6 +134,7 @@ def _first_run(flags: PlanFlags, file: Path, profile: Profile, traffic: Traffic,
         block_size=traffic.block_size,
         times=str(file.absolute()),
         workers=0,
+        machine_workers=profile.subject.workers,
         overhead_s=profile.overhead_s,
         kv_tokens=kv_tokens,
         overtakes="://" not in profile.subject.server and "vllm" not in profile.subject.server,
@@ -267,6 +268,7 @@ def _check(flags: PlanFlags) -> None:
         "spread": (0, 10),
         "rate": (0, 1e6),
         "price": (0, 1e9),
+        "watts_per_gpu": (0, 1e6),
         "most": (1, WORKERS_LIMIT),
         "kv_tokens": (0, 1 << 40),
         "kv_token_bytes": (1, 1 << 30),

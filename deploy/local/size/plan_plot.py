@@ -1,26 +1,19 @@
-"""Draws the fleets of a plan as a PNG. Only this module and bench's need matplotlib."""
+"""Draws the fleets of a plan as a PNG."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib as mpl
-
+from deploy.local.picture import new_figure, save
 from deploy.local.size.plan_page import Measured, front_of, planned_of, worst_of
 from deploy.local.size.plan_report import PlanReport
-
-mpl.use("Agg")
-
-from matplotlib import pyplot
-from matplotlib.ticker import MaxNLocator
-
-mpl.rcParams["text.parse_math"] = False  # a name may have two $
 
 
 def draw(made: PlanReport, measured: Sequence[Measured], path: Path) -> None:
     """Draw all fleets over GPUs and latency; with measurements also the best fleet's figures next to them."""
-    figure, axes = pyplot.subplots(1, 2 if measured else 1, figsize=(12 if measured else 6.4, 4), squeeze=False)
+    figure = new_figure(12 if measured else 6.4, 4)
+    axes = figure.subplots(1, 2 if measured else 1, squeeze=False)
     axis, front = axes[0][0], front_of(made.rows)
     axis.scatter([row.gpus for row in made.rows], [worst_of(row) for row in made.rows], color="gray", label="tried")
     axis.plot(
@@ -28,7 +21,7 @@ def draw(made: PlanReport, measured: Sequence[Measured], path: Path) -> None:
     )
     axis.axhline(1, color="black", linewidth=1)
     axis.set(xlabel="GPUs", ylabel="worst figure, as a share of its target", title=f"Fleets for {made.model}")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_ylim(0, min(3.0, 1.1 * max(map(worst_of, made.rows)) + 0.1))
     axis.legend()
     if measured:
@@ -42,5 +35,4 @@ def draw(made: PlanReport, measured: Sequence[Measured], path: Path) -> None:
         beside.tick_params("x", rotation=30)
         beside.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save(figure, path)

@@ -23,6 +23,7 @@ class Prices(Struct, frozen=True):
     gpu_hour: float
     gpus_a_worker: int
     kv_token_bytes: int
+    gpu_watts: float = 0.0
 
 
 class PlanRow(Struct, frozen=True):
@@ -46,6 +47,8 @@ class PlanRow(Struct, frozen=True):
     step_tokens: int
     """The tokens of a prompt that take the time of one step."""
     result: VirtualResult
+    watt_hours_a_million_tokens: float = 0.0
+    """0 if a GPU's power was not given."""
 
 
 class PlanReport(Struct, frozen=True):
@@ -104,6 +107,7 @@ def row_of(
         store_bytes=candidate.setting.store_tokens * prices.kv_token_bytes,
         step_tokens=step_tokens(profile.prefill, candidate.setting.step_s),
         result=result,
+        watt_hours_a_million_tokens=1e6 * gpus * prices.gpu_watts / tokens_an_hour,
     )
 
 
@@ -119,6 +123,7 @@ def render(made: PlanReport) -> str:
     head = f"{made.requests} requests, {made.requests_per_s:.3g} a second, to {made.model}; targets: {wanted}"
     names = "  ".join(f"{name.replace('_', ' ').upper()} MS" for name in made.targets)
     columns = f"FLEET  GPUS  PRICE/H  {names}  OF TARGET  TOKENS/GPU HOUR  PRICE/M TOKENS  GPU HOURS/M REQUESTS"
+    columns += "  WH/M TOKENS" if first.watt_hours_a_million_tokens else ""
     lines = [head, answer, "", table(columns, [_cells(row, made) for row in made.rows[:ROWS]])]
     left = len(made.rows) - ROWS
     return "\n".join([*lines, f"note: {left} fleets are not shown; --json has all"] if left > 0 else lines)
@@ -140,6 +145,7 @@ def _cells(row: PlanRow, made: PlanReport) -> list[object]:
         "-" if given_up else f"{row.tokens_a_gpu_hour:,.0f}",
         "-" if given_up else f"{row.price_a_million_tokens:,.2f}",
         "-" if given_up else f"{row.gpu_hours_a_million_requests:,.0f}",
+        *(["-" if given_up else f"{watt_hours:,.0f}"] if (watt_hours := row.watt_hours_a_million_tokens) else []),
     ]
 
 

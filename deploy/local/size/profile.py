@@ -4,6 +4,8 @@ grid.py decides which points to measure; this module measures them, and writes t
 
     prefill   first token of a prompt of x new tokens after y cached ones, less what no step takes
     decode    time a token of x answers at once after prompts of y tokens, all of them cached before
+
+With several workers each point is measured at one of them alone, and then at all of them at the same moment.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import uvloop
 from msgspec import Struct
@@ -26,6 +28,8 @@ from deploy.local.size.flags import check_ranges
 from deploy.local.size.grid import Place, TimeGrid
 from deploy.local.size.profile_file import (
     FILE_LIMIT_BYTES,
+    BusyTimes,
+    Kind,
     MeasuredPoint,
     Profile,
     Subject,
@@ -33,13 +37,17 @@ from deploy.local.size.profile_file import (
     decode_profile,
     encode_profile,
 )
-from deploy.local.size.started_up import blocks_of, started_up
+from deploy.local.size.started_up import blocks_of, started_ups
 from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.terminal import Terminal
 from deploy.local.usage import ProfileFlags
 from shared.errors import Unavailable
+from shared.measured_times import Point
 from shared.version import VERSION
 
+Timed = Callable[[Place, Sequence[TokenClient]], Awaitable[float]]
+WORKERS = 16
+"""The most workers of a machine that are measured at once."""
 SHORTEST = 64
 """The tokens of the shortest prompt, and of the shortest context."""
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
@@ -65,6 +73,8 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
     out: Path
     url: str
     """The URL of the API; empty if an `up` is started."""
+    workers: int
+    """The workers of the machine; each has an `up` of its own."""
     model: str
     api_key: str
     state: Path
@@ -75,7 +85,9 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
 def check_flags(flags: ProfileFlags) -> None:
     """Raise ConfigError for numbers out of range."""
-    check_ranges(flags, {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "limit_s": (1, 86_400)})
+    check_ranges(
+        flags, {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "workers": (1, WORKERS), "limit_s": (1, 86_400)}
+    )
     check_parent("--out", flags.out)
 
 
@@ -83,25 +95,28 @@ def profile(options: ProfileOptions) -> int:
     """Measure and return the exit status. Raise ConfigError or Unavailable."""
     terminal = Terminal()
     _earlier(options.out, _subject(options))  # before anything is started
-    with _endpoint(options, terminal) as (url, state), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        made = runner.run(_measure(options, url, state, terminal))
+    with _endpoints(options, terminal) as (urls, state), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        made = runner.run(_measure(options, urls, state, terminal))
     terminal.clear()
     print(_summary(made, options.out))
     return 0 if made.complete else 1
 
 
 @contextmanager
-def _endpoint(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[str, Path]]:
-    """Yield the URL of the API, and the state directory of its `up`."""
+def _endpoints(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[Sequence[str], Path]]:
+    """Yield the URL of each worker's API, and the state directory of the first one's `up`."""
     if options.url:
-        yield options.url, options.state
+        yield [options.url], options.state
         return
-    with started_up(options.words, terminal) as (url, state):
-        yield url, state
+    with started_ups(options.words, options.workers, terminal) as found:
+        yield [url for url, _ in found], found[0][1]
 
 
-async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Terminal) -> Profile:
-    async with token_client(url, options.model, options.api_key) as asked:
+async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path, terminal: Terminal) -> Profile:
+    url = urls[0]
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(token_client(each, options.model, options.api_key)) for each in urls]
+        asked = clients[0]
         served = await asked.models()
         asked.model = asked.model or (served[0] if served else "")
         if asked.model not in served:
@@ -111,7 +126,9 @@ async def _measure(options: ProfileOptions, url: str, state: Path, terminal: Ter
         known = _earlier(options.out, subject)
         blocks = await asyncio.to_thread(blocks_of, state, asked.model)
         await asked.learn_ids()
-        sweep = Sweep(asked, options, subject, known, terminal, blocks)
+        for client in clients[1:]:
+            client.model, client.ids = asked.model, asked.ids
+        sweep = Sweep(clients, options, subject, known, terminal, blocks)
         try:
             await sweep.run()
         except asyncio.CancelledError:  # Ctrl-C: the file has what was measured
@@ -130,6 +147,7 @@ def _subject(options: ProfileOptions, model: str = "", versions: Mapping[str, st
         versions=versions or {},
         longest=options.longest,
         most=options.most,
+        workers=options.workers,
     )
 
 
@@ -147,7 +165,7 @@ class Sweep:
 
     def __init__(
         self,
-        asked: TokenClient,
+        clients: Sequence[TokenClient],
         options: ProfileOptions,
         subject: Subject,
         known: Profile | None,
@@ -156,7 +174,8 @@ class Sweep:
     ) -> None:
         self.points = [] if known is None else list(known.points)
         self.finished = False
-        self._asked = asked
+        self._clients = clients
+        self._asked = clients[0]
         self._options = options
         self._subject = subject
         self._terminal = terminal
@@ -181,10 +200,11 @@ class Sweep:
         """Measure until both grids are complete or the time is over."""
         if not self.points:
             await self._learn_overhead()
-        for kind, grid, timed in (
+        sweeps: tuple[tuple[Kind, TimeGrid, Timed], ...] = (
             ("decode", self._decode, self._decode_s),
             ("prefill", self._prefill, self._prefill_s),
-        ):
+        )
+        for kind, grid, timed in sweeps:
             while (place := grid.next()) is not None:
                 done = len(self.points)
                 self._terminal.progress("profile", done / (done + self._decode.left + self._prefill.left))
@@ -199,6 +219,7 @@ class Sweep:
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what was measured so far."""
+        prefill, decode = _points_of(self._prefill), _points_of(self._decode)
         return Profile(
             subject=self._subject,
             when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -207,50 +228,59 @@ class Sweep:
             cached_seen=self._cached_seen,
             block_size=self._blocks[0],
             kv_tokens=self._blocks[1],
-            prefill=_points_of(self._prefill),
-            decode=_points_of(self._decode),
+            prefill=prefill,
+            decode=decode,
+            busy=BusyTimes(self._busy("prefill", prefill), self._busy("decode", decode)) if self._several else None,
             points=self.points,
         )
+
+    @property
+    def _several(self) -> bool:
+        return self._subject.workers > 1
+
+    def _busy(self, kind: str, points: Sequence[Point]) -> list[Point]:
+        """Return the times of these points while all workers are busy."""
+        busy_s = {(point.x, point.y): point.busy_s for point in self.points if point.kind == kind}
+        return [(x, y, busy_s[int(x), int(y)]) for x, y, _ in points]
 
     async def _learn_overhead(self) -> None:
         """Measure what a first token takes without its step: that of a prompt of one token, less one decode step."""
         await self._whole(self._asked.prompt("warm-up", SHORTEST), ANSWER_TOKENS)
         firsts = [await self._first_s(1) for _ in range(MORE_REPETITIONS)]
-        step_s = median([await self._decode_s((1, SHORTEST)) for _ in range(REPETITIONS)])
+        step_s = median([await self._decode_s((1, SHORTEST), self._clients[:1]) for _ in range(REPETITIONS)])
         self._overhead_s = max(0.0, median(firsts) - step_s)
 
-    async def _point(self, kind: str, place: Place, timed: Callable[[Place], Awaitable[float]]) -> MeasuredPoint:
-        """Measure a point a few times, as often as its spread and its length ask for."""
-        began_s, times = time.monotonic(), list[float]()
-        while len(times) < MORE_REPETITIONS:
-            times.append(max(1e-6, await timed(place)))
-            steady = len(times) >= REPETITIONS and _spread(times) <= UNSTEADY
-            if steady or time.monotonic() - began_s > LONG_S:
-                break
-        assert kind in ("prefill", "decode")
-        return MeasuredPoint(
-            "prefill" if kind == "prefill" else "decode", *place, median(times), _spread(times), len(times)
-        )
+    async def _point(self, kind: Kind, place: Place, timed: Timed) -> MeasuredPoint:
+        """Measure a point at one worker, and at all of them if they are several."""
+        alone = await _repeated(lambda: timed(place, self._clients[:1]))
+        busy = await _repeated(lambda: timed(place, self._clients)) if self._several else []
+        busy_s, busy_spread = (median(busy), _spread(busy)) if busy else (0.0, 0.0)
+        return MeasuredPoint(kind, *place, median(alone), _spread(alone), len(alone), busy_s, busy_spread)
 
     # --- what is timed
 
-    async def _prefill_s(self, place: Place) -> float:
+    async def _prefill_s(self, place: Place, clients: Sequence[TokenClient]) -> float:
+        """Return the time of a prompt, the mean of these workers', which all get one at the same moment."""
         tokens, before = place
         beginning = self._asked.prompt("beginning", before)
         if before and before not in self._primed:
-            await self._asked.ask([*beginning, *self._asked.prompt("end", SHORTEST)], 1)
+            end = self._asked.prompt("end", SHORTEST)
+            await asyncio.gather(*(client.ask([*beginning, *end], 1) for client in self._clients))
             self._primed.add(before)
-        answer = await self._asked.ask([*beginning, *self._new_prompt(tokens)], 1)
-        self._check_cached(answer, before)
-        return answer.first_s - answer.sent_s - self._overhead_s
+        prompt = [*beginning, *self._new_prompt(tokens)]
+        answers = await asyncio.gather(*(client.ask(prompt, 1) for client in clients))
+        for answer in answers:
+            self._check_cached(answer, before)
+        return fmean(answer.first_s - answer.sent_s for answer in answers) - self._overhead_s
 
-    async def _decode_s(self, place: Place) -> float:
-        """Return the time a token of answers that are all under way at once. Raise Unavailable if they are not."""
+    async def _decode_s(self, place: Place, clients: Sequence[TokenClient]) -> float:
+        """Return the time a token of answers that are all under way at once, `batch` at each of these workers. Raise
+        Unavailable if they are not."""
         batch, context = place
-        prompts = [self._new_prompt(context) for _ in range(batch)]
-        await asyncio.gather(*(self._asked.ask(prompt, 1) for prompt in prompts))
+        asks = [(client, self._new_prompt(context)) for _ in range(batch) for client in clients]
+        await asyncio.gather(*(client.ask(prompt, 1) for client, prompt in asks))
         for tokens in (ANSWER_TOKENS, LONG_ANSWER_TOKENS):
-            answers = await asyncio.gather(*(self._asked.ask(prompt, tokens) for prompt in prompts))
+            answers = await asyncio.gather(*(client.ask(prompt, tokens) for client, prompt in asks))
             if max(answer.first_s for answer in answers) < min(answer.last_s for answer in answers):
                 return median((answer.last_s - answer.first_s) / max(1, answer.tokens - 1) for answer in answers)
         raise Unavailable(
@@ -284,11 +314,22 @@ class Sweep:
             )
 
 
+async def _repeated(timed: Callable[[], Awaitable[float]]) -> list[float]:
+    """Measure a few times, as often as the spread and the length ask for."""
+    began_s, times = time.monotonic(), list[float]()
+    while len(times) < MORE_REPETITIONS:
+        times.append(max(1e-6, await timed()))
+        steady = len(times) >= REPETITIONS and _spread(times) <= UNSTEADY
+        if steady or time.monotonic() - began_s > LONG_S:
+            break
+    return times
+
+
 def _spread(times: Sequence[float]) -> float:
     return (max(times) - min(times)) / median(times)
 
 
-def _points_of(grid: TimeGrid) -> list[tuple[float, float, float]]:
+def _points_of(grid: TimeGrid) -> list[Point]:
     """Return the complete part of a grid; empty if even its corners are missing."""
     try:
         return grid.points()

@@ -12,16 +12,17 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import ConfigError
+from shared.measured_times import Point
 
+Kind = Literal["prefill", "decode"]
 FORMAT = 1
 FILE_LIMIT_BYTES = 1 << 20
-Row = tuple[float, float, float]
 
 
 class MeasuredPoint(Struct, frozen=True):
     """One measured time."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Kind
     x: int
     """Prefill: tokens computed. Decode: sequences."""
     y: int
@@ -31,6 +32,9 @@ class MeasuredPoint(Struct, frozen=True):
     spread: float
     """The longest less the shortest of them, divided by the median."""
     repetitions: int
+    busy_s: float = 0.0
+    """The median while all workers of the machine do the same at once. 0 with one worker."""
+    busy_spread: float = 0.0
 
 
 class Subject(Struct, frozen=True):
@@ -43,6 +47,15 @@ class Subject(Struct, frozen=True):
     versions: Mapping[str, str]
     longest: int
     most: int
+    workers: int = 1
+    """The workers of the machine."""
+
+
+class BusyTimes(Struct, frozen=True):
+    """The times while all workers of the machine do the same at once."""
+
+    prefill: list[Point]
+    decode: list[Point]
 
 
 class Profile(Struct, frozen=True, kw_only=True):
@@ -60,10 +73,12 @@ class Profile(Struct, frozen=True, kw_only=True):
     """The tokens of a block. 0 if it is not known."""
     kv_tokens: int = 0
     """The tokens of KV for which one worker has room. 0 if it is not known."""
-    prefill: list[Row] = []
+    prefill: list[Point] = []
     """(tokens, context before them, seconds)"""
-    decode: list[Row] = []
+    decode: list[Point] = []
     """(sequences, context of each, seconds)"""
+    busy: BusyTimes | None = None
+    """None with one worker."""
     points: list[MeasuredPoint] = []
 
 

@@ -39,6 +39,8 @@ class GpuFacts(Struct, frozen=True):
     tflops_8: float
     link_gb_s: float
     """The rate between two GPUs, in one direction."""
+    watts: float
+    """The power limit in the datasheet."""
     source: str
 
 

@@ -9,46 +9,77 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import SystemRandom
 from socket import socket
 
+from deploy.local import install_vllm
+from deploy.local.stack import gpus
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
 from shared.config import environment
 from shared.errors import ConfigError, Unavailable
 from shared.installation import TREE
+from shared.processors import usable_processors
 
 START_LIMIT_S = 1800.0
 """The most seconds of a start; the first one may fetch a model."""
 STOP_LIMIT_S = 120.0
 STATUS_LIMIT_S = 60.0
+CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 PORTS = range(20_000, 32_000)
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
 _OURS = (*ONE_WORKER[::2], "--port", "--state", "--prefill", "--decode", "--single")
 
 
 @contextmanager
-def started_up(words: Sequence[str], terminal: Terminal) -> Iterator[tuple[str, Path]]:
-    """Yield the URL of an `up` with these flags and one worker, and its state directory. Raise ConfigError for flags
-    that are not the caller's to choose, Unavailable if it does not start."""
+def started_ups(words: Sequence[str], workers: int, terminal: Terminal) -> Iterator[list[tuple[str, Path]]]:
+    """Yield the URLs of `workers` `up`s with these flags and one worker each, and their state directories. Each has its
+    share of the machine. Raise ConfigError for flags that are not the caller's to choose and for too few GPUs,
+    Unavailable if one does not start."""
     ours = next((word for word in words if word.split("=")[0] in _OURS), None)
     if ours is not None:
-        raise ConfigError(f"{ours}: `profile` starts one worker, and chooses this flag itself")
-    with running_up((*ONE_WORKER, *words), terminal, "this profile") as found:
-        yield found
+        raise ConfigError(f"{ours}: `profile` starts one worker in each `up`, and chooses this flag itself")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running_up((*ONE_WORKER, *threads, *words), terminal, "this profile", variables))
+            for threads, variables in _shares(words, workers)
+        ]
+
+
+def _shares(words: Sequence[str], workers: int) -> list[tuple[Sequence[str], Mapping[str, str]]]:
+    """Return the flags and the variables that give each of several `up`s what a worker of one `up` has."""
+    if workers == 1:
+        return [((), {})]
+    said = " ".join(words).replace("=", " ").split()
+    vllm_gpus = "vllm" in said and install_vllm.device_of() == "cuda"
+    threads = () if vllm_gpus else ("--set", f"worker.threads={max(1, usable_processors() // workers)}")
+    if not vllm_gpus and "cuda" not in said:
+        return [(threads, {})] * workers
+    visible = gpus.visible_gpus(gpus.ask_driver("--workers", 0), environment().get(CUDA_VARIABLE))
+    return [(threads, {CUDA_VARIABLE: names}) for names in gpu_shares(visible, workers)]
+
+
+def gpu_shares(visible: Sequence[str], workers: int) -> list[str]:
+    """Divide GPUs among workers, each of which gets as many. Raise ConfigError if there are too few. *Pure.*"""
+    each = len(visible) // workers
+    if not each:
+        raise ConfigError(f"--workers {workers} needs as many GPUs; CUDA shows {len(visible)}")
+    return [",".join(visible[number * each : (number + 1) * each]) for number in range(workers)]
 
 
 @contextmanager
-def running_up(words: Sequence[str], terminal: Terminal, purpose: str) -> Iterator[tuple[str, Path]]:
-    """Yield the URL of an `up` with these flags, and its state directory. `purpose` is what it is for, in messages.
-    Raise Unavailable if it does not start."""
+def running_up(
+    words: Sequence[str], terminal: Terminal, purpose: str, variables: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of an `up` with these flags, and its state directory. `purpose` is what it is for, in messages;
+    `variables` are added to its environment. Raise Unavailable if it does not start."""
     with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
         state, port = StateDirectory(Path(home)), _free_port()
-        flags = ("--port", str(port), "--state", home, *words)
-        process = subprocess.Popen(command("up", *flags), env=_variables(), stdout=subprocess.PIPE, text=True)
+        flags, environ = ("--port", str(port), "--state", home, *words), {**_variables(), **(variables or {})}
+        process = subprocess.Popen(command("up", *flags), env=environ, stdout=subprocess.PIPE, text=True)
         try:
             url = _ready_url(process, purpose)
             terminal.notice(f"started for {purpose}: {url}")

@@ -194,12 +194,13 @@ def simulated_model(facts: Ready, config: SimulatedConfig) -> SimulatedModel:
     return SimulatedModel(facts, Timing(config, table), output_tokens=config.output_tokens)
 
 
-def read_times(config: SimulatedConfig) -> Table | None:
-    """Return the table of measured times, or None if the formula is used. Raise ConfigError."""
+def read_times(config: SimulatedConfig, *, busy: bool = False) -> Table | None:
+    """Return the table of measured times, or None if the formula is used. With `busy` it is that of a profile's times
+    while all workers of the machine compute. Raise ConfigError."""
     if not config.table:
         return None
     try:
         content = Path(config.table).read_bytes()
     except OSError as wrong:
         raise ConfigError(f"{config.table}: {wrong.strerror}") from None
-    return Table.parse(content, config.table)
+    return Table.parse(content, config.table, busy=busy)

@@ -22,7 +22,6 @@ direction, by DMA; steps during copies took 1 to 9 % longer, which is left out h
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -32,8 +31,7 @@ from services.worker.config import SimulatedConfig
 from services.worker.contracts.runner import Work
 from services.worker.simulated.mover import SimulatedMover
 from shared.errors import ConfigError
-
-Point = tuple[float, float, float]
+from shared.measured_times import MeasuredTimes, Point
 
 
 class Timing:
@@ -96,21 +94,24 @@ class Table:
         decode = [[1, 0, 0.004], [64, 0, 0.0045], [1, 4096, 0.0045], [64, 4096, 0.012]]
     """
 
-    def __init__(self, prefill: _Grid, decode: _Grid) -> None:
+    def __init__(self, prefill: MeasuredTimes, decode: MeasuredTimes) -> None:
         self._prefill = prefill
         self._decode = decode
         self._shared_s = min(decode.at(1, 0), prefill.at(1, 0))
         """What each step takes for its weights and its start. A step with prefills and decodes takes it once."""
 
     @staticmethod
-    def parse(content: bytes, name: str) -> Table:
-        """Read a table in TOML, or the JSON of `headrace profile`. Raise ConfigError, which begins with `name`."""
+    def parse(content: bytes, name: str, *, busy: bool = False) -> Table:
+        """Read a table in TOML, or the JSON of `headrace profile`; with `busy` that one's times while all workers of
+        the machine compute. Raise ConfigError, which begins with `name`."""
         try:
+            points: _Times
             if content.lstrip().startswith(b"{"):
-                points = msgspec.json.decode(content, type=_ProfileFile)
+                profile = msgspec.json.decode(content, type=_ProfileFile)
+                points = (busy and profile.busy) or profile
             else:
                 points = msgspec.toml.decode(content, type=_TableFile)
-            return Table(_Grid(points.prefill, "prefill"), _Grid(points.decode, "decode"))
+            return Table(MeasuredTimes(points.prefill, "prefill"), MeasuredTimes(points.decode, "decode"))
         except ValueError as wrong:  # msgspec's and UTF-8's too
             raise ConfigError(f"{name}: {wrong}") from None
 
@@ -133,57 +134,16 @@ class Table:
         return self._shared_s + tokens / least * (self._prefill.at(least, context) - self._shared_s)
 
 
-class _ProfileFile(Struct):
-    """The part of a profile that is needed here."""
-
+class _Times(Struct):
     prefill: list[Point]
     decode: list[Point]
 
 
-class _TableFile(_ProfileFile, forbid_unknown_fields=True):
+class _ProfileFile(_Times):
+    """The part of a profile that is needed here."""
+
+    busy: _Times | None = None
+
+
+class _TableFile(_Times, forbid_unknown_fields=True):
     pass
-
-
-class _Grid:
-    """Measured seconds on a grid. They are interpolated linearly in both directions; below the grid its edge holds,
-    above it the last slope goes on."""
-
-    def __init__(self, points: Sequence[Point], name: str) -> None:
-        """Raise ValueError if the points are no complete grid."""
-        self._seconds = {(x, y): seconds for x, y, seconds in points}
-        self._xs = sorted({x for x, _, _ in points})
-        self._ys = sorted({y for _, y, _ in points})
-        if not points:
-            raise ValueError(f"{name}: no times")
-        if len(self._seconds) < len(points):
-            raise ValueError(f"{name}: two times for the same values")
-        missing = next(((x, y) for x in self._xs for y in self._ys if (x, y) not in self._seconds), None)
-        if missing is not None:
-            raise ValueError(f"{name}: no time for {missing[0]:g}, {missing[1]:g}; all combinations are needed")
-        for (x, y), seconds in self._seconds.items():
-            if not (0 <= x < float("inf") and 0 <= y < float("inf") and 0 < seconds < float("inf")):
-                raise ValueError(f"{name}: [{x:g}, {y:g}, {seconds:g}] is out of range")
-
-    @property
-    def least(self) -> float:
-        """The lowest value in the first direction."""
-        return self._xs[0]
-
-    def at(self, x: float, y: float) -> float:
-        """Return seconds, never less than the shortest of the measured times around the place."""
-        x0, x1, across = _between(self._xs, x)
-        y0, y1, along = _between(self._ys, y)
-        s = self._seconds
-        low = s[x0, y0] + along * (s[x0, y1] - s[x0, y0])
-        high = s[x1, y0] + along * (s[x1, y1] - s[x1, y0])
-        return max(low + across * (high - low), min(s[x0, y0], s[x0, y1], s[x1, y0], s[x1, y1]))
-
-
-def _between(marks: Sequence[float], value: float) -> tuple[float, float, float]:
-    """Return the two marks around `value` (above the last mark: the last two), and where it lies between them: 0 at the
-    first, 1 at the second."""
-    if len(marks) == 1 or value <= marks[0]:
-        return marks[0], marks[0], 0.0
-    index = min(bisect_right(marks, value), len(marks) - 1)
-    below, above = marks[index - 1], marks[index]
-    return below, above, (value - below) / (above - below)

@@ -12,8 +12,8 @@ from deploy.local.autoscale.capacity import WorkerRole, Workers
 from deploy.local.autoscale.decider import FleetSeen, ScalePolicy, ScaleState, TrafficCounts, decide
 from services.virtual.fleet import SimulatedFleet
 from services.virtual.loads import LoadTrace, TraceRequest
+from services.virtual.machine import StepTime
 from services.virtual.store import StoreSizes
-from services.virtual.workers import StepTime
 
 BLOCK = 64
 KV_TOKENS = 200_000

@@ -13,12 +13,13 @@ from deploy.local.autoscale.capacity import (
     RequestMix,
     ScaleGoals,
     WorkerTimes,
-    interpolated,
     workers_needed,
 )
+from deploy.local.autoscale.flags import worker_times
 from deploy.local.size.profile_file import decode_profile
 from deploy.local.size.traffic import Lengths, drawn_traffic
 from services.virtual.run import run
+from shared.measured_times import MeasuredTimes
 from shared.messages.virtual import VirtualRun
 from tests.deploy.size.test_plan import KV_TOKENS, write_profile
 
@@ -29,7 +30,7 @@ MOST = 16
 def times(folder: Path, speed: float) -> WorkerTimes:
     file = write_profile(folder, speed)
     profile = decode_profile(file.read_bytes(), str(file))
-    return WorkerTimes(profile.prefill, profile.decode, 0.0, KV_TOKENS, profile.subject.most)
+    return worker_times(profile, KV_TOKENS)
 
 
 def simulated(folder: Path, rate: float, prompt: int, output: int) -> int:
@@ -76,18 +77,11 @@ def test_cached_prompts_need_fewer_workers(tmp_path: Path) -> None:
     assert warm < cold
 
 
-def test_times_above_the_grid_go_on_with_its_last_slope_and_below_it_the_edge_holds() -> None:
-    rows = [(1, 0, 1.0), (3, 0, 3.0), (1, 10, 2.0), (3, 10, 4.0)]
-    assert interpolated(rows, 2, 5) == 2.5
-    assert interpolated(rows, 5, 0) == 5.0
-    assert interpolated(rows, 0, 0) == 1.0
-    assert interpolated(rows, 1, 20) == 3.0
-
-
 @given(st.floats(0, 1e6), st.floats(1, 1e6), st.floats(0, 1), st.floats(1, 1e5), st.sampled_from(ROLES))
 def test_any_load_needs_a_number_within_the_bound(
     rate: float, prompt: float, cached: float, output: float, role: object
 ) -> None:
-    one = WorkerTimes([(16, 0, 0.01), (4096, 0, 0.2)], [(1, 0, 0.005), (64, 0, 0.01)], 0.0, 1000, 64)
+    prefill = MeasuredTimes([(16, 0, 0.01), (4096, 0, 0.2)], "prefill")
+    one = WorkerTimes(prefill, MeasuredTimes([(1, 0, 0.005), (64, 0, 0.01)], "decode"), 0.0, 1000, 64)
     mix = RequestMix(prompt, cached * prompt, output)
     assert 0 <= workers_needed(role, rate, mix, one, GOALS, MOST) <= MOST  # type: ignore[arg-type]

@@ -12,8 +12,9 @@ from random import Random
 
 import pytest
 
-from deploy.local.autoscale.capacity import ScaleGoals, WorkerRole, Workers, WorkerTimes
+from deploy.local.autoscale.capacity import ScaleGoals, WorkerRole, Workers
 from deploy.local.autoscale.decider import ScalePolicy, WorkerBounds
+from deploy.local.autoscale.flags import worker_times
 from deploy.local.size.profile_file import decode_profile
 from services.virtual.loads import LoadTrace
 from services.virtual.run import step_time
@@ -35,7 +36,7 @@ class Trial:
         file = write_profile(folder, 0.15)
         profile = decode_profile(file.read_bytes(), str(file))
         self.load, self._step_s = load, step_time(str(file))
-        times = WorkerTimes(profile.prefill, profile.decode, 0.0, KV_TOKENS, profile.subject.most)
+        times = worker_times(profile, KV_TOKENS)
         bounds = {role: WorkerBounds(1, MOST) for role in roles}
         self.policy = ScalePolicy(
             times, ScaleGoals(TTFT_S, ITL_S), bounds, start_s=START_S, cool_down_s=COOL_DOWN_S, window_s=30.0

@@ -25,11 +25,12 @@ from deploy.local.autoscale.decider import (
     WorkerBounds,
     decide,
 )
+from shared.measured_times import MeasuredTimes
 
 EVERY_S = 5.0
 TIMES = WorkerTimes(
-    prefill=[(16, 0, 0.01), (4096, 0, 0.2), (16, 4096, 0.01), (4096, 4096, 0.3)],
-    decode=[(1, 0, 0.005), (64, 0, 0.008), (1, 4096, 0.006), (64, 4096, 0.02)],
+    prefill=MeasuredTimes([(16, 0, 0.01), (4096, 0, 0.2), (16, 4096, 0.01), (4096, 4096, 0.3)], "prefill"),
+    decode=MeasuredTimes([(1, 0, 0.005), (64, 0, 0.008), (1, 4096, 0.006), (64, 4096, 0.02)], "decode"),
     overhead_s=0.01,
     kv_tokens=200_000,
     max_running=64,

@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from deploy.local.autoscale.capacity import ROLES, WorkerRole
 from deploy.local.autoscale.decider import DaySchedule, WorkerBounds
-from deploy.local.autoscale.flags import check_flags, policy_of, times_of
+from deploy.local.autoscale.flags import check_flags, policy_of, times_of, worker_times
+from deploy.local.size.files import read_profile
 from deploy.local.usage import AutoscaleFlags
 from shared.errors import ConfigError
-from tests.deploy.size.test_plan import KV_TOKENS, write_profile
+from tests.deploy.size.test_plan import KV_TOKENS, shared_machine, write_profile
 
 
 def flags(folder: Path, **changes: object) -> AutoscaleFlags:
@@ -29,6 +30,11 @@ def test_bounds_are_for_every_role_or_by_role(tmp_path: Path) -> None:
     assert policy_of(flags(tmp_path), times, []).bounds == {"aggregated": WorkerBounds(1, 8)}
     with pytest.raises(ConfigError, match="the fleet's workers are aggregated"):
         policy_of(given, times, ["aggregated"])
+
+
+def test_workers_of_a_shared_machine_have_the_times_of_busy_ones(tmp_path: Path) -> None:
+    alone, busy = (worker_times(read_profile(shared_machine(tmp_path, slower)), 1.0) for slower in (1.0, 2.0))
+    assert busy.step_s(4, 500) == pytest.approx(2 * alone.step_s(4, 500))
 
 
 def test_a_schedule_is_a_time_of_the_day_and_a_number(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matplotlib import pyplot
 
 from deploy.local.bench import plot
 from deploy.local.bench.plan import Point
@@ -27,7 +26,6 @@ def test_each_fleet_is_a_curve_that_is_seen_whole_and_rounds_have_their_median()
         assert max(max(line.get_ydata()) for line in axis.lines) < axis.get_ylim()[1]
     first, *_ = figure.axes[0].lines
     assert (list(first.get_xdata()), list(first.get_ydata())) == ([1.0, 4.0], [pytest.approx(0.2), pytest.approx(0.2)])
-    pyplot.close(figure)
 
 
 def test_a_name_with_the_signs_of_formulas_is_drawn_as_it_is(tmp_path: Path) -> None:

@@ -89,14 +89,15 @@ def test_goodput_counts_requests_within_the_targets_and_a_target_that_is_missed_
         Result("done", first_s=0.1 * number, last_s=0.1 * number + 1.0, gaps_s=(0.1,) * 10, events=11)
         for number in range(1, 11)
     ]
-    key = RowKey(terms=Terms({"ttft_p90": 0.45, "itl_p50": 0.2}, gpus=2, price=3.6))
+    key = RowKey(terms=Terms({"ttft_p90": 0.45, "itl_p50": 0.2}, gpus=2, price=3.6, gpu_watts=700))
     row = row_of(POINT, results, 10.0, 0.1, key=key)
     assert row.missed == {"ttft_p90": 0.9 / 0.45}
     assert row.good_per_s == 0.4
     assert row.tokens_per_gpu_hour == 11 * 3600 / 2
     assert row.price_per_million_tokens == 1e6 * 3.6 * 2 / (11 * 3600)
+    assert row.watt_hours_per_million_tokens == 1e6 * 700 * 2 / (11 * 3600)
     line = render_terms([row]).splitlines()[1].split()
-    assert line == ["concurrency", "4", "0.40", "ttft_p90", "200%", "19,800", "181.82"]
+    assert line == ["concurrency", "4", "0.40", "ttft_p90", "200%", "19,800", "181.82", "35,354"]
     assert render_terms([row_of(POINT, results, 10.0, 0.1)]) == ""
 
 

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 from msgspec import Struct
 
+from deploy.local.autoscale.flags import worker_times
 from deploy.local.cli import main
 from deploy.local.size.estimate import estimate_of, find_gpu
+from deploy.local.size.files import read_profile
 from deploy.local.size.roofline import ENGINES, GpuSplit, Roofline
 from deploy.local.size.shape import shape_of
-from deploy.local.usage import EstimateFlags
+from deploy.local.usage import EstimateFlags, UpFlags, parse
 
 PUBLIC = Path(__file__).with_name("public_rows.json")
 
@@ -150,9 +152,33 @@ def test_json_has_the_same_figures_and_where_they_come_from(tmp_path: Path, caps
     assert main(["estimate", config(tmp_path), "--gpu", "H200", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["kv_token_bytes"] == 131072
-    assert len(made["assumed"]) == 2
+    assert len(made["assumed"]) == 3
+    load = made["loads"][0]  # one GPU of 700 W
+    assert load["watt_hours_a_million_tokens"] == pytest.approx(1e6 / load["output_tokens_per_s"] * 700 / 3600)
     assert main(["estimate", str(tmp_path / "config.json"), "--gpu", "H200"]) == 0
     assert f"{made['kv_tokens']:,} tokens of KV" in capsys.readouterr().out
+
+
+def test_the_times_as_a_profile_are_what_plan_and_autoscale_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
+    words = ["estimate", model, "--gpu", "H200", "--tensor-parallel", "2", "--out"]
+    assert main([*words, "none/p.json"]) == 2
+    assert "no such directory: none" in capsys.readouterr().err
+    assert main([*words, "p.json", "--json"]) == 0
+    made, profile = json.loads(capsys.readouterr().out), read_profile(Path("p.json"))
+    times = worker_times(profile, 1.0)
+    assert times.step_s(8, 2176) == pytest.approx(made["loads"][1]["itl_s"], rel=1e-6)
+    assert times.prefill.at(2048, 0) + profile.overhead_s == pytest.approx(made["ttft_s"])
+    load = ["--rate", "1", "--requests", "20", "--ttft-p90", "2", "--most", "1", "--step-s", "0.25", "--jobs", "1"]
+    assert main(["plan", "--profile", "p.json", *load, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["gpus"] == 2
+    flags = parse(["up", "@plan.up"])
+    assert isinstance(flags, UpFlags)
+    assert (flags.engine, flags.model) == ("vllm", str(tmp_path))
+    assert "worker.vllm.tensor_parallel_size=2" in flags.set
 
 
 def test_aiconfigurators_times_get_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from deploy.local.cli import main
 from deploy.local.size.plan import plan_of, run_of
@@ -129,12 +130,14 @@ def test_a_plan_with_roles_says_what_it_costs_and_writes_flags_that_up_accepts(
     monkeypatch.chdir(tmp_path)
     profile = str(write_profile(tmp_path))
     load = ["--rate", "4", "--requests", "60", "--prompt-tokens", "1000", "--output-tokens", "50"]
-    choice = ["--roles", "--store-gb", "0,20", "--most", "3", "--price", "2.5", "--ttft-p90", "0.5"]
+    choice = ["--roles", "--store-gb", "0,20", "--most", "3", "--ttft-p90", "0.5"]
+    choice += ["--price", "2.5", "--watts-per-gpu", "700"]
     assert main(["plan", "--profile", profile, *load, *choice, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert {row["fleet"]["prefill"] for row in made["rows"]} >= {0}
     assert made["best"]["price_an_hour"] == 2.5 * made["best"]["gpus"]
-    assert made["best"]["price_a_million_tokens"] > 0
+    per_money = made["best"]["watt_hours_a_million_tokens"] / made["best"]["price_a_million_tokens"]
+    assert per_money == pytest.approx(700 / 2.5)
     flags = parse(["up", f"@{tmp_path / 'plan.up'}"])
     assert isinstance(flags, UpFlags)
     assert (flags.engine, flags.model, flags.workers) == ("simulated", "made", made["best"]["fleet"]["workers"])
@@ -166,6 +169,26 @@ def test_of_two_profiles_the_one_that_takes_fewer_gpus_is_the_answer(
     assert made["best"]["gpus"] == made["best"]["fleet"]["workers"]
     assert main([*words, "--itl-p50", "0.05", "--gpus-a-worker", "1"]) == 2
     assert "give as many numbers from 1 to 1024 as profiles: 2" in capsys.readouterr().err
+
+
+def shared_machine(folder: Path, slower: float) -> Path:
+    """Write a profile of a machine with two workers that are `slower` times as slow while both are busy."""
+    file = write_profile(folder)
+    made = json.loads(file.read_text(encoding="utf-8"))
+    busy = {kind: [(x, y, slower * seconds) for x, y, seconds in made[kind]] for kind in ("prefill", "decode")}
+    return write_profile(folder, subject={**made["subject"], "workers": 2}, busy=busy)
+
+
+def test_workers_that_slow_one_another_are_planned_with_it(tmp_path: Path) -> None:
+    found = list[dict[int, float]]()
+    for slower in (1.0, 1.5):
+        file = shared_machine(tmp_path, slower)
+        flags = PlanFlags(profile=[str(file)], rate=16, requests=80, prompt_tokens=1000, output_tokens=40, most=2)
+        rows = plan_of(replace(flags, itl_p50=0.001, step_s="0.25", jobs=1), Terminal()).rows  # nothing meets that
+        found.append({row.fleet.workers: row.result.itl_s.p50 for row in rows})
+    equal, slowed = found
+    assert slowed[1] == equal[1]  # it has the machine to itself
+    assert 1.1 * equal[2] < slowed[2]
 
 
 def test_targets_that_nothing_meets_end_with_the_nearest(
@@ -213,6 +236,9 @@ def test_a_profile_that_is_none_or_has_too_few_points_is_refused(
     file.write_text("[]", encoding="utf-8")
     assert main(["plan", "--profile", str(file), *words]) == 2
     assert "no profile of `headrace profile`" in capsys.readouterr().err
+    write_profile(tmp_path, subject={**json.loads(write_profile(tmp_path).read_text())["subject"], "workers": 2})
+    assert main(["plan", "--profile", str(file), *words]) == 2
+    assert "a profile of 2 workers without times of all" in capsys.readouterr().err
     write_profile(tmp_path, format=2)
     assert main(["plan", "--profile", str(file), *words]) == 2
     assert "a profile of format 2; this version reads 1" in capsys.readouterr().err

@@ -9,8 +9,10 @@ import pytest
 
 from deploy.local.cli import main
 from deploy.local.size.profile_file import Profile, decode_profile
+from deploy.local.size.started_up import gpu_shares
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.runner import read_times
+from shared.errors import ConfigError
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -56,6 +58,21 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
     assert "has a profile of another most: 4 there, 8 here" in capsys.readouterr().err
 
 
+def test_each_point_of_several_workers_is_also_measured_while_all_are_busy(tmp_path: Path) -> None:
+    assert profiled(tmp_path, "--longest", "128", "--most", "1", "--workers", "2") == 0
+    made = written(tmp_path)
+    assert made.subject.workers == 2
+    assert made.busy is not None
+    assert all(point.busy_s > FIXED_S / 4 for point in made.points)
+    assert [point[:2] for point in made.busy.decode] == [point[:2] for point in made.decode]
+
+
+def test_gpus_are_divided_among_the_workers_that_are_measured_at_once() -> None:
+    assert gpu_shares(["4", "5", "6", "7", "8"], 2) == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="--workers 3 needs as many GPUs; CUDA shows 2"):
+        gpu_shares(["0", "1"], 3)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -64,7 +81,9 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
         (["--limit-s", "0"], "--limit-s is 1 to 86400"),
         (["--out", "none/p.json"], "no such directory: none"),
         (["--url", "http://127.0.0.1:1/v1", "--", "--engine", "echo"], "give one of the two"),
-        (["--", "--workers", "3"], "--workers: `profile` starts one worker"),
+        (["--", "--workers", "3"], "--workers: `profile` starts one worker in each"),
+        (["--workers", "0"], "--workers is 1 to 16"),
+        (["--workers", "2"], "give flags of `up` after --"),
         (["--url", "nowhere"], "not an address"),
     ],
 )

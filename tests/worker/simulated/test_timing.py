@@ -119,6 +119,17 @@ def test_a_profile_is_a_table_whatever_else_it_has() -> None:
     assert table(work(1, 50), work(1, 50), text=profile) == pytest.approx(0.2)
 
 
+def test_a_profile_of_several_workers_has_a_table_of_busy_ones_too() -> None:
+    busy = b'{"prefill": [[100, 0, 3.0]], "decode": [[1, 0, 0.4]]}'
+    profile = b'{"prefill": [[100, 0, 2.0]], "decode": [[1, 0, 0.1]], "busy": %s}'
+    found = {
+        both: Timing(CONFIG, Table.parse(profile % text, "t", busy=both)).step_s([work(100)])
+        for both, text in ((False, busy), (True, busy))
+    }
+    assert found == {False: 2.0, True: 3.0}
+    assert Timing(CONFIG, Table.parse(profile % b"null", "t", busy=True)).step_s([work(100)]) == 2.0
+
+
 def test_beyond_a_table_that_falls_the_time_stays_above_zero() -> None:
     falling = b"prefill = [[100, 0, 2.0], [200, 0, 1.0]]\ndecode = [[1, 0, 0.1]]"
     assert table(work(100_000), text=falling) == 1.0
