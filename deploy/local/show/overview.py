@@ -43,7 +43,7 @@ class InstanceRow(Struct, frozen=True):
     role: str = ""
     """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
-    """Why a worker takes no requests although it lives: draining, drained or asleep."""
+    """Why a worker takes no requests although it lives: draining, drained, asleep or waking."""
     load: LoadReport | None = None
     """The last report of a worker; None for other services, and without a report."""
 

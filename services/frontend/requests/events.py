@@ -37,6 +37,13 @@ class RetryDue(Struct, frozen=True):
     now_s: float
 
 
+class StayedAsleep(Struct, frozen=True):
+    """The model, which takes turns with others, did not wake in time, or could not."""
+
+    attempt: int
+    reason: str
+
+
 class Unreachable(Struct, frozen=True):
     """The worker did not listen for Generate, or did not answer in time."""
 
@@ -91,6 +98,7 @@ Event = (
     Selected
     | Answer
     | AnswerMissed
+    | StayedAsleep
     | RetryDue
     | PartReceived
     | InstanceGone

@@ -9,6 +9,7 @@
                 └────── lost ──────────┴──────────────────────────────────────────┘
 
     STREAMING ── handed over: the prompt's worker has its first token ──▶ OFFERED to the worker that decodes
+    CHOOSING ── the model takes turns, and stays asleep ──▶ ENDED
     any state ── no choice, stop string, client gone, a limit of time, too many attempts ──▶ ENDED
 
 A router may choose two workers: one computes the prompt, as attempt n, and the other decodes, as attempt n + 1, whose
@@ -55,6 +56,7 @@ from services.frontend.requests.events import (
     InstanceGone,
     PartReceived,
     RetryDue,
+    StayedAsleep,
     StopFound,
     TimeExpired,
     Unreachable,
@@ -167,6 +169,9 @@ class Session:
             case AnswerMissed():
                 self._answer_missed |= self.is_choosing(event.attempt)
                 return []
+            case StayedAsleep():
+                asleep = Unavailable(self._retries.error_text(event.reason))
+                return self._end([Fail(asleep)]) if self.is_choosing(event.attempt) else []
             case RetryDue():
                 waited = self.state is State.WAITING and event.attempt == self.attempt
                 return self._on_again(event.now_s) if waited else []
