@@ -231,7 +231,7 @@ TICK_S = 0.1
 @given(seed=st.integers(0, 1 << 30), awake_at_once=st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
 def test_no_model_starves_however_much_the_others_are_used(seed: int, awake_at_once: int) -> None:
-    draw = Random(seed)  # noqa: S311
+    draw = Random(seed)
     rules, slowest_s = TurnRules(awake_at_once, 5.0, 1.0), 2.0
     turns = device(*MODELS, rules=rules)
     due: list[tuple[float, TurnOrder]] = []
