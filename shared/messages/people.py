@@ -176,7 +176,7 @@ class WorkerOperated(Struct, frozen=True, tag="operated"):
     lora: tuple[str, ...] = ()
     """The LoRAs' ids in the worker's card after the operation."""
     busy: bool = False
-    """Whether it was refused for now alone: another operation runs, or the engine is starting."""
+    """True if it was refused for now alone: another operation runs, or the engine is starting."""
 
 
 EXPLANATIONS: Codec[Explanations] = Codec(Explanations, "explanations")

@@ -145,8 +145,6 @@ class Launch(Struct, frozen=True):
     hands_over: bool = False
     """True for a worker with a role: before it exchanges blocks with the kvbm, no prompt is handed over to it or by
     it."""
-    awaited: bool = False
-    """True if `up` is not ready before the program is: a worker whose model takes turns is known from then on."""
     added: bool = False
     """True for a program that is added to a stack that runs."""
 
@@ -167,6 +165,8 @@ class Stack(Struct, frozen=True):
     access: AccessFiles = AccessFiles()
     common: Settings = {}
     """The settings that all services share: what connects them."""
+    by_turns: bool = False
+    """True if models take turns: `up` is ready once their workers are, as frontends know the models from then on."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
 
@@ -221,11 +221,9 @@ def plan(
     launches: list[Launch] = []
     files: dict[Path, str] = {}
 
-    def service(
-        program: Program, module: ServiceName, settings: Settings, *, hands_over: bool = False, awaited: bool = False
-    ) -> None:
+    def service(program: Program, module: ServiceName, settings: Settings, *, hands_over: bool = False) -> None:
         launch, texts = _service(options, state_dir, program, module, settings, observed.pop(), python)
-        launches.append(replace(launch, hands_over=hands_over, awaited=awaited))
+        launches.append(replace(launch, hands_over=hands_over))
         files.update(texts)
 
     services = {"user": servers.NATS_USER, "password": password, "inbox": servers.NATS_INBOX}
@@ -262,12 +260,13 @@ def plan(
     for index, (name, role) in enumerate(named_workers(options)):
         settings = common | worker_settings(options, index, role, state_dir, cores)
         program = Program(name, 1, SERVICE_DRAIN_S, late=options.late_workers and index > 0)
-        service(program, "worker", settings, hands_over=bool(role), awaited=bool(options.turns))
+        service(program, "worker", settings, hands_over=bool(role))
     if options.single:
         launches = [_as_one(launches, python)]
+    by_turns = bool(options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, other_role)
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
 
 
 def module_of(service: ServiceName) -> str:

@@ -77,7 +77,7 @@ class _Entry:
     awake: dict[str, ModelCard] = field(default_factory=dict)
     """The model's cards by the worker's instance id."""
     by_turns: dict[str, ModelCard] = field(default_factory=dict)
-    """Those of workers that take turns, awake or asleep."""
+    """The cards of workers that take turns, awake or asleep."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""

@@ -14,7 +14,8 @@ the turns of n - 1 others, as long as they fall asleep and wake.
     to leave   first what is not in use, the least recently used one first; then what has been awake longest
 
 Nothing is kept: a process that starts again learns from discovery who sleeps, and from the frontends, which repeat it,
-who is waited for. Two of them for one device might have too many models awake for a while; then some go to sleep.
+who is waited for. Two of them for one device might have too many models awake for a while; then some go to sleep
+(docs/decisions/0084).
 """
 
 from __future__ import annotations

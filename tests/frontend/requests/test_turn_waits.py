@@ -50,7 +50,7 @@ class ScriptedDecider:
         await self._bus.publish(message.reply, MODEL_TURN.encode(self.turn))
 
     async def waited_for(self, waiting: int) -> None:
-        """Until a frontend says that so many requests wait."""
+        """Until a frontend says that this number of requests waits."""
         seen = len(self.wants.all)
         while not any(want.waiting == waiting for want in self.wants.all[seen:]):
             await self.wants.at_least(len(self.wants.all) + 1)
@@ -115,7 +115,7 @@ async def test_a_sleeping_model_is_listed_and_a_request_for_it_waits_until_it_is
         assert w.metric("headrace_turn_wait_seconds_count") == 1
 
 
-async def test_requests_that_wait_are_told_to_the_decider_as_one_number_and_again_after_it_was_killed(
+async def test_requests_that_wait_are_reported_to_the_decider_as_one_number_and_again_after_it_was_killed(
     directory: Path,
 ) -> None:
     async with sleeping(directory) as turns, asyncio.timeout(DEADLINE_S):

@@ -165,7 +165,7 @@ def test_a_sleep_that_fails_is_said_to_those_who_wait_and_another_model_goes() -
     assert turns.decide(10.0) == [order("b", "sleep")]
 
 
-def test_a_worker_that_dies_at_any_stage_makes_room_and_its_next_one_begins_anew() -> None:
+def test_a_worker_that_dies_at_any_stage_makes_room_and_its_next_one_begins_asleep() -> None:
     stages: tuple[TurnStage, ...] = ("waking", "awake", "falling asleep")
     for stage in stages:
         turns = device("a", "b")
