@@ -1,6 +1,6 @@
 """The calls of a request to routers and workers over the bus.
 
-SelectWorker     ─▶ turn_waits.py, if the model sleeps  ─▶ StayedAsleep
+SelectWorker     ─▶ turn_waits.py, if the model sleeps  ─▶ TurnWaited
                  ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
 AnnounceAttempt  ─▶ the worker that will decode         ─▶ no answer
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
-from services.frontend.requests.events import AnswerMissed, Event, StayedAsleep, Unreachable, Unrouted, Unsendable
+from services.frontend.requests.events import AnswerMissed, Event, TurnWaited, Unreachable, Unrouted, Unsendable
 from services.frontend.requests.router_tries import RouterTries
 from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.requests.turn_waits import TurnWaits
@@ -58,8 +58,9 @@ class BusCalls:
         self._turn_waits = TurnWaits(runtime, limits.asleep_s, metrics)
 
     async def select_worker(self, stream: Stream, action: SelectWorker) -> None:
-        """Ask routers which worker computes the request, once its model is awake."""
-        if self._turn_waits.is_asleep(stream.request.model) and not await self._wait_awake(stream, action):
+        """Ask routers which worker computes the request, or wait until its model is awake."""
+        if self._turn_waits.is_asleep(stream.request.model):
+            await self._wait_awake(stream, action)
             return
         select = self._select(stream, action, asyncio.get_running_loop().time())
         session = stream.session
@@ -74,8 +75,7 @@ class BusCalls:
         if answer is not None:
             self._feed(stream, answer)
 
-    async def _wait_awake(self, stream: Stream, action: SelectWorker) -> bool:
-        """Wait for the turn of the request's model. Return whether it is awake, and the request is still wanted."""
+    async def _wait_awake(self, stream: Stream, action: SelectWorker) -> None:
         now, session = asyncio.get_running_loop().time, stream.session
         began_s = now()
         why = await self._turn_waits.wait_awake(stream.request.model, lambda: session.is_choosing(action.attempt))
@@ -83,9 +83,7 @@ class BusCalls:
         stream.slept_s += slept_s
         note = f"its model slept; it waited {slept_s:.1f} s for the model's turn"
         self._runtime.notes.requests.add(stream.request.id, note, now(), attempt=action.attempt)
-        if why:
-            self._feed(stream, StayedAsleep(action.attempt, why))
-        return session.is_choosing(action.attempt)
+        self._feed(stream, TurnWaited(action.attempt, why))
 
     async def ask_routers(
         self,

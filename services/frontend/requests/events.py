@@ -37,11 +37,12 @@ class RetryDue(Struct, frozen=True):
     now_s: float
 
 
-class StayedAsleep(Struct, frozen=True):
-    """The model, which takes turns with others, did not wake in time, or could not."""
+class TurnWaited(Struct, frozen=True):
+    """The request has waited for the turn of its model, which takes turns with others."""
 
     attempt: int
-    reason: str
+    failed: str = ""
+    """Why the model is not awake. Empty if it is."""
 
 
 class Unreachable(Struct, frozen=True):
@@ -98,7 +99,7 @@ Event = (
     Selected
     | Answer
     | AnswerMissed
-    | StayedAsleep
+    | TurnWaited
     | RetryDue
     | PartReceived
     | InstanceGone

@@ -58,7 +58,7 @@ class Coordinator:
         self._drawn: dict[str, int] = {}
         """Worker → the tokens that it has drawn, as it reported last."""
         self._orders: dict[str, asyncio.Task[None]] = {}
-        """Model → the task that has its worker do something."""
+        """Model → the task that had its worker do something last."""
 
     async def run(self) -> None:
         """Decide until `runtime.stopping`. What workers do then, they end by themselves."""
@@ -106,15 +106,10 @@ class Coordinator:
         for order in self.turns.decide(self._now()):
             former = self._orders.get(order.model)
             if former is not None:
-                former.cancel()  # its worker is gone
+                former.cancel()  # it has ended, or its worker is gone
             _log.info("%s %s", order.operation, order.model)
             name = f"{order.operation} {order.model}"
-            task = self._orders[order.model] = self._runtime.tasks.create_task(self._carry_out(order), name=name)
-            task.add_done_callback(lambda done, model=order.model: self._forget(model, done))
-
-    def _forget(self, model: str, done: asyncio.Task[None]) -> None:
-        if self._orders.get(model) is done:
-            del self._orders[model]
+            self._orders[order.model] = self._runtime.tasks.create_task(self._carry_out(order), name=name)
 
     async def _carry_out(self, order: TurnOrder) -> None:
         """Have a worker sleep or wake, and pass its answer on."""
