@@ -35,7 +35,7 @@ from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
 from shared.errors import ModelError, ProtocolError, Unavailable
 from shared.lora import make_lora_id, name_of_lora
-from shared.messages.cards import ModelCard, TurnTaker
+from shared.messages.cards import ASLEEP, ModelCard, TurnTaker
 from shared.messages.frames import SHUTTING_DOWN
 from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, WorkerOperated, WorkerOperation
 from shared.runtime.runtime import Runtime
@@ -124,7 +124,9 @@ class Operator:
         if card is not None:
             if self._announcement.card is None:
                 self._health.unready("registering")
-        elif self._attempts.closed and not self._attempts.draining:
+        elif operations.shown_state and not (
+            self._attempts.draining or (self._turns and operations.shown_state == ASLEEP)
+        ):
             self._health.unready(self._attempts.closed)
         self._announcement.show(card, operations.shown_state)
 

@@ -22,8 +22,9 @@ class TurnsConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     turn_s: Seconds = 30.0
     """Seconds after which a model that is in use goes to sleep if requests wait for another one. A model that is not in
     use goes at once."""
-    least_awake_s: Seconds = 3.0
-    """Least seconds for which a model that has woken stays awake, so that it answers what it was woken for."""
+    least_awake_s: Seconds = 1.0
+    """Least seconds for which a model that has woken stays awake, so that it answers what it was woken for. One whose
+    wake took longer stays as long as that, up to `turn_s`."""
     drain_s: Seconds = 60.0
     """Seconds that answers may go on when their model's turn is over. Then they wait for its next turn, and go on
     there."""

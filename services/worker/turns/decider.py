@@ -10,7 +10,8 @@
 Models that are waited for wake in the order in which the wait for each began. So each of n models waits at most for
 the turns of n - 1 others, as long as they fall asleep and wake.
 
-    a turn     least_awake_s at least; then as long as no other is waited for; then until it is not in use, or turn_s
+    a turn     least_awake_s at least, and as long as the wake took, so that half of the time is not for changes;
+               then as long as no other is waited for; then until it is not in use, or turn_s
     to leave   first what is not in use, the least recently used one first; then what has been awake longest
 
 Nothing is kept: a process that starts again learns from discovery who sleeps, and from the frontends, which repeat it,
@@ -35,6 +36,8 @@ WANTED_S = 2.0
 """Seconds for which a frontend's WantModel holds. Frontends repeat it four times within them."""
 IDLE_S = 0.6
 """Seconds since its last use after which a model is not in use: workers report every 0.25 s."""
+ANSWER_HOLDS_S = 2.0
+"""Seconds for which a worker's answer counts, whatever discovery says: discovery may know of it later."""
 BUSY_PAUSE_S = 0.5
 """Seconds after which a worker that does something else is asked again."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
@@ -50,7 +53,7 @@ class TurnRules(Struct, frozen=True):
 
     awake: int = 1
     turn_s: float = 30.0
-    least_awake_s: float = 3.0
+    least_awake_s: float = 1.0
 
 
 class TurnOrder(Struct, frozen=True):
@@ -86,6 +89,10 @@ class _TurnTaker:
     """Whether its worker computes."""
     used_s: float = 0.0
     """When it was used last."""
+    wake_s: float = 0.0
+    """How long its last wake took."""
+    answered_s: float = -ANSWER_HOLDS_S
+    """When its worker answered last."""
     waits: dict[str, _Wait] = field(default_factory=dict)
     queued_s: float | None = None
     """When the wait for it began. None if nothing waits for it, or it is awake."""
@@ -121,10 +128,9 @@ class DeviceTurns:
         taker = self._models.setdefault(model, _TurnTaker(since_s=now_s))
         taker.seen = stage
         if instance != taker.instance:
-            taker.instance, taker.asked, taker.busy = instance, False, False
+            taker.instance, taker.asked, taker.busy, taker.answered_s = instance, False, False, -ANSWER_HOLDS_S
             taker.why, taker.could_not_wake, taker.pause_s, taker.retry_s = "", False, 0.0, 0.0
-        if not taker.asked:
-            taker.enter(stage, now_s)
+        self._update(taker, now_s)
         return True
 
     def worker_gone(self, model: str, now_s: float) -> None:
@@ -147,7 +153,7 @@ class DeviceTurns:
             taker.waits.pop(want.frontend, None)
         elif want.frontend in taker.waits or len(taker.waits) < MOST_FRONTENDS:
             taker.waits[want.frontend] = _Wait(want.waiting, now_s - max(0.0, want.oldest_s), now_s + WANTED_S)
-        self._update_queue(taker, now_s)
+        self._update(taker, now_s)
         return self._turn(want.model, taker, now_s)
 
     def answered(
@@ -159,6 +165,9 @@ class DeviceTurns:
         if taker is None or not taker.asked or taker.instance != order.instance:
             return
         taker.asked = False
+        if order.operation == "wake":
+            taker.wake_s = now_s - taker.since_s
+        taker.answered_s = -ANSWER_HOLDS_S if stage is None else now_s
         taker.enter(taker.seen if stage is None else stage, now_s)
         taker.why, taker.could_not_wake = failed, bool(failed) and not busy and order.operation == "wake"
         if not failed:
@@ -175,7 +184,7 @@ class DeviceTurns:
     def decide(self, now_s: float) -> list[TurnOrder]:
         """Return the orders of this moment. Each is answered once, by `answered`, unless its worker goes before."""
         for model, taker in list(self._models.items()):
-            self._update_queue(taker, now_s)
+            self._update(taker, now_s)
             if taker.stage == "gone" and not taker.waits:
                 del self._models[model]
         rules, models = self._rules, self._models.items()
@@ -205,15 +214,18 @@ class DeviceTurns:
             return False
         awake_s = now_s - taker.since_s
         over = not taker.is_used(now_s) or awake_s >= self._rules.turn_s
-        return taker.stage == "drained" or (awake_s >= self._rules.least_awake_s and over)
+        least_s = min(max(self._rules.least_awake_s, taker.wake_s), self._rules.turn_s)
+        return taker.stage == "drained" or (awake_s >= least_s and over)
 
     def _order(self, model: str, taker: _TurnTaker, operation: TurnOperation, now_s: float) -> TurnOrder:
         taker.asked = True
         taker.enter("waking" if operation == "wake" else "falling asleep", now_s)
         return TurnOrder(model, taker.instance, operation)
 
-    def _update_queue(self, taker: _TurnTaker, now_s: float) -> None:
-        """Forget what frontends no longer repeat, and note since when the model is waited for."""
+    def _update(self, taker: _TurnTaker, now_s: float) -> None:
+        """Follow discovery, forget what frontends no longer repeat, and note since when the model is waited for."""
+        if not taker.asked and now_s - taker.answered_s >= ANSWER_HOLDS_S:
+            taker.enter(taker.seen, now_s)
         for frontend in [frontend for frontend, wait in taker.waits.items() if wait.until_s <= now_s]:
             del taker.waits[frontend]
         waited = bool(taker.waits) and taker.stage != "awake"

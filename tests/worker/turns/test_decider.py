@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.worker.turns.decider import (
+    ANSWER_HOLDS_S,
     BUSY_PAUSE_S,
     FIRST_PAUSE_S,
     IDLE_S,
@@ -44,11 +45,20 @@ def order(model: str, operation: str) -> TurnOrder:
     return TurnOrder(model, f"worker-{model}", "wake" if operation == "wake" else "sleep")
 
 
+def answer(
+    turns: DeviceTurns, one: TurnOrder, failed: str, stage: TurnStage, *, busy: bool = False, now_s: float
+) -> None:
+    """The worker answers, and discovery says the same."""
+    turns.answered(one, failed, stage, busy=busy, now_s=now_s)
+    turns.worker_seen(one.model, one.instance, stage, now_s)
+    turns.validate()
+
+
 def awake(turns: DeviceTurns, model: str, now_s: float) -> None:
     """Wake a model for which there is room."""
     want(turns, model, now_s)
     assert turns.decide(now_s) == [order(model, "wake")]
-    turns.answered(order(model, "wake"), "", "awake", now_s=now_s)
+    answer(turns, order(model, "wake"), "", "awake", now_s=now_s)
     want(turns, model, now_s, waiting=0)
 
 
@@ -59,7 +69,7 @@ def test_a_model_that_is_waited_for_wakes_and_one_that_is_not_sleeps_on() -> Non
     assert turns.decide(1.0) == [order("b", "wake")]
     assert turns.decide(1.1) == []
     assert want(turns, "b", 1.2).why == "it is waking"
-    turns.answered(order("b", "wake"), "", "awake", now_s=2.0)
+    answer(turns, order("b", "wake"), "", "awake", now_s=2.0)
     assert want(turns, "b", 2.0).stage == "awake"
 
 
@@ -72,7 +82,7 @@ def test_a_model_that_is_not_in_use_goes_as_soon_as_another_one_is_waited_for_bu
     assert turns.decide(2.9) == []
     assert turns.decide(3.0) == [order("a", "sleep")]
     assert turns.decide(3.1) == []
-    turns.answered(order("a", "sleep"), "", "asleep", now_s=3.5)
+    answer(turns, order("a", "sleep"), "", "asleep", now_s=3.5)
     want(turns, "b", 3.5)
     assert turns.decide(3.5) == [order("b", "wake")]
 
@@ -133,11 +143,11 @@ def test_a_wake_that_fails_leaves_the_model_asleep_says_so_and_is_tried_again_af
     want(turns, "a", 0.0)
     want(turns, "b", 0.1)
     assert turns.decide(0.1) == [order("a", "wake")]
-    turns.answered(order("a", "wake"), "no memory", "asleep", now_s=1.0)
+    answer(turns, order("a", "wake"), "no memory", "asleep", now_s=1.0)
     turn = want(turns, "a", 1.0)
     assert (turn.stage, turn.failed) == ("asleep", "no memory")
     assert turns.decide(1.0) == [order("b", "wake")]  # others do not wait for it
-    turns.answered(order("b", "wake"), "", "awake", now_s=1.1)
+    answer(turns, order("b", "wake"), "", "awake", now_s=1.1)
     assert want(turns, "a", 1.0 + FIRST_PAUSE_S - 0.1).failed == "no memory"
     assert want(turns, "a", 1.0 + FIRST_PAUSE_S).failed == ""
     assert turns.decide(1.0 + FIRST_PAUSE_S) == [order("b", "sleep")]
@@ -147,7 +157,7 @@ def test_a_worker_that_does_something_else_is_asked_again_and_nothing_is_said_to
     turns = device("a")
     want(turns, "a", 0.0)
     assert turns.decide(0.0) == [order("a", "wake")]
-    turns.answered(order("a", "wake"), "the engine is starting", "asleep", busy=True, now_s=0.0)
+    answer(turns, order("a", "wake"), "the engine is starting", "asleep", busy=True, now_s=0.0)
     turn = want(turns, "a", 0.1)
     assert (turn.failed, turn.why) == ("", "the engine is starting")
     assert turns.decide(0.1) == []
@@ -160,7 +170,7 @@ def test_a_sleep_that_fails_is_said_to_those_who_wait_and_another_model_goes() -
     awake(turns, "b", 1.0)
     want(turns, "c", 9.0)
     assert turns.decide(9.0) == [order("a", "sleep")]
-    turns.answered(order("a", "sleep"), "an attempt does not end", "awake", now_s=10.0)
+    answer(turns, order("a", "sleep"), "an attempt does not end", "awake", now_s=10.0)
     assert want(turns, "c", 10.0).why == "a, b have their turn; a: an attempt does not end"
     assert turns.decide(10.0) == [order("b", "sleep")]
 
@@ -172,7 +182,7 @@ def test_a_worker_that_dies_at_any_stage_makes_room_and_its_next_one_begins_asle
         want(turns, "a", 0.0)
         [waking] = turns.decide(0.0)
         if stage != "waking":
-            turns.answered(waking, "", "awake", now_s=0.0)
+            answer(turns, waking, "", "awake", now_s=0.0)
             want(turns, "a", 0.0, waiting=0)
         want(turns, "b", 4.0)
         assert turns.decide(4.0) == ([order("a", "sleep")] if stage == "falling asleep" else []) or stage == "awake"
@@ -183,6 +193,32 @@ def test_a_worker_that_dies_at_any_stage_makes_room_and_its_next_one_begins_asle
         turns.answered(waking, "", "awake", now_s=6.0)  # of the worker that is gone
         assert [turn.stage for turn in turns.shown(6.0)] == ["asleep", "waking"]
         turns.validate()
+
+
+def test_a_model_stays_awake_for_as_long_as_its_wake_took_and_no_longer_than_a_turn() -> None:
+    for wake_s, least_s in ((10.0, 10.0), (100.0, 30.0)):
+        turns = device("a", "b")
+        want(turns, "a", 0.0)
+        [waking] = turns.decide(0.0)
+        answer(turns, waking, "", "awake", now_s=wake_s)
+        want(turns, "a", wake_s, waiting=0)
+        want(turns, "b", wake_s + least_s - 0.1)
+        assert turns.decide(wake_s + least_s - 0.1) == []
+        assert turns.decide(wake_s + least_s) == [order("a", "sleep")]
+
+
+def test_what_discovery_says_late_does_not_count_against_an_answer() -> None:
+    turns = device("a", "b")
+    want(turns, "a", 0.0)
+    [waking] = turns.decide(0.0)
+    answer(turns, waking, "", "awake", now_s=1.0)
+    turns.worker_seen("a", "worker-a", "drained", 1.1)
+    want(turns, "b", 1.1)
+    assert turns.decide(1.1) == []
+    turns.worker_seen("a", "worker-a", "awake", 1.2)
+    turns.worker_seen("a", "worker-a", "drained", 1.3)  # an operator did that
+    want(turns, "b", 1.0 + ANSWER_HOLDS_S)
+    assert turns.decide(1.0 + ANSWER_HOLDS_S) == [order("a", "sleep")]
 
 
 def test_a_drained_model_holds_the_device_until_another_one_is_waited_for() -> None:
@@ -243,7 +279,7 @@ def test_no_model_starves_however_much_the_others_are_used(seed: int, awake_at_o
         for at_s, one in [each for each in due if each[0] <= now_s]:
             due.remove((at_s, one))
             (up.add if one.operation == "wake" else up.discard)(one.model)
-            turns.answered(one, "", "awake" if one.operation == "wake" else "asleep", now_s=now_s)
+            answer(turns, one, "", "awake" if one.operation == "wake" else "asleep", now_s=now_s)
         for model in MODELS:  # all are asked for without a pause
             waited_s[model] = 0.0 if model in up else waited_s[model] + TICK_S
             assert waited_s[model] <= bound_s, model
