@@ -226,10 +226,10 @@ def _up_by_turns(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOpt
     for source in sources:
         check_model(source.name, str(source.path), here=source.here)
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
-        models = []
-        for source in sources:
-            path = fetch_source(source, partial(check_model, source.name), terminal, weights=weights)
-            models.append(TurnModel(source.name, str(path)))
+        models = [
+            TurnModel(each.name, str(fetch_source(each, partial(check_model, each.name), terminal, weights=weights)))
+            for each in sources
+        ]
         if weights:
             check_room(models, options.awake, usable_memory_bytes())
         first = models[0]

@@ -53,7 +53,8 @@ def ask(client: OpenAI, model: str, tokens: int = TOKENS) -> str:
         model=model,
         prompt="The mill at the river turns",
         max_tokens=tokens,
-        temperature=0,
+        temperature=0.9,
+        seed=7,
         stream=True,
         extra_body={"ignore_eos": True},
     ) as stream:

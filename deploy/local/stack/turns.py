@@ -30,8 +30,7 @@ def turn_words(flags: UpFlags) -> list[str]:
         "--model-name": bool(flags.model_name),
         "--chat-template": bool(flags.chat_template),
         "--workers": flags.workers is not None,
-        "--prefill": flags.prefill is not None,
-        "--decode": flags.decode is not None,
+        "--prefill, --decode": (flags.prefill, flags.decode) != (None, None),
         "--single": flags.single,
         "--on ray": flags.on == "ray",
         "--device cuda": flags.device == "cuda",
@@ -64,20 +63,15 @@ def check_names(sources: Sequence[ModelSource]) -> None:
 
 
 def check_room(models: Sequence[TurnModel], awake: int, memory_bytes: int) -> None:
-    """Raise ConfigError if models that may be awake at once do not fit into memory: their files alone, since what else
-    an engine needs is known only to it."""
-    sizes = sorted(((weights_bytes(Path(model.path)), model.name) for model in models), reverse=True)
-    largest_bytes, largest = sizes[0]
-    if largest_bytes > memory_bytes:
+    """Raise ConfigError if the largest models that may be awake at once do not fit into memory. Their files alone
+    count, since what else an engine needs is known only to it."""
+    largest = sorted(((weights_bytes(Path(model.path)), model.name) for model in models), reverse=True)[:awake]
+    needed_bytes = sum(each for each, _ in largest)
+    if needed_bytes > memory_bytes:
+        setting, again = ("--models", "") if awake == 1 else (f"--awake {awake}", "; let fewer be awake")
         raise ConfigError(
-            f"--models: {largest} fits in no turn: its files have {size(largest_bytes)}, and this machine has"
-            f" {size(memory_bytes)} of memory"
-        )
-    together_bytes = sum(each for each, _ in sizes[:awake])
-    if together_bytes > memory_bytes:
-        raise ConfigError(
-            f"--awake {awake}: the files of {', '.join(name for _, name in sizes[:awake])} have {size(together_bytes)},"
-            f" and this machine has {size(memory_bytes)} of memory; let fewer be awake"
+            f"{setting}: {', '.join(name for _, name in largest)}, {size(needed_bytes)} of files, fit in no turn of"
+            f" this machine's {size(memory_bytes)} of memory{again}"
         )
 
 

@@ -26,6 +26,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from services.worker.turns.config import TurnsConfig
 from shared.messages.turns import ModelTurn, TurnStage, WantModel
 
 MOST_MODELS = 64
@@ -46,14 +47,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 TurnOperation = Literal["wake", "sleep"]
 _HOLDING: tuple[TurnStage, ...] = ("waking", "awake", "drained", "falling asleep")
 """The stages of models that take room on the device."""
-
-
-class TurnRules(Struct, frozen=True):
-    """The settings of the same names."""
-
-    awake: int = 1
-    turn_s: float = 30.0
-    least_awake_s: float = 1.0
 
 
 class TurnOrder(Struct, frozen=True):
@@ -114,15 +107,15 @@ class _TurnTaker:
 class DeviceTurns:
     """The turns of the models on one device. Times are seconds on one clock."""
 
-    def __init__(self, rules: TurnRules) -> None:
-        self._rules = rules
+    def __init__(self, config: TurnsConfig) -> None:
+        self._config = config
         self._models: dict[str, _TurnTaker] = {}
 
     # --- what is seen
 
     def worker_seen(self, model: str, instance: str, stage: TurnStage, now_s: float) -> bool:
-        """Record the worker of a model and its stage in discovery. Return whether the model is known: those beyond
-        MOST_MODELS are not."""
+        """Record the worker of a model and its stage in discovery; if there is none, an empty id and `gone`. Return
+        whether the model is known: those beyond MOST_MODELS are not."""
         if model not in self._models and len(self._models) >= MOST_MODELS:
             return False
         taker = self._models.setdefault(model, _TurnTaker(since_s=now_s))
@@ -132,10 +125,6 @@ class DeviceTurns:
             taker.why, taker.could_not_wake, taker.pause_s, taker.retry_s = "", False, 0.0, 0.0
         self._update(taker, now_s)
         return True
-
-    def worker_gone(self, model: str, now_s: float) -> None:
-        """Record that no worker has the model."""
-        self.worker_seen(model, "", "gone", now_s)
 
     def worker_reported(self, model: str, instance: str, *, busy: bool, now_s: float) -> None:
         """Record whether a worker computes, or has computed since its last report."""
@@ -187,13 +176,13 @@ class DeviceTurns:
             self._update(taker, now_s)
             if taker.stage == "gone" and not taker.waits:
                 del self._models[model]
-        rules, models = self._rules, self._models.items()
+        most, models = self._config.awake, self._models.items()
         holding = [(model, taker) for model, taker in models if taker.stage in _HOLDING]
         queue = [(model, taker) for model, taker in self._queue() if taker.retry_s <= now_s]
-        room = rules.awake - len(holding)
+        room = most - len(holding)
         woken = queue[: max(0, room)]
         leaving = sum(taker.stage == "falling asleep" for _, taker in holding)
-        needed = min(len(queue) - len(woken), rules.awake) + max(0, -room) - leaving
+        needed = min(len(queue) - len(woken), most) + max(0, -room) - leaving
         leavers = sorted(
             (one for one in holding if self._may_leave(one[1], now_s)), key=lambda one: _leaver_place(one, now_s)
         )
@@ -213,8 +202,8 @@ class DeviceTurns:
         if taker.retry_s > now_s or taker.stage not in ("awake", "drained"):
             return False
         awake_s = now_s - taker.since_s
-        over = not taker.is_used(now_s) or awake_s >= self._rules.turn_s
-        least_s = min(max(self._rules.least_awake_s, taker.wake_s), self._rules.turn_s)
+        over = not taker.is_used(now_s) or awake_s >= self._config.turn_s
+        least_s = min(max(self._config.least_awake_s, taker.wake_s), self._config.turn_s)
         return taker.stage == "drained" or (awake_s >= least_s and over)
 
     def _order(self, model: str, taker: _TurnTaker, operation: TurnOperation, now_s: float) -> TurnOrder:
@@ -263,7 +252,7 @@ class DeviceTurns:
         if taker.why:
             return taker.why
         holding = sorted(name for name, other in self._models.items() if other.stage in _HOLDING)
-        if len(holding) >= self._rules.awake:
+        if len(holding) >= self._config.awake:
             turn = f"{', '.join(holding)} {'has its' if len(holding) == 1 else 'have their'} turn"
             return turn + "".join(f"; {name}: {why}" for name in holding if (why := self._models[name].why))
         before = [name for name, _ in self._queue()].index(model)

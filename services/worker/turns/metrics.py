@@ -12,8 +12,6 @@ class TurnsMetrics:
     """The metrics of one device's turns."""
 
     # fmt: off
-    _awake = gauge("headrace_turn_awake", "model",
-        "Whether a model that takes turns holds the device: 1 while it wakes, is awake or falls asleep, else 0")
     _waiting = gauge("headrace_turn_waiting_requests", "model",
         "Requests that wait at frontends until a model is awake",
         "More models are asked for than may be awake: raise `turns.awake`, or shorten `turns.turn_s`.")
@@ -32,7 +30,6 @@ class TurnsMetrics:
 
     def show(self, turn: ModelTurn) -> None:
         """Show the turn of one model."""
-        self._awake.labels(turn.model).set(turn.stage not in ("asleep", "gone"))
         self._waiting.labels(turn.model).set(turn.waiting)
         self._oldest_s.labels(turn.model).set(turn.oldest_s)
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 
 from services.worker.turns.config import TurnsConfig
-from services.worker.turns.decider import DeviceTurns, TurnOrder, TurnRules
+from services.worker.turns.decider import DeviceTurns, TurnOrder
 from services.worker.turns.metrics import TurnsMetrics
 from shared import subjects
 from shared.bus.contract import Message
@@ -50,7 +50,7 @@ class Coordinator:
         self._runtime = runtime
         self._config = config
         self._now = asyncio.get_running_loop().time
-        self.turns = DeviceTurns(TurnRules(config.awake, config.turn_s, config.least_awake_s))
+        self.turns = DeviceTurns(config)
         self._metrics = TurnsMetrics(runtime.registry)
         self._limited_log = RateLimitedLog()
         self._workers: dict[str, Instance] = {}
@@ -154,7 +154,7 @@ class Coordinator:
         mine = [each for each in self._workers.values() if each.turns is not None and each.turns.card.model == model]
         newest = max(mine, key=lambda each: (each.started, each.instance), default=None)
         if newest is None:
-            self.turns.worker_gone(model, self._now())
+            self.turns.worker_seen(model, "", "gone", self._now())
         elif not self.turns.worker_seen(model, newest.instance, _STAGES.get(newest.state, "drained"), self._now()):
             self._limited_log.error("models", f"{model} gets no turn: too many models take turns on this device")
 

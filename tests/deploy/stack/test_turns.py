@@ -80,9 +80,9 @@ def test_models_that_do_not_fit_into_memory_are_refused_alone_or_together(tmp_pa
     check_room(models, 2, 1100)
     with pytest.raises(ConfigError) as refused:
         check_room(models, 1, 599)
-    assert str(refused.value) == (
-        "--models: a fits in no turn: its files have 600 B, and this machine has 599 B of memory"
-    )
+    assert str(refused.value) == "--models: a, 600 B of files, fit in no turn of this machine's 599 B of memory"
     with pytest.raises(ConfigError) as refused:
         check_room(models, 2, 1099)
-    assert str(refused.value).startswith("--awake 2: the files of a, b have 1.1 kB, and this machine has 1.1 kB of")
+    assert str(refused.value) == (
+        "--awake 2: a, b, 1.1 kB of files, fit in no turn of this machine's 1.1 kB of memory; let fewer be awake"
+    )

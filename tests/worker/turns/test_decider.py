@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.worker.turns.config import TurnsConfig
 from services.worker.turns.decider import (
     ANSWER_HOLDS_S,
     BUSY_PAUSE_S,
@@ -19,14 +20,13 @@ from services.worker.turns.decider import (
     WANTED_S,
     DeviceTurns,
     TurnOrder,
-    TurnRules,
 )
 from shared.messages.turns import ModelTurn, TurnStage, WantModel
 
-RULES = TurnRules(awake=1, turn_s=30.0, least_awake_s=3.0)
+RULES = TurnsConfig(turn_s=30.0, least_awake_s=3.0)
 
 
-def device(*models: str, rules: TurnRules = RULES) -> DeviceTurns:
+def device(*models: str, rules: TurnsConfig = RULES) -> DeviceTurns:
     """A device whose models all sleep."""
     turns = DeviceTurns(rules)
     for model in models:
@@ -105,7 +105,7 @@ def test_a_model_that_nothing_else_is_waited_for_stays_awake() -> None:
 
 
 def test_the_least_recently_used_of_several_goes_and_those_in_use_last() -> None:
-    turns = device("a", "b", "c", rules=TurnRules(2, 30.0, 3.0))
+    turns = device("a", "b", "c", rules=TurnsConfig(awake=2, turn_s=30.0, least_awake_s=3.0))
     awake(turns, "a", 0.0)
     awake(turns, "b", 1.0)
     turns.worker_reported("a", "worker-a", busy=True, now_s=10.0)
@@ -113,7 +113,7 @@ def test_the_least_recently_used_of_several_goes_and_those_in_use_last() -> None
     want(turns, "c", 20.0)
     assert turns.decide(20.0) == [order("b", "sleep")]
 
-    turns = device("a", "b", "c", rules=TurnRules(2, 30.0, 3.0))
+    turns = device("a", "b", "c", rules=TurnsConfig(awake=2, turn_s=30.0, least_awake_s=3.0))
     awake(turns, "a", 0.0)
     awake(turns, "b", 1.0)
     turns.worker_reported("b", "worker-b", busy=True, now_s=20.0)
@@ -165,7 +165,7 @@ def test_a_worker_that_does_something_else_is_asked_again_and_nothing_is_said_to
 
 
 def test_a_sleep_that_fails_is_said_to_those_who_wait_and_another_model_goes() -> None:
-    turns = device("a", "b", "c", rules=TurnRules(2, 30.0, 3.0))
+    turns = device("a", "b", "c", rules=TurnsConfig(awake=2, turn_s=30.0, least_awake_s=3.0))
     awake(turns, "a", 0.0)
     awake(turns, "b", 1.0)
     want(turns, "c", 9.0)
@@ -186,7 +186,7 @@ def test_a_worker_that_dies_at_any_stage_makes_room_and_its_next_one_begins_asle
             want(turns, "a", 0.0, waiting=0)
         want(turns, "b", 4.0)
         assert turns.decide(4.0) == ([order("a", "sleep")] if stage == "falling asleep" else []) or stage == "awake"
-        turns.worker_gone("a", 5.0)
+        turns.worker_seen("a", "", "gone", 5.0)
         want(turns, "b", 5.0)
         assert turns.decide(5.0) == [order("b", "wake")]
         turns.worker_seen("a", "next", "asleep", 6.0)
@@ -255,7 +255,7 @@ def test_models_frontends_and_the_waits_of_unknown_models_are_bounded() -> None:
         turns.wanted(WantModel(f"f{number}", "m000", 1, 0.0), 0.0)
     turns.validate()
     assert turns.shown(0.0)[0].waiting == MOST_FRONTENDS
-    turns.worker_gone("m001", 0.0)
+    turns.worker_seen("m001", "", "gone", 0.0)
     turns.decide(0.0)
     assert turns.worker_seen("one more", "w", "asleep", 0.0)
 
@@ -268,7 +268,7 @@ TICK_S = 0.1
 @settings(max_examples=25, deadline=None)
 def test_no_model_starves_however_much_the_others_are_used(seed: int, awake_at_once: int) -> None:
     draw = Random(seed)
-    rules, slowest_s = TurnRules(awake_at_once, 5.0, 1.0), 2.0
+    rules, slowest_s = TurnsConfig(awake=awake_at_once, turn_s=5.0, least_awake_s=1.0), 2.0
     turns = device(*MODELS, rules=rules)
     due: list[tuple[float, TurnOrder]] = []
     up: set[str] = set()
@@ -309,7 +309,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @initialize(awake_at_once=st.integers(1, 3))
     def begin(self, awake_at_once: int) -> None:
-        self.rules = TurnRules(awake_at_once, 5.0, 1.0)
+        self.rules = TurnsConfig(awake=awake_at_once, turn_s=5.0, least_awake_s=1.0)
         self.now_s = 0.0
         self.workers = {model: _Worker() for model in MODELS}
         self.waiting: dict[tuple[str, str], float] = {}
@@ -353,7 +353,7 @@ class TurnsMachine(RuleBasedStateMachine):
         """A worker is killed; another one starts asleep, and discovery lists it at once or later."""
         worker = self.workers[model]
         self.workers[model] = _Worker(worker.number + 1, since_s=self.now_s)
-        self.turns.worker_gone(model, self.now_s)
+        self.turns.worker_seen(model, "", "gone", self.now_s)
         self.show(model, self.workers[model])
 
     @precondition(lambda self: any(worker.orders for worker in self.workers.values()))
