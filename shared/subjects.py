@@ -112,6 +112,19 @@ def worker(namespace: str, instance: str, operation: str) -> str:
     return f"{ROOT}.{namespace}.worker.{instance}.{operation}"
 
 
+# --- models by turns
+
+
+def turns(namespace: str, device: str) -> str:
+    """The subject of WantModel: the process that decides whose turn it is on a device."""
+    return f"{ROOT}.{namespace}.turns.{device}.want"
+
+
+def turns_state(namespace: str, instance: str) -> str:
+    """The subject on which people ask one such process for its state."""
+    return f"{ROOT}.{namespace}.turns.{instance}.state"
+
+
 # --- kvbm
 
 

@@ -18,6 +18,7 @@ from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
+from services.worker.turns.metrics import TurnsMetrics
 from shared.bus.event_planes import EventPlanes
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.outbox import Outbox
@@ -31,7 +32,7 @@ from shared.tracing.exporter import SpanQueue
 from shared.tracing.spans import SpanRecord
 from shared.tracing.tracer import Tracer
 
-SERVICES = ("frontend", "router", "worker", "kvbm", "autoscale")
+SERVICES = ("frontend", "router", "worker", "kvbm", "turns", "autoscale")
 
 
 class KnownMetric(NamedTuple):
@@ -90,6 +91,8 @@ async def _register(service: str, registry: CollectorRegistry) -> None:
         Outbox(bus, "test", registry, batch_s=0.01)
     elif service == "kvbm":
         StoreMetrics(registry)
+    elif service == "turns":
+        TurnsMetrics(registry)
     else:
         WorkerMetrics(registry)
         KvbmMetrics(registry)

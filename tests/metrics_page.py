@@ -16,6 +16,7 @@ import services.worker.kv_connector.metrics
 import services.worker.metrics
 import services.worker.reports.gpus
 import services.worker.reports.observations
+import services.worker.turns.metrics
 import shared.bus.event_planes
 import shared.bus.outbox
 import shared.discovery.directory
@@ -35,6 +36,7 @@ SECTIONS = {
         services.worker.reports.gpus,
         services.worker.reports.observations,
     ],
+    "Models by turns": [services.worker.turns.metrics],
     "Block stores": [services.kvbm.metrics],
     "`headrace autoscale`": [deploy.local.autoscale.autoscale],
     "Every service, or several": [

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,13 @@ from msgspec.structs import replace
 
 from deploy.local import usage
 from deploy.local.install import InstallError
-from deploy.local.stack.stack import BlockStoreOptions, UpOptions
+from deploy.local.stack.stack import BlockStoreOptions, TurnModel, UpOptions
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal, highlight, paint
 from shared.config import environment
 from shared.errors import ConfigError, DiscoveryDown, HeadraceError, Unavailable
 from shared.installation import COMMAND, install_command, version_text
+from shared.machine_memory import usable_memory_bytes
 
 if TYPE_CHECKING:
     from deploy.local.show.fleet import FleetConfig
@@ -182,6 +184,8 @@ def _up(flags: usage.UpFlags) -> int:
     if flags.model == BUNDLED and not Path(BUNDLED).exists():
         flags = replace(flags, model=usage.DEFAULT_MODEL)
     options, wanted = checked_options(flags)
+    if flags.models:
+        return _up_by_turns(flags, options, wanted)
     state_dir, weights = flags.state_dir, flags.engine in ("native", "vllm")
     cache = cache_directory(state_dir)
     os.environ.pop(CACHE_VARIABLE, None)  # workers get it from their file; the other services would refuse it
@@ -200,6 +204,37 @@ def _up(flags: usage.UpFlags) -> int:
         path = fetch_source(source, check_model, terminal, weights=weights)
         options = replace(options, model=str(path), store=store)
         return up(options, state_dir, terminal, None if flags.single else ScaledWorkers(options).keep)
+
+
+def _up_by_turns(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOptions) -> int:
+    from deploy.local.stack.block_store import block_store
+    from deploy.local.stack.check import check
+    from deploy.local.stack.model_source import cache_directory, fetch_source, find_source
+    from deploy.local.stack.turns import check_names, check_room, turn_words
+    from deploy.local.stack.up import exclusive, up
+
+    state_dir, weights, terminal = flags.state_dir, flags.engine == "native", Terminal()
+    options = replace(options, cache=str(cache_directory(state_dir)))
+    os.environ.pop(CACHE_VARIABLE, None)  # as in _up
+    sources = [find_source(word, weights=weights, flag="--models") for word in turn_words(flags)]
+    check_names(sources)
+
+    def check_model(name: str, path: str, *, here: bool = True) -> None:
+        one = replace(options, model=path, model_name=name, turns=(TurnModel(name, path),), workers=1)
+        check(one, state_dir, python=sys.executable, model=here, notice=terminal.notice)
+
+    for source in sources:
+        check_model(source.name, str(source.path), here=source.here)
+    with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
+        models = [
+            TurnModel(each.name, str(fetch_source(each, partial(check_model, each.name), terminal, weights=weights)))
+            for each in sources
+        ]
+        if weights:
+            check_room(models, options.awake, usable_memory_bytes())
+        first = models[0]
+        options = replace(options, model=first.path, model_name=first.name, turns=models, store=store)
+        return up(options, state_dir, terminal)
 
 
 def _up_on_ray(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOptions, fetch: Callable[[], Path]) -> int:

@@ -93,6 +93,11 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     fetched once)."""
     model_name: str = ""
     """The name of the model for clients (the file's name)."""
+    models: Annotated[str, "MODEL,MODEL,…"] = ""
+    """Several models, in place of --model, that take turns on this machine: a request wakes its model, and another one
+    goes to sleep for it (docs/model_turns.md)."""
+    awake: int | None = None
+    """The number of --models that may be awake at once (1)."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
     engine: Literal["native", "vllm", "attached", "simulated", "echo"] = "native"

@@ -123,6 +123,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: Seconds = 60.0
     """Seconds that a request may wait for earlier ones: it gets 429 if no worker is predicted to begin it by then, or
     if its worker has not. The time that its own prompt takes does not count. 0 disables the check."""
+    asleep_s: SomeSeconds = 180.0
+    """Seconds that a request waits until its model is awake, if models take turns on a device; then 503."""
     deadline_s: SomeSeconds = 600.0
     """Seconds from the complete body of a request to its last token, if its client sets no deadline; then 504."""
     deadline_most_s: SomeSeconds = 3600.0

@@ -117,6 +117,12 @@ class Metrics:
         "Lost attempts, by reason; docs/states.md explains each", "[states.md](states.md) explains each reason.")
     router_retries = counter("headrace_router_retries", "",
         "Requests sent to another router because one did not answer", "A router is slow or gone.")
+    turn_waits = counter("headrace_turn_waits", "outcome",
+        "Waits for the turn of a model that takes turns with others, by outcome: woken, late (`limits.asleep_s`), "
+        "failed (it could not wake), left (by then the client had gone, or its deadline had passed)",
+        "`late`, `failed`: see [model_turns.md](model_turns.md).")
+    turn_wait = histogram("headrace_turn_wait_seconds", "", REQUEST_SECONDS,
+        "Time of these waits", "Models change often, or wake slowly: see `headrace_turn_operation_seconds`.")
     rejections = counter("headrace_model_rejection", "bound",
         "Requests refused at a limit of this frontend, by the name of its setting",
         "Raise the setting that `bound` names, or add frontends.")

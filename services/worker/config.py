@@ -12,10 +12,12 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from shared.config import ServiceConfig
+from shared.subjects import is_id
 
 EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
 _ADDRESS = re.compile(r"([^\s:@/?#\[\]]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
 ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
+ENGINES_BY_TURNS = ("native", "simulated", "echo")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -325,6 +327,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas. Empty means as many as it
     needs of those that are visible."""
     attached: AttachedConfig = AttachedConfig()
+    turns: str = ""
+    """Name of the device on which this worker's model takes turns with those of other workers: it starts asleep, and
+    `python -m services.worker.turns` for that device wakes it. Empty means that it serves all the time."""
     health: HealthConfig = HealthConfig()
     threads: Natural = 0
     """Threads of the engine's arithmetic. 0 means one a core, or as many as the time that the container's limit allows
@@ -350,6 +355,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             raise ValueError(
                 f"weights.memory is set, but engine is {self.engine}; only the native engine shares weights"
             )
+        if fault := self._turns_fault():
+            raise ValueError(fault)
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
         if self.engine == "attached" and self.attached.kind == "text" and not self.model_name:
@@ -392,6 +399,19 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return (
                 f"role is prefill, but kvbm.offload is {self.kvbm.offload}; what is handed over must be stored: filled"
             )
+        return ""
+
+    def _turns_fault(self) -> str:
+        """Return why the worker's model cannot take turns. Empty if it can, or need not."""
+        if not self.turns:
+            return ""
+        if not is_id(self.turns):
+            return f"turns: {self.turns!r} must be 1 to 64 letters, digits, - and _"
+        if self.engine not in ENGINES_BY_TURNS or self.device != "cpu":
+            engines = ", ".join(ENGINES_BY_TURNS)
+            return f"turns is set, but engine is {self.engine} on {self.device}; {engines} take turns, on a cpu alone"
+        if self.role != "aggregated":
+            return f"turns is set, but role is {self.role}; a model that takes turns has one worker, which does all"
         return ""
 
     def _connector_fault(self) -> str:

@@ -148,6 +148,7 @@ class Worker:
             self._attempts,
             self._attempts_changed,
             self._announcement,
+            turns=config.turns,
             drain_s=config.drain_s,
             lora_bytes=config.lora_bytes if config.engine == "native" else 0,
             link=lambda: self._kvbm.shown_link,
@@ -165,7 +166,7 @@ class Worker:
             "cancel": self._cancel,
             "resend": self._resend,
             "snapshot": self._snapshot,
-            "files": SentFiles(lambda: self._announcement.card, self._answer).receive,
+            "files": SentFiles(self._announcement.known_card, self._answer).receive,
             "operate": self._operator.receive,
         }
         subscriptions = [

@@ -15,6 +15,8 @@
     kvbm         engine → its kvbm: Attach, Store, Fetch, …      request and reply; the table is in the module
     people       people → router: Explanations, RouterState      request and reply, JSON
                  people → worker: OperateWorker → …              request and reply
+    turns        frontend → turns: WantModel → ModelTurn         request and reply
+                 people → turns: TurnsState                      request and reply, JSON
     control      anyone → service: Ping, FindNotes, …            request and reply, `control`
     frontends    frontend → frontend: Recall | Forget → …        request, streamed replies
                  frontend → frontend: nothing → RecentRequests   request and reply

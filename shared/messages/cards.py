@@ -11,8 +11,10 @@ from msgspec import Meta, Struct
 from shared.messages.codec import Codec
 
 PROTOCOL = 1
-ServiceName = Literal["frontend", "router", "worker", "kvbm"]
+ServiceName = Literal["frontend", "router", "worker", "kvbm", "turns"]
 Role = Literal["aggregated", "prefill", "decode"]
+ASLEEP = "asleep"
+"""The state of a worker that sleeps (`Instance.state`)."""
 EVENTS_ON_NATS, EVENTS_IN_STREAM = "nats:", "jetstream:"
 """What precedes the subject of a source, and the name of the stream that keeps its batches, in an EventSource."""
 Pooling = Literal["", "mean", "last"]
@@ -46,6 +48,15 @@ class EventSource(Struct, frozen=True):
         return self.replay.startswith(EVENTS_IN_STREAM)
 
 
+class TurnTaker(Struct, frozen=True):
+    """What a worker says of itself while its model takes turns with others on a device, awake or asleep."""
+
+    device: str
+    """The name of the device: of those models of which only a few are awake at once."""
+    card: ModelCard
+    """The card of the model as it is when it is awake: frontends know the model by it while it sleeps."""
+
+
 class Instance(Struct, frozen=True):
     """The address book entry of one running process."""
 
@@ -72,12 +83,14 @@ class Instance(Struct, frozen=True):
     pid_namespace: int = 0
     """The kernel's number of the PID namespace of `pid` (the inode of /proc/self/ns/pid). 0 if unknown."""
     state: str = ""
-    """Why a worker takes no requests although it lives: draining, drained or asleep. Empty if no operator asked for
-    that."""
+    """Why a worker takes no requests although it lives: draining, drained, asleep or waking. Empty if nothing asked
+    for that."""
     peers: str = ""
     """HOST:PORT at which kvbms of other machines can read this kvbm's blocks. Empty if they cannot."""
     role: Role = "aggregated"
     """The role of a worker, which its card has too, for as long as it has one."""
+    turns: TurnTaker | None = None
+    """The turn of a worker's model. None if the worker takes requests all the time."""
 
 
 class KvLayout(Struct, frozen=True, omit_defaults=True):

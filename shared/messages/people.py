@@ -162,6 +162,8 @@ class OperateWorker(Struct, frozen=True, tag="operate"):
     """The directory of the LoRA to load, as PEFT writes it and as the worker sees it."""
     level: int = 1
     """The level of sleep: 1 keeps the weights in host memory, 2 drops them; both drop the KV."""
+    drain_s: float | None = None
+    """The seconds for which running attempts may go on before a sleep. None means the worker's setting `drain_s`."""
 
 
 class WorkerOperated(Struct, frozen=True, tag="operated"):
@@ -173,6 +175,8 @@ class WorkerOperated(Struct, frozen=True, tag="operated"):
     """The worker's `Instance.state` after the operation."""
     lora: tuple[str, ...] = ()
     """The LoRAs' ids in the worker's card after the operation."""
+    busy: bool = False
+    """True if it was refused for now alone: another operation runs, or the engine is starting."""
 
 
 EXPLANATIONS: Codec[Explanations] = Codec(Explanations, "explanations")

@@ -15,7 +15,7 @@ from shared import subjects
 from shared.bus.contract import Bus, EventBus
 from shared.discovery.contract import Discovery
 from shared.discovery.directory import Directory
-from shared.messages.cards import INSTANCE, EventSource, Instance, Role, ServiceName
+from shared.messages.cards import INSTANCE, EventSource, Instance, Role, ServiceName, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from shared.notes import ProcessNotes
 from shared.runtime.observe import ProcessHealth
@@ -65,6 +65,7 @@ class Runtime:
         state: str = "",
         peers: str = "",
         role: Role = "aggregated",
+        turns: TurnTaker | None = None,
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -85,6 +86,7 @@ class Runtime:
             state=state,
             peers=peers,
             role=role,
+            turns=turns,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

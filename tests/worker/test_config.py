@@ -68,6 +68,19 @@ WRONG = [
         "role is prefill, but kvbm.offload is evicted; what is handed over must be stored: filled",
     ),
     ("--role both", "role: Invalid enum value 'both'; role is one of aggregated, prefill, decode"),
+    ("--turns a.b", "turns: 'a.b' must be 1 to 64 letters, digits, - and _"),
+    (
+        "--turns cpu --engine vllm",
+        "turns is set, but engine is vllm on cpu; native, simulated, echo take turns, on a cpu alone",
+    ),
+    (
+        "--turns gpu --device cuda",
+        "turns is set, but engine is native on cuda; native, simulated, echo take turns, on a cpu alone",
+    ),
+    (
+        "--turns cpu --role prefill --kvbm-pool p",
+        "turns is set, but role is prefill; a model that takes turns has one worker, which does all",
+    ),
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",

@@ -18,6 +18,7 @@ from shared.messages.frontends import RecentRequests
 from shared.messages.kvbm import KvbmState
 from shared.messages.load import LoadReport
 from shared.messages.people import RouterState, SourceState
+from shared.messages.turns import TurnsState
 
 MACHINES_OWN = 0xEFFFFFFC
 """The number of the first PID namespace of every Linux; containers have other numbers."""
@@ -43,7 +44,7 @@ class InstanceRow(Struct, frozen=True):
     role: str = ""
     """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
-    """Why a worker takes no requests although it lives: draining, drained or asleep."""
+    """Why a worker takes no requests although it lives: draining, drained, asleep or waking."""
     load: LoadReport | None = None
     """The last report of a worker; None for other services, and without a report."""
 
@@ -103,6 +104,8 @@ class Overview(Struct, frozen=True):
     """State of the routers that answered."""
     stores: tuple[KvbmState, ...] = ()
     """State of the block stores that answered."""
+    turns: tuple[TurnsState, ...] = ()
+    """The turns of the models on each device, by the processes that answered."""
     weights: tuple[SharedWeightsRow, ...] = ()
     """Weights that this machine's memory service keeps."""
 
@@ -274,6 +277,8 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
         ]
     left_out = {worker: why for state in view.routers for worker, why in state.left_out.items()}
     parts += [f"worker {worker} gets no requests: {why}" for worker, why in sorted(left_out.items())]
+    for state in view.turns:
+        parts += ["", *turn_table(state)]
     if view.stores:
         parts += ["", *block_stores(view.stores)]
     if view.weights:
@@ -326,6 +331,22 @@ def _router(row: RouterState) -> tuple[object, ...]:
         size(size_bytes),
         "off" if row.events == "off" else event_sources(row.sources),
     )
+
+
+def turn_table(state: TurnsState) -> list[str]:
+    """Return the turns of one device's models as a table, and a line for each that is waited for or could not wake.
+
+    TURNS ON cpu, 1 AT ONCE  STATE   FOR  WAITING  LONGEST
+    a                        awake   12s  0
+    b                        asleep  3m   2        4s
+    """
+    rows = [
+        (each.model, each.stage, age(each.for_s), each.waiting, age(each.oldest_s) if each.waiting else "")
+        for each in state.models
+    ]
+    said = [f"{each.model} is waited for: {each.why}" for each in state.models if each.why]
+    said += [f"{each.model} could not wake: {each.failed}" for each in state.models if each.failed]
+    return [table(f"TURNS ON {state.device}, {state.awake} AT ONCE  STATE  FOR  WAITING  LONGEST", rows), *said]
 
 
 def event_sources(sources: Sequence[SourceState]) -> str:

@@ -32,11 +32,12 @@ from shared.messages.frontends import RECENT_REQUESTS, RecentRequests
 from shared.messages.kvbm import KVBM_STATE, KvbmState
 from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.messages.people import ROUTER_STATE, RouterState
+from shared.messages.turns import TURNS_STATE, TurnsState
 from shared.runtime.runtime import pid_namespace
 
 LISTEN_S = 0.5
 """Limit of the time to collect load reports, in seconds: workers report every 250 ms."""
-SERVICES: tuple[ServiceName, ...] = ("frontend", "router", "kvbm", "worker")
+SERVICES: tuple[ServiceName, ...] = ("frontend", "router", "kvbm", "turns", "worker")
 LOADS_HEARD = 4096
 """Workers whose reports are kept, at most."""
 HEALTH_LIMIT_S = 2.0
@@ -86,23 +87,25 @@ async def look(
     states: list[RouterState] = []
     stores: list[KvbmState] = []
     recent: list[RecentRequests] = []
+    turns: list[TurnsState] = []
     notes: list[str] = []
     namespace, connected = config.namespace, True
     alive = [each for each in readable_entries(namespace, values) if isinstance(each, Instance)]
-    frontends, routers, kvbms, workers = (
+    frontends, routers, kvbms, deciders, workers = (
         sorted(each.instance for each in alive if each.service == service) for service in SERVICES
     )
     heard = [] if most is None else frontends[:most]
     asked = frozenset((*frontends[:most], *routers[:most], *kvbms[:most]))
     try:
         async with connect_bus(config, "headrace status") as bus:
-            (states, silent), (stores, mute), (recent, dumb), _ = await asyncio.gather(
+            (states, silent), (stores, mute), (recent, dumb), (turns, still), _ = await asyncio.gather(
                 ask_each(bus, "router", routers[:most], partial(subjects.router_state, namespace), ROUTER_STATE),
                 ask_each(bus, "kvbm", kvbms[:most], lambda kvbm: subjects.kvbm(namespace, kvbm, "stat"), KVBM_STATE),
                 ask_each(bus, "frontend", heard, partial(subjects.recent_requests, namespace), RECENT_REQUESTS),
+                ask_each(bus, "turns", deciders[:most], partial(subjects.turns_state, namespace), TURNS_STATE),
                 _listen(bus, namespace, loads, set(workers)),
             )
-            notes = silent + mute + dumb
+            notes = silent + mute + dumb + still
     except BusDown as wrong:
         notes, connected = [f"{wrong}; so no load is known"], False
     where = (namespace, config.nats_shown, config.discovery_shown)
@@ -111,7 +114,7 @@ async def look(
     doors = [row for row in seen.instances if row.service == "frontend" and row.http and row.instance in asked]
     answers = await asyncio.gather(*(model_faults(row.instance, row.http) for row in doors))
     faults = [fault for each in answers for fault in each]
-    seen = msgspec.structs.replace(seen, notes=(*seen.notes, *faults))
+    seen = msgspec.structs.replace(seen, notes=(*seen.notes, *faults), turns=tuple(turns))
     heard_s = {worker: at_s for worker, (_, at_s) in loads.items()}
     return Look(seen, heard_s, tuple(recent), asked, connected)
 

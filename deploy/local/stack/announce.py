@@ -72,6 +72,8 @@ class Announcer:
         self._waiting = {launch.program.name: launch for launch in stack.launches if launch.observe}
         """Services that are not ready yet."""
         self._frontends = {name for name in self._waiting if name.startswith(("frontend", SINGLE))}
+        if stack.by_turns and self._frontends:
+            self._frontends |= {name for name in self._waiting if name.startswith("worker")}
         self._served = not self._frontends
         self._joined = not stack.other_role or not self._frontends
         """True once it is said that this machine waits for another one; also if it never does."""

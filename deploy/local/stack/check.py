@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Launch, ServiceName, UpOptions, plan, ports_needed, separated
+from deploy.local.stack.stack import Launch, ServiceName, UpOptions, module_of, plan, ports_needed, separated
 from deploy.local.state import StateDirectory
 from shared.chat_templates import NAMES
 from shared.errors import ConfigError
@@ -105,7 +105,7 @@ def _template_arguments(options: UpOptions, model: bool) -> list[str]:
 
 def _service(launch: Launch) -> ServiceName | None:
     """Return the service of a launch; None for NATS and etcd. A worker with a role is not called worker."""
-    return next((name for name in get_args(ServiceName) if f"services.{name}" in launch.arguments), None)
+    return next((name for name in get_args(ServiceName) if module_of(name) in launch.arguments), None)
 
 
 def _started(arguments: Sequence[str], aside: str) -> subprocess.Popen[str]:
@@ -151,4 +151,4 @@ def _translated_line(service: ServiceName, line: str, aside: str) -> str:
         line = re.sub(rf"(frontend\.)?\b{re.escape(setting)}\b", flag, line)
     if service == "kvbm" and ": no such setting; " in line:
         line += "; those of workers for it begin with worker.kvbm"
-    return line.replace("`--help`", f"`{help_command(service)}`")
+    return line.replace("`--help`", "docs/model_turns.md" if service == "turns" else f"`{help_command(service)}`")

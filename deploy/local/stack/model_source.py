@@ -61,8 +61,8 @@ def find_default(cache: Path) -> ModelSource:
     return ModelSource(cache / model.FILE, model.NAME, here=False)
 
 
-def find_source(text: str, *, weights: bool) -> ModelSource:
-    """Return the model that `--model` names: a path if there is such a file or directory, else a name on the hub.
+def find_source(text: str, *, weights: bool, flag: str = "--model") -> ModelSource:
+    """Return the model that `flag` names: a path if there is such a file or directory, else a name on the hub.
 
     `weights` says that the engine reads them. Nothing is fetched, and no hub is asked. Raises ConfigError.
     """
@@ -72,7 +72,7 @@ def find_source(text: str, *, weights: bool) -> ModelSource:
         return ModelSource(path, path.stem if path.suffix == ".gguf" else path.name)
     named = parse_name(text)
     if named is None:
-        raise ConfigError(f"--model {text}: no such file or directory; {NAMES}")
+        raise ConfigError(f"{flag} {text}: no such file or directory; {NAMES}")
     with _variables_read():
         from deploy.local.stack import hub  # imported here because it loads an HTTP client
 

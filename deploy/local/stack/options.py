@@ -25,6 +25,7 @@ from deploy.local.stack.stack import (
     UpOptions,
     default_replicas,
 )
+from deploy.local.stack.turns import turn_words
 from deploy.local.usage import DEFAULT_MODEL, GPU_MEMORY_SHARE, UpFlags
 from shared.bus.nats_servers import without_password
 from shared.chat_templates import NAMES
@@ -43,17 +44,17 @@ JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
-    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|role)"
+    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|role|turns)|turns-(device|awake)"
 )
 """Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
 
 
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
-    flags = _check(flags)
+    words, flags = turn_words(flags), _check(flags)
     prefill, decode = _roles(flags)
     roles = prefill + decode > 0
-    frontends, routers, workers = _numbers(flags, prefill + decode)
+    frontends, routers, workers = _numbers(flags, prefill + decode or len(words))
     simulated = _settings("--simulated", flags.simulated)
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = store_request(
@@ -67,6 +68,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     if "kvbm" in overrides and not wanted.pool_bytes:
         setting = overrides["kvbm"][0][0].removeprefix("--")
         raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
+    if "turns" in overrides and not words:
+        raise ConfigError(f"--set turns.{overrides['turns'][0][0].removeprefix('--')}: it needs --models")
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ()), workers) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or workers
     _check_servers(flags)
@@ -81,7 +84,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         prefill=prefill,
         decode=decode,
         chat_template=_chat_template(flags),
-        sampling=SAMPLING if flags.model == DEFAULT_MODEL else {},
+        sampling=SAMPLING if flags.model == DEFAULT_MODEL and not words else {},
+        awake=flags.awake or 1,
         policy=flags.policy,
         discovery=flags.discovery,
         engine=flags.engine,
@@ -103,12 +107,13 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     return options, wanted
 
 
-def _numbers(flags: UpFlags, of_roles: int) -> tuple[int, int, int]:
-    """Return how many frontends, routers and workers there are. Raise ConfigError."""
+def _numbers(flags: UpFlags, given: int) -> tuple[int, int, int]:
+    """Return how many frontends, routers and workers there are; `given` workers, if that is not 0. Raise
+    ConfigError."""
     usual = default_replicas(usable_processors())
     frontends, routers = (usual if each is None else each for each in (flags.frontends, flags.routers))
     attached = flags.engine == "attached"
-    workers = of_roles or ((1 if attached else 2) if flags.workers is None else flags.workers)
+    workers = given or ((1 if attached else 2) if flags.workers is None else flags.workers)
     least = 0 if flags.nats and flags.etcd and flags.on == "machine" else 1  # other machines of the fleet may have them
     for flag, number, fewest in (("workers", workers, 1), ("frontends", frontends, least), ("routers", routers, least)):
         if not fewest <= number <= 64:
@@ -218,7 +223,8 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
 
 def _chat_template(flags: UpFlags) -> str:
     """Return the chat template for the workers: a name, or the absolute path of a file. Empty means the model's own."""
-    given = flags.chat_template or (CHAT_TEMPLATE if flags.model == DEFAULT_MODEL else "")
+    default = CHAT_TEMPLATE if flags.model == DEFAULT_MODEL and not flags.models else ""
+    given = flags.chat_template or default
     if not given or given in NAMES:
         return given
     if not Path(given).is_file():

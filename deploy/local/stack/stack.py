@@ -24,6 +24,8 @@ LOOPBACK = "127.0.0.1"
 SERVICE_DRAIN_S = 40.0
 """Seconds from SIGTERM to SIGKILL for a service. Above the services' own limits: a service drains, then ends by
 itself."""
+DEVICE = "cpu"
+"""The name of the device on which models take turns."""
 SINGLE = "single"
 """The name of the program that is frontend, router and worker."""
 SERVER_DRAIN_S = 5.0
@@ -61,9 +63,16 @@ class AccessFiles(Struct, frozen=True):
     tls_key: str = ""
 
 
-ServiceName = Literal["frontend", "router", "worker", "kvbm"]
+ServiceName = Literal["frontend", "router", "worker", "kvbm", "turns"]
 Setting = tuple[str, str]
 """A flag of a service and its value."""
+
+
+class TurnModel(Struct, frozen=True):
+    """A model that takes turns with others, on a worker of its own."""
+
+    name: str
+    path: str
 
 
 class UpOptions(Struct, frozen=True):
@@ -90,6 +99,10 @@ class UpOptions(Struct, frozen=True):
     decode: int = 0
     """Number of workers among them that only decode. They and those of `prefill` are all workers, or none."""
     policy: str = "kv"
+    turns: Sequence[TurnModel] = ()
+    """The models that take turns, one for each worker; `model` is the first of them. Empty if one model is served."""
+    awake: int = 1
+    """The number of them that may be awake at once."""
     discovery: Literal["etcd", "file"] = "etcd"
     engine: str = "native"
     simulated: Mapping[str, Value] = {}
@@ -152,6 +165,8 @@ class Stack(Struct, frozen=True):
     access: AccessFiles = AccessFiles()
     common: Settings = {}
     """The settings that all services share: what connects them."""
+    by_turns: bool = False
+    """True if models take turns: `up` is ready once their workers are, as frontends know the models from then on."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
 
@@ -188,7 +203,8 @@ def default_replicas(cores: int) -> int:
 
 def ports_needed(options: UpOptions) -> int:
     """Return how many free ports `plan` needs: one for NATS and one to observe each service."""
-    return 1 + options.frontends + options.routers + options.workers + (options.store is not None)
+    services = options.frontends + options.routers + options.workers
+    return 1 + services + (options.store is not None) + bool(options.turns)
 
 
 def plan(
@@ -237,6 +253,8 @@ def plan(
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store))
+    if options.turns:
+        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | {"device": DEVICE, "awake": options.awake})
     if options.weights_bytes:
         launches.append(_memory(options, state_dir, python))
     for index, (name, role) in enumerate(named_workers(options)):
@@ -245,9 +263,15 @@ def plan(
         service(program, "worker", settings, hands_over=bool(role))
     if options.single:
         launches = [_as_one(launches, python)]
+    by_turns = bool(options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, other_role)
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
+
+
+def module_of(service: ServiceName) -> str:
+    """Return the module that a service is started as."""
+    return "services.worker.turns" if service == "turns" else f"services.{service}"
 
 
 def separated(options: UpOptions) -> UpOptions:
@@ -324,7 +348,7 @@ def _service(
     events = str(state_dir.run) if host == LOOPBACK else ""
     observe: dict[str, Value] = {"host": host, "port": port, "events": events, "log_level": options.log_level}
     flags = [f"{flag}={value}" for flag, value in options.overrides.get(module, ())]
-    arguments = (python, "-P", "-m", f"services.{module}", "--config", str(file), *flags)
+    arguments = (python, "-P", "-m", module_of(module), "--config", str(file), *flags)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     return Launch(program, arguments, url), {file: toml({**settings, "observe": observe})}
 
@@ -357,19 +381,23 @@ def worker_settings(
     options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
 ) -> dict[str, Value | Mapping[str, Value]]:
     """Return what only workers have in their settings. The worker `index` has the role `role`, or does all."""
+    own = options.turns[index] if options.turns else TurnModel(options.model_name, options.model)
+    at_once = options.awake if options.turns else options.workers
     settings: dict[str, Value | Mapping[str, Value]] = {
-        "model": options.model,
-        "model_name": options.model_name,
+        "model": own.path,
+        "model_name": own.name,
         "chat_template": options.chat_template,
         "sampling": options.sampling,
         "cache": options.cache or str(state_dir.models),
         "engine": options.engine,
-        "threads": 0 if options.vllm_gpus else max(1, cores // options.workers),  # vLLM on GPUs chooses better
+        "threads": 0 if options.vllm_gpus else max(1, cores // at_once),  # vLLM on GPUs chooses better
         "simulated": options.simulated,
         "kvbm": {"pool": options.store.pool if options.store is not None else ""},
     }
     if options.weights_bytes:
         settings |= {"weights": {"memory": str(state_dir.weights)}}
+    if options.turns:
+        settings |= {"turns": DEVICE}
     if role:
         settings |= {"role": role}
     if options.vllm_python:

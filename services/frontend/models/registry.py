@@ -11,6 +11,9 @@ counts: that of the worker which started last, so that all frontends choose the 
 
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
 
+A model that takes turns with others (docs/model_turns.md) is served while it sleeps too: its worker's entry in
+discovery has the card, and requests wait until it is awake (requests/turn_waits.py).
+
 The LoRAs of the cards are models too (lora_names.py): each is its base model with another name and the LoRA's id. A
 base model of the same name comes first. The name that a card's server has for the model means the model too, unless
 another one has it (model_names.py). Both stay known for as long as the model.
@@ -48,7 +51,7 @@ from services.frontend.models.model import (
 from services.frontend.models.model_names import ModelAliases, similar_names
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages.cards import Instance, ModelCard
+from shared.messages.cards import Instance, ModelCard, TurnTaker
 from shared.rate_limited_log import RateLimitedLog
 
 RETRY_S = 5.0
@@ -71,8 +74,10 @@ with the same one load alike."""
 class _Entry:
     instances: Mapping[str, Instance]
     """All instances that are known."""
-    cards: dict[str, ModelCard] = field(default_factory=dict)
+    awake: dict[str, ModelCard] = field(default_factory=dict)
     """The model's cards by the worker's instance id."""
+    by_turns: dict[str, ModelCard] = field(default_factory=dict)
+    """The cards of workers that take turns, awake or asleep."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""
@@ -81,6 +86,11 @@ class _Entry:
     """Set by every change, which ends the wait for the next attempt to load."""
     failed: dict[_Source, str] = field(default_factory=dict)
     """Why cards newer than the loaded one cannot be loaded; of a model without a loaded card, why all cannot be."""
+
+    @property
+    def cards(self) -> dict[str, ModelCard]:
+        """The cards that count: while all workers sleep, those that they will have."""
+        return self.awake or self.by_turns
 
     @cached_property
     def ordered(self) -> list[ModelCard]:
@@ -288,25 +298,29 @@ class ModelRegistry:
     def _on_change(self, change: DirectoryChange) -> None:
         match change:
             case CardUp():
-                self._add(change.card)
+                self._take(change.card, awake=True)
             case CardDown() if change.card.model in self._entries:
                 entry = self._entries[change.card.model]
-                entry.cards.pop(change.card.instance, None)
+                entry.awake.pop(change.card.instance, None)
                 self._loras.remove_card(change.card.model, change.card.instance)
                 self._reload(change.card.model, entry)
+            case InstanceUp(Instance(turns=TurnTaker(card=card))):
+                self._take(card, awake=False)
             case InstanceUp() | InstanceDown():  # a card may be known before its worker is, and after it
                 for name, entry in self._entries.items():
-                    if change.instance.instance in entry.cards:
+                    if entry.by_turns.pop(change.instance.instance, None) or change.instance.instance in entry.cards:
                         self._reload(name, entry)
             case _:
                 pass
 
-    def _add(self, card: ModelCard) -> None:
+    def _take(self, card: ModelCard, *, awake: bool) -> None:
         if card.model not in self._entries and len(self._entries) >= MODELS_LIMIT:
             self._limited_log.error("models", f"{card.model} is left out: {MODELS_LIMIT} models are known already")
             return
         entry = self._entries.setdefault(card.model, _Entry(self._instances))
-        entry.cards[card.instance] = card
+        (entry.awake if awake else entry.by_turns)[card.instance] = card
+        if card.instance not in entry.cards:  # another worker of the model is awake
+            return
         self._loras.set_card(card.model, card.instance, card.lora if card.routed else ())
         if not entry.matches(card):
             entry.model = None  # its tokens would mean something else to the new workers

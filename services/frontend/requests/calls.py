@@ -1,6 +1,7 @@
 """The calls of a request to routers and workers over the bus.
 
-SelectWorker     ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
+SelectWorker     ─▶ turn_waits.py, if the model sleeps  ─▶ TurnWaited
+                 ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
 AnnounceAttempt  ─▶ the worker that will decode         ─▶ no answer
 """
@@ -17,9 +18,10 @@ from msgspec.structs import replace
 from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
-from services.frontend.requests.events import AnswerMissed, Event, Unreachable, Unrouted, Unsendable
+from services.frontend.requests.events import AnswerMissed, Event, TurnWaited, Unreachable, Unrouted, Unsendable
 from services.frontend.requests.router_tries import RouterTries
 from services.frontend.requests.stream import InferenceRequest, Stream
+from services.frontend.requests.turn_waits import TurnWaits
 from shared import subjects
 from shared.errors import (
     HeadraceError,
@@ -53,9 +55,13 @@ class BusCalls:
         self._limits = limits
         self._metrics = metrics
         self._feed = feed
+        self._turn_waits = TurnWaits(runtime, limits.asleep_s, metrics)
 
     async def select_worker(self, stream: Stream, action: SelectWorker) -> None:
-        """Ask routers which worker computes the request."""
+        """Ask routers which worker computes the request, or wait until its model is awake."""
+        if self._turn_waits.is_asleep(stream.request.model):
+            await self._wait_awake(stream, action)
+            return
         select = self._select(stream, action, asyncio.get_running_loop().time())
         session = stream.session
         answer = await self.ask_routers(
@@ -68,6 +74,16 @@ class BusCalls:
         )
         if answer is not None:
             self._feed(stream, answer)
+
+    async def _wait_awake(self, stream: Stream, action: SelectWorker) -> None:
+        now, session = asyncio.get_running_loop().time, stream.session
+        began_s = now()
+        why = await self._turn_waits.wait_awake(stream.request.model, lambda: session.is_choosing(action.attempt))
+        slept_s = now() - began_s
+        stream.slept_s += slept_s
+        note = f"its model slept; it waited {slept_s:.1f} s for the model's turn"
+        self._runtime.notes.requests.add(stream.request.id, note, now(), attempt=action.attempt)
+        self._feed(stream, TurnWaited(action.attempt, why))
 
     async def ask_routers(
         self,
@@ -159,7 +175,7 @@ class BusCalls:
             return
         message = replace(
             self._generate(stream, action, now),
-            wait_left_s=max(0.0, stream.started + action.wait_s - now) if action.wait_s else None,
+            wait_left_s=max(0.0, stream.started + stream.slept_s + action.wait_s - now) if action.wait_s else None,
             prefill_only=action.prefill_only,
         )
         subject = subjects.worker(self._runtime.namespace, action.instance, "generate")

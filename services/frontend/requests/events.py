@@ -37,6 +37,14 @@ class RetryDue(Struct, frozen=True):
     now_s: float
 
 
+class TurnWaited(Struct, frozen=True):
+    """The request has waited for the turn of its model, which takes turns with others."""
+
+    attempt: int
+    failed: str = ""
+    """Why the model is not awake. Empty if it is."""
+
+
 class Unreachable(Struct, frozen=True):
     """The worker did not listen for Generate, or did not answer in time."""
 
@@ -91,6 +99,7 @@ Event = (
     Selected
     | Answer
     | AnswerMissed
+    | TurnWaited
     | RetryDue
     | PartReceived
     | InstanceGone

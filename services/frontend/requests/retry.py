@@ -92,6 +92,12 @@ class RetryBudget:
         self._has_token = True
         self._rescue_from_s, self.pause_s = None, FIRST_PAUSE_S
 
+    def turn_came(self) -> None:
+        """Forget who refused the request, and how long no worker could be chosen: the model was asleep, and has woken
+        now."""
+        self.excluded.clear()
+        self._rescue_from_s, self.pause_s = None, FIRST_PAUSE_S
+
     def attempt_failed(self, loss: Loss, attempt: int, instance: str, why: str, *, overloaded: bool = False) -> str:
         """Count a lost attempt. Return why there is no other one; empty if there may be one.
 

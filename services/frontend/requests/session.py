@@ -9,6 +9,7 @@
                 └────── lost ──────────┴──────────────────────────────────────────┘
 
     STREAMING ── handed over: the prompt's worker has its first token ──▶ OFFERED to the worker that decodes
+    CHOOSING ── the model takes turns: it has woken ──▶ CHOOSING, or it stays asleep ──▶ ENDED
     any state ── no choice, stop string, client gone, a limit of time, too many attempts ──▶ ENDED
 
 A router may choose two workers: one computes the prompt, as attempt n, and the other decodes, as attempt n + 1, whose
@@ -57,6 +58,7 @@ from services.frontend.requests.events import (
     RetryDue,
     StopFound,
     TimeExpired,
+    TurnWaited,
     Unreachable,
     Unrouted,
     Unsendable,
@@ -167,6 +169,8 @@ class Session:
             case AnswerMissed():
                 self._answer_missed |= self.is_choosing(event.attempt)
                 return []
+            case TurnWaited():
+                return self._on_turn(event.failed) if self.is_choosing(event.attempt) else []
             case RetryDue():
                 waited = self.state is State.WAITING and event.attempt == self.attempt
                 return self._on_again(event.now_s) if waited else []
@@ -219,6 +223,12 @@ class Session:
         if choice.decode:
             actions.append(AnnounceAttempt(self._last_attempt, choice.decode, choice.decode_rank, choice.instance))
         return actions
+
+    def _on_turn(self, failed: str) -> list[Action]:
+        if failed:
+            return self._end([Fail(Unavailable(self._retries.error_text(failed)))])
+        self._retries.turn_came()
+        return self._ask()
 
     def _on_answer(self, answer: Answer) -> list[Action]:
         match answer:

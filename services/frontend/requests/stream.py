@@ -143,6 +143,8 @@ class Stream:
         """When the current attempt last gave a sign of life."""
         self.worker = ""
         """The worker of the latest attempt. Empty if there was none."""
+        self.slept_s = 0.0
+        """The seconds for which it waited for its model's turn: no worker could have begun it then."""
         self.accepted = started
         """When a worker accepted the current attempt, or was asked to."""
         self.first_tokens: float | None = None

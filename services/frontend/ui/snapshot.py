@@ -91,12 +91,13 @@ def snapshot(facts: Facts) -> PageEvent:
         of_service.setdefault(each.service, []).append(each)
     for found in of_service.values():
         found.sort(key=lambda each: (each.started, each.instance))
-    cards: dict[str, ModelCard] = {card.instance: card for card in facts.cards.values()}
+    cards = {each.instance: each.turns.card for each in facts.instances.values() if each.turns is not None}
+    cards |= {card.instance: card for card in facts.cards.values()}
     routers = {state.router: state for state in facts.routers}
     stores = {state.instance: state for state in facts.stores}
     recent = {state.frontend: state for state in facts.recent}
     shown = {kind: found[: WORKERS_SHOWN if kind == "worker" else OTHERS_SHOWN] for kind, found in of_service.items()}
-    models, all_models = _models(facts.cards.values())
+    models, all_models = _models(cards.values())
     requests = sorted(
         (_request(state.frontend, way, facts.wall_s) for state in facts.recent for way in state.requests),
         key=lambda each: (each.began_ms, each.id),

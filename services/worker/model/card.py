@@ -14,7 +14,7 @@ from services.worker.model.facts import read_pooling, read_sampling
 from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
-from shared.messages.cards import MODEL_CARD, EventSource, ModelCard, Role
+from shared.messages.cards import ASLEEP, MODEL_CARD, EventSource, ModelCard, Role, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
 from shared.model_files.templates import read_templates
@@ -128,9 +128,12 @@ class CardAnnouncement:
         self._role: Role = role
         self._source = source
         self.entries = Announcement(
-            runtime.discovery, self._make_entries, due=lambda: self.card is not None, shown=self._shown
+            runtime.discovery, self._make_entries, due=lambda: bool(self.card or self.turn), shown=self._shown
         )
         self.card: ModelCard | None = None
+        self.turn: TurnTaker | None = None
+        """What frontends know of the model while it sleeps until its turn. None if it takes no turns, or no engine was
+        ready yet."""
         self._state = ""
         self._published = asyncio.Event()
         """Set while discovery has all that was shown last."""
@@ -140,6 +143,10 @@ class CardAnnouncement:
         self.card, self._state = card, state
         self._published.clear()
         self.entries.request_update()
+
+    def known_card(self) -> ModelCard | None:
+        """Return the card by which frontends know the model. None if they do not."""
+        return self.turn.card if self.card is None and self.turn is not None else self.card
 
     async def published_within(self, limit_s: float) -> bool:
         """Wait until discovery has what was shown last; return whether that was so in time."""
@@ -153,13 +160,14 @@ class CardAnnouncement:
     def _shown(self) -> None:
         if not self.entries.pending:
             self._published.set()
-        if self.card is not None:
-            self._runtime.health.ready()  # routers can choose it; a rolling restart waits for that
+        if self.card is not None or (self.turn is not None and self._state == ASLEEP):
+            self._runtime.health.ready()  # routers can choose it, or its turn comes; a rolling restart waits for that
 
     def _make_entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
         operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
-        entries = runtime.address(epoch, operations, events=self._source, state=self._state, role=self._role)
+        state, role = self._state, self._role
+        entries = runtime.address(epoch, operations, events=self._source, state=state, role=role, turns=self.turn)
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
             entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)

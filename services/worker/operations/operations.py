@@ -13,6 +13,9 @@ When an engine was lost, the next one gets the LoRAs again before the card is sh
 to sleep. Before a sleep of level 2, which drops all weights, the engine unloads the LoRAs; it loads them again when it
 wakes. One operation runs at a time; another one is refused meanwhile.
 
+A worker whose model takes turns with others (docs/model_turns.md) begins asleep: its first engine is put to sleep like
+one that follows a lost one.
+
 The shell reads the files of a LoRA before the engine does, since their digest is part of the LoRA's id
 (`shared/lora.py`). It reads them again before it has them loaded again: a LoRA whose files have changed is gone.
 
@@ -53,7 +56,7 @@ _SHOWN = {
     WorkerState.DRAINED: "drained",
     WorkerState.FALLING_ASLEEP: "drained",
     WorkerState.ASLEEP: "asleep",
-    WorkerState.WAKING: "asleep",
+    WorkerState.WAKING: "waking",
 }
 
 # --- actions
@@ -68,6 +71,8 @@ class AwaitIdle(Struct, frozen=True):
 
     lora: str = ""
     """Wait for the attempts with this LoRA only. Empty means for all."""
+    within_s: float | None = None
+    """The seconds after which they are handed back. None means those of the worker's settings."""
 
 
 class ReadLora(Struct, frozen=True):
@@ -107,12 +112,13 @@ class Operations:
     """The state of one worker. Events return the actions that follow. AwaitIdle, ReadLora and AskEngine come one at a
     time."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, asleep: bool = False) -> None:
+        """Create those of a worker whose engine starts; with `asleep` it serves only once it was woken."""
         self._model = model
-        self.state = WorkerState.SERVING
+        self.state = WorkerState.ASLEEP if asleep else WorkerState.SERVING
         self._before = WorkerState.SERVING
         """State to which a sleep or a drain that fails goes back."""
-        self._level = 1
+        self._level = 2 if asleep else 1
         """Level of the sleep."""
         self._facts: Ready | None = None
         """What the engine says; None without one."""
@@ -145,8 +151,13 @@ class Operations:
         return self.state is WorkerState.SERVING and not starting
 
     @property
+    def is_busy(self) -> bool:
+        """Whether an operation would be refused for now alone."""
+        return self.running is not None or self._facts is None or self._restoring
+
+    @property
     def shown_state(self) -> str:
-        """The state for the address book: draining, drained or asleep; empty while it serves or starts."""
+        """The state for the address book: draining, drained, asleep or waking; empty while it serves or starts."""
         return _SHOWN[self.state]
 
     @property
@@ -223,12 +234,12 @@ class Operations:
                 self._before = self.state
                 self._level = asked.level if asked.operation == "sleep" else self._level
                 self.state = WorkerState.DRAINING
-                return [AnnounceState(), AwaitIdle()]
+                return [AnnounceState(), AwaitIdle(within_s=asked.drain_s)]
             case "resume":
                 return self._finish()
             case "wake":
                 self.state = WorkerState.WAKING
-                return self._follow([AskEngine("wake"), *self._loads()])
+                return [AnnounceState(), *self._follow([AskEngine("wake"), *self._loads()])]
             case "clear":
                 return self._follow([AskEngine("clear")])
             case "load_lora":

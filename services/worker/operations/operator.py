@@ -35,7 +35,7 @@ from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
 from shared.errors import ModelError, ProtocolError, Unavailable
 from shared.lora import make_lora_id, name_of_lora
-from shared.messages.cards import ModelCard
+from shared.messages.cards import ASLEEP, ModelCard, TurnTaker
 from shared.messages.frames import SHUTTING_DOWN
 from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, WorkerOperated, WorkerOperation
 from shared.runtime.runtime import Runtime
@@ -66,18 +66,21 @@ class Operator:
         attempts_changed: asyncio.Event,
         announcement: CardAnnouncement,
         *,
+        turns: str,
         drain_s: float,
         lora_bytes: int,
         link: Callable[[], KvbmLink],
         hand_back: Callable[[list[Name]], None],
         answer: Callable[[Message, bytes], Awaitable[object]],
     ) -> None:
-        """`lora_bytes` is the most that a LoRA may take as float32, or 0 if the engine decides it;
+        """`turns` names the device on which the model takes turns; empty if it serves all the time.
+        `lora_bytes` is the most that a LoRA may take as float32, or 0 if the engine decides it;
         `attempts_changed` is set at each end of an attempt; `link` returns the link to a kvbm for the card;
         `hand_back` gives attempts back to their frontends; `answer` answers a message."""
         self._instance = runtime.instance
         self._health = runtime.health
-        self._operations = Operations(model_name)
+        self._turns = turns
+        self._operations = Operations(model_name, asleep=bool(turns))
         self._engine = engine
         self._attempts = attempts
         self._attempts_changed = attempts_changed
@@ -111,13 +114,19 @@ class Operator:
         operations = self._operations
         self._attempts.loras = operations.shown_loras
         self._attempts.closed = operations.shown_state and f"this worker is {operations.shown_state}"
-        card = self._card if operations.serves and not self._attempts.draining else None
-        if card is not None:
+        own = self._card
+        if own is not None:
             link = self._link()
-            card = msgspec.structs.replace(card, lora=operations.shown_loras, kvbm=link.kvbm, kvbm_layout=link.layout)
+            own = msgspec.structs.replace(own, lora=operations.shown_loras, kvbm=link.kvbm, kvbm_layout=link.layout)
+            if self._turns:
+                self._announcement.turn = TurnTaker(self._turns, own)
+        card = own if operations.serves and not self._attempts.draining else None
+        if card is not None:
             if self._announcement.card is None:
                 self._health.unready("registering")
-        elif self._attempts.closed and not self._attempts.draining:
+        elif operations.shown_state and not (
+            self._attempts.draining or (self._turns and operations.shown_state == ASLEEP)
+        ):
             self._health.unready(self._attempts.closed)
         self._announcement.show(card, operations.shown_state)
 
@@ -131,9 +140,10 @@ class Operator:
             await self._tell(message, str(wrong))
             return
         unanswered = None if self._asked is None else self._asked[1]
-        refused = SHUTTING_DOWN if self._attempts.draining else self._operations.refusal(asked, unanswered)
+        ends = self._attempts.draining
+        refused = SHUTTING_DOWN if ends else self._operations.refusal(asked, unanswered)
         if refused:
-            await self._tell(message, refused)
+            await self._tell(message, refused, busy=ends or unanswered is not None or self._operations.is_busy)
             return
         _log.info("%s", f"{asked.operation} {asked.name}" if asked.operation.endswith("_lora") else asked.operation)
         self._asked = message, asked.operation
@@ -156,8 +166,9 @@ class Operator:
         match action:
             case AnnounceState():
                 self.announce()
-            case AwaitIdle(lora):
-                self._put(self._operations.on_idle(await self._await_idle(lora)))
+            case AwaitIdle(lora, within_s):
+                limit_s = self._drain_s if within_s is None else within_s
+                self._put(self._operations.on_idle(await self._await_idle(lora, limit_s)))
             case ReadLora(path):
                 try:
                     await asyncio.to_thread(check_files, Path(path), self._lora_bytes)
@@ -215,12 +226,12 @@ class Operator:
         same = make_lora_id(name_of_lora(action.name), digest) == action.name
         return "" if same else f"path: the files of {action.path} have changed"
 
-    async def _await_idle(self, lora: str) -> str:
+    async def _await_idle(self, lora: str, within_s: float) -> str:
         """Return what still runs after all limits. Empty if nothing does."""
-        if await self.idle_within(self._drain_s, lora):
+        if await self.idle_within(within_s, lora):
             return ""
         late = self._attempts.running_with(lora)
-        _log.warning("%d attempts did not end in %g s; they are handed back", len(late), self._drain_s)
+        _log.warning("%d attempts did not end in %g s; they are handed back", len(late), within_s)
         self._hand_back(late)
         if await self.idle_within(HAND_BACK_LIMIT_S, lora):
             return ""
@@ -237,9 +248,9 @@ class Operator:
             return not self._attempts.running_with(lora)
         return True
 
-    async def _tell(self, message: Message, failed: str) -> None:
+    async def _tell(self, message: Message, failed: str, *, busy: bool = False) -> None:
         operations = self._operations
-        answer = WorkerOperated(self._instance, failed, operations.shown_state, operations.shown_loras)
+        answer = WorkerOperated(self._instance, failed, operations.shown_state, operations.shown_loras, busy)
         await self._answer(message, WORKER_OPERATED.encode(answer, message.headers))
 
 

@@ -12,6 +12,7 @@ from shared.messages.codec import JSON_HEADER
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
 from shared.messages.load import LoadReport
 from shared.messages.people import ModelState, RouterState, SourceState
+from shared.messages.turns import ModelTurn, TurnsState
 
 NOW = 1_000_100.0
 READERS_OWN = 4026531111
@@ -218,6 +219,27 @@ def test_workers_that_get_no_requests_are_named_once_however_many_routers_say_so
     states = tuple(RouterState(name, "kv", [], [], left_out={"w1": "it is refused"}) for name in ("r1", "r2"))
     said = render(look(instance("router", "r1"), states=states))
     assert said.count("worker w1 gets no requests: it is refused") == 1
+
+
+def test_models_that_take_turns_stand_with_who_waits_and_why() -> None:
+    turns = TurnsState(
+        *("t1", "cpu", 1),
+        models=[
+            ModelTurn("a", "awake", for_s=12.0),
+            ModelTurn("b", "asleep", for_s=180.0, waiting=2, oldest_s=4.0, why="a has its turn"),
+            ModelTurn("c", "asleep", for_s=1.0, failed="no memory"),
+        ],
+    )
+    view = msgspec.structs.replace(look(), turns=(turns,))
+    assert render(view).split("\n\n")[-1] == (
+        """\
+TURNS ON cpu, 1 AT ONCE  STATE   FOR  WAITING  LONGEST
+a                        awake   12s  0
+b                        asleep  3m   2        4s
+c                        asleep  1s   0
+b is waited for: a has its turn
+c could not wake: no memory"""
+    )
 
 
 def test_a_router_without_events_says_so() -> None:

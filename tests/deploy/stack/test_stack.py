@@ -20,6 +20,7 @@ from deploy.local.stack.stack import (
     ServiceName,
     Setting,
     Stack,
+    TurnModel,
     UpOptions,
     Value,
     default_replicas,
@@ -36,6 +37,7 @@ from services.router.config import RouterConfig
 from services.single.__main__ import SERVICES, flags_by_service
 from services.worker.config import EngineName, SamplingConfig, WorkerConfig
 from services.worker.memory.config import MemoryConfig
+from services.worker.turns.config import TurnsConfig
 from shared.chat_templates import NAMES
 from shared.config import NatsConfig, load
 
@@ -423,3 +425,19 @@ def test_the_settings_of_one_process_are_checked_service_by_service() -> None:
     stack = planned(separated(msgspec.structs.replace(OPTIONS, single=True, workers=1)))
     assert names(stack) == ["frontend", "router", "worker-0"]
     assert separated(OPTIONS) is OPTIONS
+
+
+def test_models_that_take_turns_have_a_worker_each_and_one_process_that_decides(tmp_path: Path) -> None:
+    models = (TurnModel("a", "/models/a"), TurnModel("b", "/models/b.gguf"))
+    options = msgspec.structs.replace(OPTIONS, workers=2, turns=models, awake=1)
+    stack = planned(options, cores=8)
+    decides = next(launch for launch in stack.launches if launch.program.name == "turns")
+    assert "services.worker.turns" in decides.arguments
+    turns = load(TurnsConfig, file=settings(stack, "turns", tmp_path), environ={})
+    assert (turns.device, turns.awake) == ("cpu", 1)
+    for index, model in enumerate(models):
+        worker = load(WorkerConfig, file=settings(stack, f"worker-{index}", tmp_path), environ={})
+        assert (worker.model, worker.model_name, worker.turns) == (model.path, model.name, turns.device)
+        assert worker.threads == 8
+    assert stack.by_turns
+    assert not planned(OPTIONS).by_turns

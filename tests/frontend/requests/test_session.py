@@ -36,6 +36,7 @@ from services.frontend.requests.events import (
     RetryDue,
     StopFound,
     TimeExpired,
+    TurnWaited,
     Unreachable,
     Unrouted,
     Unsendable,
@@ -217,6 +218,13 @@ class Sessions(RuleBasedStateMachine):
             if self.session.is_choosing(ask.attempt):  # a router chose, and its answer was lost
                 self.reserved |= {ask.attempt, ask.attempt + 1}
             self.feed(Unrouted(ask.attempt, away=how == "away"))
+
+    @precondition(lambda self: self.asks)
+    @rule(rare=RARE)
+    def its_model_was_asleep(self, rare: int) -> None:
+        """It has woken, or rarely not; no router was asked meanwhile."""
+        ask = self.asks.pop(0)
+        self.feed(TurnWaited(ask.attempt, "" if rare else "it stays asleep"))
 
     @precondition(lambda self: self.pauses)
     @rule()
@@ -732,6 +740,25 @@ def test_a_token_gives_the_next_rescue_its_whole_time() -> None:
     step(session, InstanceGone("w1"))
     assert step(session, Unrouted(4)) == [RetryLater(4, 0.1, "no router answered")]
     assert isinstance(step(session, RetryDue(4, 1000.0))[-1], SelectWorker)
+
+
+def test_a_turn_that_has_come_gives_a_rescue_its_whole_time_and_every_worker() -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    step(session, Unrouted(2))
+    assert step(session, RetryDue(2, 0.1)) == [SelectWorker(2, 0, ("w1",))]
+    assert step(session, TurnWaited(2)) == [SelectWorker(2, 0, ())]
+    assert step(session, TurnWaited(1)) == []
+    assert step(session, Unrouted(2)) == [RetryLater(2, 0.1, "no router answered")]
+    assert step(session, RetryDue(2, 1000.0)) == [SelectWorker(2, 0, ())]
+
+
+def test_a_model_that_stays_asleep_ends_the_request_also_after_a_loss() -> None:
+    session = streaming()
+    step(session, InstanceGone("w1"))
+    wrong = failed(step(session, TurnWaited(2, "the model is asleep")))
+    assert isinstance(wrong, Unavailable)
+    assert str(wrong) == "the model is asleep; attempt 1 at w1: the worker is gone"
 
 
 def test_while_nats_is_away_a_fresh_request_waits_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.worker.contracts.messages import Ready
 from services.worker.operations.operations import (
@@ -45,8 +45,8 @@ def asked(operation: str, name: str = "", level: int = 1) -> OperateWorker:
 class WorkerModel:
     """The shell and the engine as the operations should see them, each action carried out when it is given out."""
 
-    def __init__(self) -> None:
-        self.operations = Operations("base")
+    def __init__(self, *, asleep: bool = False) -> None:
+        self.operations = Operations("base", asleep=asleep)
         self.engine_loras: set[str] = set()
         self.engine_asleep = False
         self.engine_lives = False
@@ -153,6 +153,11 @@ class OperationsMachine(RuleBasedStateMachine):
         self.world = WorkerModel()
         self.begun = 0
 
+    @initialize(asleep=st.booleans())
+    def begin(self, asleep: bool) -> None:
+        """The worker's model may take turns with others."""
+        self.world = WorkerModel(asleep=asleep)
+
     @precondition(lambda self: not self.world.engine_lives)
     @rule()
     def start(self) -> None:
@@ -245,9 +250,28 @@ def test_sleep_withdraws_the_card_first_and_wake_shows_it_last() -> None:
     world.do()
     assert (world.seen(), world.answers) == (("asleep", (), False), [""])
     assert not world.ask("wake")
-    assert (world.now_due(), world.seen()[2]) == (AskEngine("wake"), False)
+    assert (world.now_due(), world.seen()) == (AskEngine("wake"), ("waking", (), False))
     world.do()
     assert (world.seen(), world.answers) == (("", (), True), ["", ""])
+
+
+def test_a_worker_whose_model_takes_turns_begins_asleep_and_is_busy_until_then() -> None:
+    world = WorkerModel(asleep=True)
+    assert world.operations.is_busy
+    world.start()
+    assert world.now_due() == AskEngine("sleep", level=2)
+    assert world.operations.is_busy
+    world.settle()
+    assert (world.seen(), world.operations.is_busy) == (("asleep", (), False), False)
+    assert not world.ask("wake")
+    world.settle()
+    assert world.seen() == ("", (), True)
+
+
+def test_a_sleep_waits_for_what_runs_as_long_as_it_was_asked_to() -> None:
+    world = worker()
+    world.take(world.operations.begin(OperateWorker("sleep", drain_s=7.0)))
+    assert world.now_due() == AwaitIdle(within_s=7.0)
 
 
 def test_a_lora_is_read_then_loaded_then_shown_under_its_id() -> None:

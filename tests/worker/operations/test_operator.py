@@ -119,6 +119,36 @@ def asking(shell: Shell, operation: WorkerOperation, **fields: Any) -> asyncio.T
     return asyncio.ensure_future(ask())
 
 
+async def test_a_worker_whose_model_takes_turns_is_known_asleep_and_ready_for_its_turn(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, turns="cpu"), start_engine=engines.start) as shell:
+        await shell.peer.until(lambda: bool(engines.all))
+        early = await asking(shell, "wake")
+        assert (early.busy, early.failed[:6]) == (True, "wake: ")
+        assert (await engines.do("sleep")).level == 2
+        await shell.peer.until(lambda: WORKER in shell.directory.instances)
+        known = shell.directory.instances[WORKER]
+        assert (known.state, shell.directory.cards) == ("asleep", {})
+        assert known.turns is not None
+        assert (known.turns.device, known.turns.card.model) == ("cpu", "model")
+        await shell.peer.until(lambda: not shell.runtime.health.reasons)
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        assert await waking == WorkerOperated(WORKER)
+        await serving(shell)
+        card = shell.directory.cards["model", WORKER]
+        known = shell.directory.instances[WORKER]
+        assert known.turns is not None
+        assert known.turns.card == card
+        assert await shell.peer.generate(request("r", PROMPT)) == Accepted("r", 1)
+        sleeping = asking(shell, "sleep", drain_s=0.0)
+        await shell.peer.until(lambda: shell.peer.finish("r") is not None)  # it is handed back
+        engines.end("r")
+        await engines.do("sleep")
+        assert await sleeping == WorkerOperated(WORKER, state="asleep")
+
+
 async def test_sleep_waits_for_what_runs_and_wake_shows_the_card_again(
     config: WorkerConfig, engines: OperableEngines
 ) -> None:

@@ -1,0 +1,81 @@
+"""The models of `up --models`, which take turns on this machine: their names, and whether each fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.local.stack.model_source import ModelSource
+from deploy.local.stack.stack import TurnModel
+from deploy.local.table import size
+from deploy.local.usage import DEFAULT_MODEL, UpFlags
+from shared.errors import ConfigError
+
+MOST_MODELS = 64
+"""The most models of one `up`, and the most that take turns on a device."""
+ENGINES = ("native", "simulated", "echo")
+"""The engines whose models take turns."""
+
+
+def turn_words(flags: UpFlags) -> list[str]:
+    """Return the models that the flags name; none without --models. Raise ConfigError for flags that contradict one
+    another."""
+    if not flags.models:
+        if flags.awake is not None:
+            raise ConfigError("--awake needs --models")
+        return []
+    refused = {
+        "--model": flags.model != DEFAULT_MODEL,
+        "--model-name": bool(flags.model_name),
+        "--chat-template": bool(flags.chat_template),
+        "--workers": flags.workers is not None,
+        "--prefill, --decode": (flags.prefill, flags.decode) != (None, None),
+        "--single": flags.single,
+        "--on ray": flags.on == "ray",
+        "--device cuda": flags.device == "cuda",
+        f"--engine {flags.engine}": flags.engine not in ENGINES,
+    }
+    for flag, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"{flag}: not with --models, whose models take turns on this machine's CPU, with a worker each"
+                " (docs/model_turns.md)"
+            )
+    words = [word.strip() for word in flags.models.split(",")]
+    if not 2 <= len(words) <= MOST_MODELS or not all(words):
+        raise ConfigError(
+            f"--models {flags.models}: 2 to {MOST_MODELS} models, commas between them; --model serves one"
+        )
+    if twice := [word for word, number in Counter(words).items() if number > 1]:
+        raise ConfigError(f"--models: {twice[0]} is named twice")
+    if flags.awake is not None and not 1 <= flags.awake <= len(words):
+        raise ConfigError(f"--awake {flags.awake}: 1 to {len(words)}, the number of --models")
+    return words
+
+
+def check_names(sources: Sequence[ModelSource]) -> None:
+    """Raise ConfigError if clients could not tell two models apart."""
+    counts = Counter(source.name for source in sources)
+    for name, number in counts.items():
+        if number > 1:
+            raise ConfigError(f"--models: {number} are called {name}, after their directories or files; rename one")
+
+
+def check_room(models: Sequence[TurnModel], awake: int, memory_bytes: int) -> None:
+    """Raise ConfigError if the largest models that may be awake at once do not fit into memory. Their files alone
+    count, since what else an engine needs is known only to it."""
+    largest = sorted(((weights_bytes(Path(model.path)), model.name) for model in models), reverse=True)[:awake]
+    needed_bytes = sum(each for each, _ in largest)
+    if needed_bytes > memory_bytes:
+        setting, again = ("--models", "") if awake == 1 else (f"--awake {awake}", "; let fewer be awake")
+        raise ConfigError(
+            f"{setting}: {', '.join(name for _, name in largest)}, {size(needed_bytes)} of files, fit in no turn of"
+            f" this machine's {size(memory_bytes)} of memory{again}"
+        )
+
+
+def weights_bytes(path: Path) -> int:
+    """Return the size of a model's files with weights."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)

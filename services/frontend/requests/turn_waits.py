@@ -1,0 +1,150 @@
+"""Requests for models that take turns on a device: each waits here until its model is awake.
+
+    a worker's entry in discovery names the device ─▶ the model takes turns; its card ─▶ it is awake
+    a request for a model without a card waits, until there is one, `asleep_s` has passed, or the model could not wake
+
+While requests wait, the process that decides for the device (services/worker/turns) hears of them again and again. So
+it may be killed and started again, and hears no more of requests whose clients have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from services.frontend.metrics import Metrics
+from shared import subjects
+from shared.discovery.directory import CardDown, CardUp, DirectoryChange, InstanceDown, InstanceUp
+from shared.errors import ProtocolError, RequestTimeout, Unavailable
+from shared.messages.turns import MODEL_TURN, WANT_MODEL, ModelTurn, WantModel
+from shared.runtime.runtime import Runtime
+
+ASK_EVERY_S = 0.5
+"""Seconds between two questions whose turn it is."""
+ANSWER_LIMIT_S = 1.0
+"""Seconds that an answer may take."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks whether a client that waits is still there."""
+_NO_ANSWER = "the process that decides whose turn it is does not answer"
+
+
+@dataclass
+class _SleepingModel:
+    """A model that requests wait for."""
+
+    began_s: dict[int, float] = field(default_factory=dict)
+    """When each of the requests began to wait, the first one first."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced, by each change."""
+    turn: ModelTurn | None = None
+    """The last answer. None before the first, and if there is none."""
+
+    def announce_change(self) -> None:
+        """Wake the requests that wait."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class TurnWaits:
+    """The requests of this frontend that wait for their model's turn. Admission bounds their number."""
+
+    def __init__(self, runtime: Runtime, limit_s: float, metrics: Metrics) -> None:
+        self._runtime = runtime
+        self._limit_s = limit_s
+        self._metrics = metrics
+        self._now = asyncio.get_running_loop().time
+        self._takers: dict[str, tuple[str, str]] = {}
+        """Worker → its model, and the device on which that takes turns."""
+        self._devices: dict[str, str] = {}
+        """Model that takes turns → its device."""
+        self._awake: dict[str, set[str]] = {}
+        """Model → its workers that are awake."""
+        self._sleeping: dict[str, _SleepingModel] = {}
+        """The models that requests wait for."""
+        self._numbers = count()
+        runtime.directory.subscribe(self._on_change)
+
+    def is_asleep(self, model: str) -> bool:
+        """Return whether a request for the model must wait for its turn."""
+        return model in self._devices and not self._awake.get(model)
+
+    async def wait_awake(self, model: str, is_wanted: Callable[[], bool]) -> str:
+        """Wait until the model is awake, or the request is no longer wanted. Return why it was given up; empty if it
+        was not."""
+        device, began_s = self._devices[model], self._now()
+        sleeping = self._sleeping.get(model)
+        if sleeping is None:
+            sleeping = self._sleeping[model] = _SleepingModel()
+            self._runtime.tasks.create_task(self._ask(model, device, sleeping), name=f"turn of {model}")
+        number = next(self._numbers)
+        sleeping.began_s[number] = began_s
+        outcome = "left"
+        try:
+            while is_wanted():
+                if self._awake.get(model):
+                    outcome = "woken"
+                    return ""
+                turn, left_s = sleeping.turn, began_s + self._limit_s - self._now()
+                if turn is not None and turn.failed:
+                    outcome = "failed"
+                    return f"the model {model!r} is asleep, and could not wake: {turn.failed}"
+                if left_s <= 0:
+                    outcome = "late"
+                    why = _NO_ANSWER if turn is None else turn.why or f"it is {turn.stage}"
+                    return f"the model {model!r} is asleep, and was not woken within {self._limit_s:g} s: {why}"
+                await _wait_for(sleeping.changed, min(left_s, LOOK_EVERY_S))
+            return ""
+        finally:
+            del sleeping.began_s[number]
+            self._metrics.turn_waits.labels(outcome).inc()
+            self._metrics.turn_wait.observe(self._now() - began_s)
+
+    async def _ask(self, model: str, device: str, sleeping: _SleepingModel) -> None:
+        """Say that requests wait, again and again, until none does."""
+        while sleeping.began_s:
+            began_s = next(iter(sleeping.began_s.values()))
+            want = WantModel(self._runtime.instance, model, len(sleeping.began_s), self._now() - began_s)
+            sleeping.turn = await self._answer(device, want)
+            if sleeping.turn is not None and sleeping.turn.failed:
+                sleeping.announce_change()
+            await _wait_for(sleeping.changed, ASK_EVERY_S)
+        del self._sleeping[model]
+        await self._answer(device, WantModel(self._runtime.instance, model, 0, 0.0))
+
+    async def _answer(self, device: str, want: WantModel) -> ModelTurn | None:
+        subject = subjects.turns(self._runtime.namespace, device)
+        try:
+            reply = await self._runtime.bus.request(subject, WANT_MODEL.encode(want), timeout_s=ANSWER_LIMIT_S)
+            return MODEL_TURN.decode(reply.payload, reply.headers)
+        except (Unavailable, RequestTimeout, ProtocolError):
+            return None
+
+    def _on_change(self, change: DirectoryChange) -> None:
+        match change:
+            case CardUp(card):
+                self._awake.setdefault(card.model, set()).add(card.instance)
+                if card.model in self._sleeping:
+                    self._sleeping[card.model].announce_change()
+            case CardDown(card):
+                workers = self._awake.get(card.model, set())
+                workers.discard(card.instance)
+                if not workers:
+                    self._awake.pop(card.model, None)
+            case InstanceUp(instance) if instance.turns is not None:
+                self._takers[instance.instance] = instance.turns.card.model, instance.turns.device
+                self._devices = dict(self._takers.values())
+            case InstanceDown(instance) if instance.instance in self._takers:
+                del self._takers[instance.instance]
+                self._devices = dict(self._takers.values())
+            case _:
+                pass
+
+
+async def _wait_for(event: asyncio.Event, limit_s: float) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    except TimeoutError:
+        pass
