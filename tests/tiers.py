@@ -55,6 +55,7 @@ FILES: Mapping[str, Tier] = {
     "tests/deploy/test_cli.py": "all",
     "tests/deploy/test_etcd_users.py": "all",
     "tests/deploy/test_install_vllm.py": "all",
+    "tests/deploy/test_nats_cluster.py": "all",
     "tests/deploy/test_unit.py": "all",
     "tests/deploy/test_usage.py": "all",
     "tests/deploy/test_user_documents.py": "all",
