@@ -44,6 +44,7 @@ FILES: Mapping[str, Tier] = {
     "tests/deploy/bench/test_compare.py": "all",
     "tests/deploy/autoscale/test_capacity.py": "all",
     "tests/deploy/autoscale/test_day_curve.py": "all",
+    "tests/deploy/autoscale/test_lead.py": "all",
     "tests/deploy/bench/test_sweep.py": "all",
     "tests/deploy/check/test_run.py": "all",
     "tests/deploy/ray/test_actor.py": "all",
