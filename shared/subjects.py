@@ -171,6 +171,11 @@ def instance_key(namespace: str, service: str, instance: str) -> str:
     return f"/{ROOT}/{namespace}/instances/{service}/{instance}"
 
 
+def autoscalers_prefix(namespace: str) -> str:
+    """The prefix of the entries of all `headrace autoscale`. It is none of the namespace, whose keys services read."""
+    return f"/{ROOT}/{namespace}.autoscalers/"
+
+
 def models_prefix(namespace: str) -> str:
     """The prefix of all model cards."""
     return f"/{ROOT}/{namespace}/models/"

@@ -34,7 +34,7 @@ class ServerTls(NamedTuple):
 def nats_users() -> str:
     """Return the users of deploy/nats/cluster.conf; the password of each is its name."""
     text = CLUSTER_CONF.read_text(encoding="utf-8")
-    return CONF_PASSWORD.sub(lambda name: f'"{name[1].lower()}"', text[text.index("authorization {") :])
+    return CONF_PASSWORD.sub(lambda name: f'"{name[1].lower()}"', text[text.index("accounts {") :])
 
 
 def nats_tls(files: ServerTls) -> str:

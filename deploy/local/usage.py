@@ -378,7 +378,7 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """What is measured of each load: mixed; prefill (answers of one token); decode (prompts that were sent before)."""
     trace: File | None = None
     """The file with requests and their times, in place of drawn ones: Mooncake's JSON lines, Azure's CSV, or a
-    frontend's access log as JSON."""
+    frontend's access log as JSON; or a directory of ServeGen's clients."""
     speed: Annotated[str, "S,…"] = "1"
     """How many times as fast the trace's clock runs, each as one load; or one number for the pauses of agents."""
     agentic: Annotated[float, "SCALE"] = 0.0
@@ -491,7 +491,8 @@ class PlanFlags(Struct, frozen=True, kw_only=True):
     """The file that `profile` has written (profile.json). Several, such as those of two tensor-parallel sizes, are all
     tried: the cheapest by GPUs is the answer."""
     trace: File | None = None
-    """The trace with the requests, Mooncake's JSON lines or Azure's CSV (drawn from --rate and lengths)."""
+    """The trace with the requests: Mooncake's JSON lines, Azure's CSV, or a directory of ServeGen's clients (drawn from
+    --rate and lengths)."""
     rate: float = 0.0
     """The requests a second; a trace is stretched to it (the trace's own)."""
     requests: int = 500

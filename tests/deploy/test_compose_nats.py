@@ -188,7 +188,7 @@ async def test_a_client_hears_nothing_but_its_inbox(client: Peer, subject: str) 
     assert "permissions violation for subscription" in (await client.next_denial()).lower()
 
 
-@pytest.mark.parametrize("reply", ["orders.new", "$JS.API.STREAM.DELETE.orders", "$JS.API.STREAM.PURGE.orders"])
+@pytest.mark.parametrize("reply", ["orders.new", "$JS.API.STREAM.DELETE.orders", "$JS.API.STREAM.CREATE.spy"])
 async def test_the_services_publish_only_what_is_headraces_even_if_a_request_names_another_reply(
     services: Peer, reply: str
 ) -> None:

@@ -35,11 +35,11 @@ ENGINE = ("--engine", "simulated", "--simulated", f"fixed_s={STEP_S}", "--set", 
 
 
 @contextlib.contextmanager
-def autoscaled(up: Up, *flags: str) -> Iterator[Callable[[], str]]:
+def autoscaled(up: Up, *flags: str, log: str = "autoscale.log") -> Iterator[Callable[[], str]]:
     """`headrace autoscale` while the context is open, and what it has printed so far."""
-    profile, log = write_profile(up.state, **TIMES), up.state / "autoscale.log"
+    profile, file = write_profile(up.state, **TIMES), up.state / log
     words = ["autoscale", "--state", str(up.state), "--profile", str(profile), "--every", "0.5", "--start-s", "4"]
-    with log.open("wb") as out:
+    with file.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "deploy.local.cli", *words, "--cool-down", "8", "--itl", "0.1", *flags],
             cwd=ROOT,
@@ -47,12 +47,12 @@ def autoscaled(up: Up, *flags: str) -> Iterator[Callable[[], str]]:
             stderr=out,
         )
     try:
-        yield log.read_text
-        assert process.poll() is None, log.read_text()
+        yield file.read_text
+        assert process.poll() is None, file.read_text()
     finally:
         process.send_signal(signal.SIGINT)
         status = process.wait(LIMIT_S)
-        print(log.read_text())
+        print(file.read_text())
     assert status == 0
 
 
@@ -198,3 +198,17 @@ async def test_both_roles_of_a_split_fleet_go_to_zero_and_come_back(tmp_path: Pa
             while not await Load(split.url).once():  # noqa: ASYNC110 a router may not know the new workers yet
                 await asyncio.sleep(0.1)
     assert "0 prefill, 0 decode -> 1 prefill, 1 decode" in said()
+
+
+async def test_a_second_one_of_the_fleet_watches_and_takes_over_when_the_first_has_ended(up: Up) -> None:
+    more = len(workers(up)) + 1
+    with contextlib.ExitStack() as first:
+        first.enter_context(autoscaled(up, "--min", f"{more}", "--max", f"{more}", log="first.log"))
+        await reached(up, more)
+        with autoscaled(up, "--max", "1") as said:
+            await asyncio.to_thread(
+                eventually, lambda: "scales this fleet already" in said(), limit_s=LIMIT_S, what="it says so"
+            )
+            assert len(workers(up)) == more
+            first.close()
+            await reached(up, 1)

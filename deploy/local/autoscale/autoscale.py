@@ -16,6 +16,7 @@ from deploy.local.autoscale.capacity import Workers
 from deploy.local.autoscale.decider import ScalePolicy, ScaleState, decide, spelled
 from deploy.local.autoscale.flags import check_flags, policy_of, times_of
 from deploy.local.autoscale.launchers import scale_compose, scale_up
+from deploy.local.autoscale.lead import Lead
 from deploy.local.autoscale.watch import kv_tokens, quietest, seen
 from deploy.local.check.wire import parse_address
 from deploy.local.show.fleet import FleetConfig
@@ -86,18 +87,22 @@ class Autoscaler:
 
     async def run(self) -> None:
         """Look and decide again and again, until cancelled."""
-        while True:
-            begun_s = time.monotonic()
-            try:
-                await self._turn()
-            except DiscoveryDown as wrong:
-                if self._policy is None:
-                    raise
-                self._say(f"nothing changes: {wrong}")
-            await asyncio.sleep(max(0.0, begun_s + self._flags.every - time.monotonic()))
+        lead = Lead(self._config)
+        try:
+            while True:
+                begun_s = time.monotonic()
+                try:
+                    await self._turn(lead)
+                except DiscoveryDown as wrong:
+                    if self._policy is None:
+                        raise
+                    self._say(f"nothing changes: {wrong}")
+                await asyncio.sleep(max(0.0, begun_s + self._flags.every - time.monotonic()))
+        finally:
+            await lead.close()
 
-    async def _turn(self) -> None:
-        """Look once, decide, and carry it out."""
+    async def _turn(self, lead: Lead) -> None:
+        """Look once, decide, and carry it out, unless another one leads."""
         found = await look(self._config, await discovered(self._config))
         samples, _ = await scrape([row for row in found.overview.instances if row.service == "frontend"])
         now, self._samples = seen(found, self._samples, samples), samples
@@ -108,12 +113,16 @@ class Autoscaler:
         before, clock = self._state.wanted or self._ordered, datetime.now().astimezone()
         minute = 60 * clock.hour + clock.minute
         decision, self._state = decide(self._policy, self._state, now, time.monotonic(), minute)
-        for role, number in decision.wanted.items():
-            self._metrics.wanted.labels(role).set(number)
-        changed = before != decision.wanted
-        lines = [f"{spelled(before)} -> {spelled(decision.wanted)}: {decision.reason}"] if changed else []
-        self._say(*lines, *decision.notes)
-        if self._flags.dry_run:
+        other = "" if self._flags.dry_run else await lead.other()
+        if other:
+            self._say(f"{other} scales this fleet already: this one watches, and takes over once that one has ended")
+        else:
+            for role, number in decision.wanted.items():
+                self._metrics.wanted.labels(role).set(number)
+            changed = before != decision.wanted
+            lines = [f"{spelled(before)} -> {spelled(decision.wanted)}: {decision.reason}"] if changed else []
+            self._say(*lines, *decision.notes)
+        if self._flags.dry_run or other:
             there = {role: now.alive.get(role, 0) for role in decision.wanted}
             self._state = replace(self._state, wanted=there)
             return

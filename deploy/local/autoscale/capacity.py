@@ -26,8 +26,11 @@ FULL = 0.9
 """The largest share of its time for which a worker is planned to be busy with prompts."""
 LATE = 0.1
 """The share of first tokens that may be late."""
-STEP_S = 0.25
-"""The longest step with parts of prompts: the setting `step_s` of workers."""
+STEP_S: Mapping[WorkerRole, float] = {"aggregated": 0.25, "prefill": 0.05}
+"""The longest step with parts of prompts, in seconds, as workers have it by default. Those that decode what others have
+computed are planned as if they computed no prompts."""
+LEAST_STEP_TOKENS = 16
+"""The tokens of a prompt that a step computes, whatever the time."""
 SPARE = 1.28
 """Standard deviations above the mean number of sequences for which there is room: nine times of ten."""
 
@@ -68,10 +71,22 @@ class WorkerTimes(Struct, frozen=True):
     """The tokens of KV for which there is room."""
     max_running: int
 
-    def prompt_s(self, mix: RequestMix) -> float:
-        """Return the time of one prompt, in as many steps as workers make of it."""
-        seconds = self.prefill.at(max(1.0, mix.prompt_tokens - mix.cached_tokens), mix.cached_tokens)
-        return seconds + int(seconds / STEP_S) * self.prefill.at(1.0, mix.cached_tokens)
+    def prompt_s(self, mix: RequestMix, longest_s: float) -> float:
+        """Return the time of one prompt, in as many steps of at most `longest_s` as a worker makes of it."""
+        tokens = max(1.0, mix.prompt_tokens - mix.cached_tokens)
+
+        def seconds(step: float) -> float:
+            """Return the time of a step of the prompt, with the context that steps have in the mean."""
+            return self.prefill.at(step, mix.cached_tokens + (tokens - step) / 2)
+
+        if seconds(tokens) <= longest_s:
+            return seconds(tokens)
+        step, more = min(tokens, LEAST_STEP_TOKENS), tokens
+        while more - step > 1:
+            middle = (step + more) / 2
+            step, more = (middle, more) if seconds(middle) <= longest_s else (step, middle)
+        whole, rest = divmod(tokens, step)
+        return whole * seconds(step) + seconds(rest)
 
     def step_s(self, sequences: float, context: float) -> float:
         """Return the time of a step that only decodes."""
@@ -86,14 +101,21 @@ def workers_needed(
     prompt."""
     if rate <= 0 or most < 1:
         return 0
-    return next((number for number in range(1, most) if _reaches(number, role, rate, mix, times, goals)), most)
+    prompt_s = times.prompt_s(mix, STEP_S[role]) if role in STEP_S else 0.0
+    numbers = range(1, most)
+    return next((number for number in numbers if _reaches(number, role, rate, mix, prompt_s, times, goals)), most)
 
 
 def _reaches(
-    number: int, role: WorkerRole, rate: float, mix: RequestMix, times: WorkerTimes, goals: ScaleGoals
+    number: int,
+    role: WorkerRole,
+    rate: float,
+    mix: RequestMix,
+    prompt_s: float,
+    times: WorkerTimes,
+    goals: ScaleGoals,
 ) -> bool:
     each = rate / number
-    prompt_s = 0.0 if role == "decode" else times.prompt_s(mix)
     left = 1.0 - each * prompt_s
     if left < 1.0 - FULL:
         return False

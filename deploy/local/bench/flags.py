@@ -11,9 +11,9 @@ from deploy.local.bench import plan
 from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point
 from deploy.local.bench.variants import variants
-from deploy.local.size.files import check_parent, read_given
+from deploy.local.size.files import check_parent, read_trace
 from deploy.local.size.flags import TARGETS, check_ranges
-from deploy.local.size.traffic import REQUESTS_LIMIT, Traffic, read_traffic
+from deploy.local.size.traffic import REQUESTS_LIMIT, Traffic
 from deploy.local.usage import BenchFlags
 from shared.errors import ConfigError
 
@@ -34,7 +34,6 @@ LIMITS = {
     "watts_per_gpu": (0, LIMIT),
     **dict.fromkeys(TARGETS, (0, LIMIT)),
 }
-TRACE_LIMIT_BYTES = 1 << 30
 NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts", "agentic")
 NOT_WITH_AGENTS = ("prefix_ratio", "shared_words", "prompts", "spread")
 """Flags of the requests that a trace, or agents' sessions, have themselves."""
@@ -91,8 +90,7 @@ def _traffic(flags: BenchFlags, file: Path) -> Traffic:
     """Read a trace. Raise ConfigError."""
     if given := next((name for name in NOT_WITH_TRACE if getattr(flags, name)), None):
         raise ConfigError(f"--{given.replace('_', '-')}: a trace has requests and times of its own")
-    text = read_given(file, TRACE_LIMIT_BYTES, "--trace").decode(errors="replace")
-    return read_traffic(text, str(file), flags.requests or REQUESTS_LIMIT)
+    return read_trace(file, flags.requests or REQUESTS_LIMIT)
 
 
 def _check_agentic(flags: BenchFlags) -> None:

@@ -6,7 +6,13 @@ from itertools import product
 from pathlib import Path
 
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_profile
+from deploy.local.size.servegen import ServeGenClient, drawn_requests
+from deploy.local.size.traffic import Traffic, read_traffic
 from shared.errors import ConfigError
+
+TRACE_LIMIT_BYTES = 1 << 30
+CLIENTS_LIMIT = 4096
+"""The most clients of a directory of ServeGen's."""
 
 
 def check_parent(flag: str, file: str | Path) -> None:
@@ -26,6 +32,25 @@ def read_given(file: Path, limit_bytes: int, flag: str = "") -> bytes:
     if len(content) > limit_bytes:
         raise ConfigError(f"{name}: larger than {limit_bytes} bytes")
     return content
+
+
+def read_trace(file: Path, requests: int) -> Traffic:
+    """Return the first `requests` requests of the flag --trace: a file, or a directory of ServeGen's. Raise
+    ConfigError."""
+    if not file.is_dir():
+        return read_traffic(
+            read_given(file, TRACE_LIMIT_BYTES, "--trace").decode(errors="replace"), str(file), requests
+        )
+    names = sorted(str(each).removesuffix("-trace.csv") for each in file.glob("chunk-*-trace.csv"))
+    if not 1 <= len(names) <= CLIENTS_LIMIT:
+        limits = f"1 to {CLIENTS_LIMIT} clients of ServeGen, each with chunk-N-trace.csv and chunk-N-dataset.json"
+        raise ConfigError(f"--trace {file}: a directory has {limits}; this one has {len(names)}")
+    left, clients = TRACE_LIMIT_BYTES, list[ServeGenClient]()
+    for name in names:
+        trace, dataset = (read_given(Path(name + end), left, "--trace") for end in ("-trace.csv", "-dataset.json"))
+        left -= len(trace) + len(dataset)
+        clients.append(ServeGenClient(trace, dataset, name))
+    return drawn_requests(clients, str(file), requests)
 
 
 def read_profile(file: Path, flag: str = "") -> Profile:

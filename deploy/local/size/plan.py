@@ -23,14 +23,14 @@ import msgspec
 
 from deploy.local import picture
 from deploy.local.size import plan_plot
-from deploy.local.size.files import check_parent, read_given, read_profile
+from deploy.local.size.files import check_parent, read_given, read_profile, read_trace
 from deploy.local.size.flags import TARGETS, check_ranges, numbers, whole_numbers
 from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
 from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile
 from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, FleetSetting, Targets, settings_of
-from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic, read_traffic
+from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags
 from shared.errors import ConfigError, Unavailable
@@ -40,7 +40,6 @@ from shared.percentiles import SHARES
 
 RUN_LIMIT_S = 3600.0
 """The most seconds that one fleet may take to simulate."""
-TRACE_LIMIT_BYTES = 1 << 30
 WRITTEN = (".html", ".png")
 """Suffixes of files that stand next to that of --out."""
 WORKERS_LIMIT = 256
@@ -240,8 +239,7 @@ def _late(targets: Targets, requests: int) -> tuple[float, int]:
 
 def _traffic(flags: PlanFlags) -> Traffic:
     if flags.trace is not None:
-        text = read_given(flags.trace, TRACE_LIMIT_BYTES, "--trace").decode(errors="replace")
-        traffic = read_traffic(text, str(flags.trace), flags.requests)
+        traffic = read_trace(flags.trace, flags.requests)
         return traffic.stretched(flags.rate) if flags.rate else traffic
     if not flags.rate:
         raise ConfigError("give a load: --trace FILE, or --rate with --prompt-tokens and --output-tokens")

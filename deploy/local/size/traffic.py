@@ -108,11 +108,16 @@ def read_traffic(text: str, name: str, requests: int) -> Traffic:
         rows.append(row)
         if len(rows) == requests:
             break
+    return checked(MOONCAKE_BLOCK if reader is _mooncake else MADE_BLOCK, rows, name)
+
+
+def checked(block_size: int, rows: Sequence[TrafficRow], name: str) -> Traffic:
+    """Return the load of a trace. Raise ConfigError if it has no two requests apart."""
     if len(rows) < 2:
         raise ConfigError(f"{name}: a trace has at least two requests, this one {len(rows)}")
     if rows[-1].timestamp <= rows[0].timestamp:
         raise ConfigError(f"{name}: all {len(rows)} requests come at the same time")
-    return Traffic(MOONCAKE_BLOCK if reader is _mooncake else MADE_BLOCK, rows)
+    return Traffic(block_size, rows)
 
 
 def _check_row(row: TrafficRow, before: TrafficRow | None, where: str, without_names: bool) -> None:
@@ -149,7 +154,7 @@ def _azure(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
             raise ConfigError(f"{name}:{number}: expected TIMESTAMP,ContextTokens,GeneratedTokens") from None
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
         began = began or when
-        yield number, _unshared(1000 * (when - began).total_seconds(), prompt, output, names)
+        yield number, unshared(1000 * (when - began).total_seconds(), prompt, output, names)
 
 
 class _Fields(Struct, frozen=True):
@@ -178,10 +183,10 @@ def _log(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
         if read.message == LOGGED_END and read.fields.prompt_tokens and read.fields.output_tokens:
             found.append((1000 * (read.time.timestamp() - read.fields.seconds), number, read.fields))
     for at_ms, number, fields in sorted(found, key=lambda each: each[0]):
-        yield number, _unshared(at_ms, fields.prompt_tokens, fields.output_tokens, names)
+        yield number, unshared(at_ms, fields.prompt_tokens, fields.output_tokens, names)
 
 
-def _unshared(at_ms: float, prompt: int, output: int, names: Iterator[int]) -> TrafficRow:
+def unshared(at_ms: float, prompt: int, output: int, names: Iterator[int]) -> TrafficRow:
     """Return a request whose blocks no other one has."""
     blocks = -(-max(0, min(prompt, TOKENS_LIMIT)) // MADE_BLOCK)
     return TrafficRow(at_ms, prompt, output, [next(names) for _ in range(blocks)])

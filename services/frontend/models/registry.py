@@ -16,7 +16,7 @@ discovery has the card, and requests wait until it is awake (requests/turn_waits
 
 The LoRAs of the cards are models too (lora_names.py): each is its base model with another name and the LoRA's id. A
 base model of the same name comes first. The name that a card's server has for the model means the model too, unless
-another one has it (model_names.py). Both stay known for as long as the model.
+another one has it (model_names.py). Both stay known for as long as the model, unless another one takes the name over.
 
 A card that names a server is of one that takes and gives text alone. Nothing is loaded for it, and `text_of` finds it.
 
@@ -178,6 +178,7 @@ class ModelRegistry:
         self._entries: dict[str, _Entry] = {}
         self._loras = LoraNames()
         self._aliases = ModelAliases()
+        self._now_s = asyncio.get_running_loop().time
         self._hidden: set[str] = set()
         """What was logged of names that do not mean what has them, while it holds."""
         self._limited_log = RateLimitedLog()
@@ -233,7 +234,7 @@ class ModelRegistry:
     def _own_name(self, name: str) -> str:
         """Return a model's own name for another one that it has; any other name as it is."""
         own = name in self._entries or name in self._loras.names or self._loras.is_gone(name)
-        return name if own else self._aliases.find(name) or name
+        return name if own else self._aliases.find(name, self._now_s()) or name
 
     def _model_of(self, name: str, entry: _Entry) -> Model:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
@@ -331,7 +332,7 @@ class ModelRegistry:
         """Log each name once that does not mean what has it, because a model or LoRA has it, too."""
         own, loras = self._entries.keys(), self._loras.names.keys()
         lost = "the LoRA {} cannot be asked for: a model has its name; load it under another one"
-        hidden = {*map(lost.format, loras & own), *self._aliases.refusals(own, loras)}
+        hidden = {*map(lost.format, loras & own), *self._aliases.refusals(self._now_s(), own, loras)}
         for said in sorted(hidden - self._hidden):
             _log.warning("%s", said)
         self._hidden = hidden
@@ -344,7 +345,7 @@ class ModelRegistry:
             aliases = (card.alias for card in entry.cards.values())
             self._aliases.set_names(name, aliases, (newest.path, newest.tokenizer_digest))
         else:
-            self._aliases.lose_workers(name)
+            self._aliases.lose_workers(name, self._now_s())
         self._report_hidden()
         (self.texts.add if entry.is_text else self.texts.discard)(name)
         entry.changed.set()

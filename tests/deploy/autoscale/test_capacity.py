@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.local.autoscale.capacity import (
+    LEAST_STEP_TOKENS,
     ROLES,
+    STEP_S,
     RequestMix,
     ScaleGoals,
     WorkerTimes,
@@ -19,6 +21,7 @@ from deploy.local.autoscale.flags import worker_times
 from deploy.local.size.profile_file import decode_profile
 from deploy.local.size.traffic import Lengths, drawn_traffic
 from services.virtual.run import run
+from services.worker import limits
 from shared.measured_times import MeasuredTimes
 from shared.messages.virtual import VirtualRun
 from tests.deploy.size.test_plan import KV_TOKENS, write_profile
@@ -33,8 +36,9 @@ def times(folder: Path, speed: float) -> WorkerTimes:
     return worker_times(profile, KV_TOKENS)
 
 
-def simulated(folder: Path, rate: float, prompt: int, output: int) -> int:
-    """The fewest workers with which nine first tokens of ten and the median time a token are in time."""
+def simulated(folder: Path, rate: float, prompt: int, output: int, decode: int = 0) -> int:
+    """The fewest workers with which nine first tokens of ten and the median time a token are in time. Those that
+    compute prompts, where others `decode`."""
     made = drawn_traffic(Lengths(rate=rate, requests=300, prompt=prompt, output=output, spread=0.5, shared=0, seed=1))
     load = folder / f"load-{rate}-{prompt}-{output}.jsonl"
     load.write_bytes(made.lines())
@@ -44,7 +48,10 @@ def simulated(folder: Path, rate: float, prompt: int, output: int) -> int:
                 trace=str(load),
                 block_size=made.block_size,
                 times=str(folder / "profile.json"),
-                workers=workers,
+                workers=0 if decode else workers,
+                prefill=workers if decode else 0,
+                decode=decode,
+                store_tokens=40 * KV_TOKENS if decode else 0,
                 kv_tokens=KV_TOKENS,
                 max_running=64,
             )
@@ -62,6 +69,31 @@ def test_the_number_is_within_one_of_that_of_a_simulation(
     needed = workers_needed("aggregated", rate, RequestMix(prompt, 0, output), one, GOALS, MOST)
     found = simulated(tmp_path, rate, prompt, output)
     assert abs(needed - found) <= 1
+
+
+@pytest.mark.parametrize(("speed", "rate", "prompt"), [(0.3, 4, 2000), (0.15, 10, 500), (1.0, 8, 4000)])
+def test_so_is_the_number_of_workers_that_compute_prompts_alone_whose_steps_are_shorter(
+    speed: float, rate: float, prompt: int, tmp_path: Path
+) -> None:
+    one, mix = times(tmp_path, speed), RequestMix(prompt, 0, 50)
+    needed = workers_needed("prefill", rate, mix, one, GOALS, MOST)
+    found = simulated(tmp_path, rate, prompt, 50, decode=workers_needed("decode", rate, mix, one, GOALS, MOST))
+    assert abs(needed - found) <= 1
+
+
+def test_the_steps_of_roles_are_those_that_workers_have() -> None:
+    assert {"aggregated": limits.STEP_S["cpu"], "prefill": limits.PREFILL_STEP_S} == STEP_S
+    assert LEAST_STEP_TOKENS == limits.LEAST_STEP_TOKENS
+
+
+def test_a_prompt_takes_the_steps_that_fit_and_the_rest_of_one() -> None:
+    prefill = MeasuredTimes([(0, 0, 0.1), (100, 0, 0.3), (0, 1000, 0.1), (100, 1000, 0.3)], "prefill")
+    one = WorkerTimes(prefill, MeasuredTimes([(1, 0, 0.1)], "decode"), 0.0, 1e6, 64)
+    assert one.prompt_s(RequestMix(50, 0, 1), 0.25) == pytest.approx(0.2)
+    assert one.prompt_s(RequestMix(750, 600, 1), 0.2) == pytest.approx(3 * 0.2 + 0.1, rel=0.05)
+    assert one.prompt_s(RequestMix(160, 0, 1), 0.01) == pytest.approx(10 * 0.132 + 0.1), (
+        "as few tokens as a step computes"
+    )
 
 
 def test_no_requests_need_no_workers_and_no_worker_is_more_than_the_most(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from services.frontend import app
 from services.frontend.config import LimitsConfig
-from services.frontend.models import registry
+from services.frontend.models import model_names, registry
 from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
 
 
@@ -101,6 +101,25 @@ async def test_a_servers_name_of_a_model_that_has_gone_is_not_answered_by_anothe
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="org/one", prompt="x")
         assert (await client.completions.create(model="two", prompt="x")).model == "two"
+
+
+async def test_a_model_that_replaces_another_one_has_its_servers_name_after_a_while_without_a_restart_of_the_frontend(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path(shutil.copytree(directory, tmp_path / "other"))
+    async with world(directory, announced=False) as w, clients(w) as (client, _):
+        await w.announce_router()
+        await w.announce("w1", instance_entry("worker", "w1") | card_entry("w1", directory, "one", alias="org/one"))
+        await w.ready("one")
+        await w.announce("w2", instance_entry("worker", "w2") | card_entry("w2", other, "two", alias="org/one"))
+        await w.ready("two")
+        await w.leave("w1")
+        await w.until("/health", lambda health: health["models"] == ["two"])
+        w.say("fine")
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="org/one", prompt="x")
+        monkeypatch.setattr(model_names, "KEPT_S", 0.0)
+        assert (await client.completions.create(model="org/one", prompt="x")).model == "two"
 
 
 async def test_a_model_is_known_by_its_servers_name_too_and_listed_once(
