@@ -45,6 +45,11 @@ def check_files(config: WorkerConfig) -> None:
         from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
 
         check_source(source, Path(config.cache))
+    if config.tensor_parallel > 1 and source.is_dir():
+        from services.worker.native.config import read_config
+        from services.worker.native.parallel.group import check_group
+
+        check_group(read_config(source), config.tensor_parallel)
     if source.is_dir():
         _check_directory(source, config)
     if config.engine == "attached":

@@ -92,6 +92,7 @@ class UpOptions(Struct, frozen=True):
     policy: str = "kv"
     discovery: Literal["etcd", "file"] = "etcd"
     engine: str = "native"
+    tensor_parallel: int = 1
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
     vllm_python: str = ""
@@ -368,6 +369,8 @@ def worker_settings(
         "simulated": options.simulated,
         "kvbm": {"pool": options.store.pool if options.store is not None else ""},
     }
+    if options.tensor_parallel > 1:
+        settings |= {"tensor_parallel": options.tensor_parallel}
     if options.weights_bytes:
         settings |= {"weights": {"memory": str(state_dir.weights)}}
     if role:
