@@ -27,7 +27,7 @@ from services.worker.native.parallel.group import (
     STALL_SHARE,
     GroupTerms,
     RankGroup,
-    check_group,
+    check_processors,
     refused_operation,
 )
 from services.worker.native.pooling import pooling_spans, step_results
@@ -86,12 +86,9 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._shared = weights
-        self._group: RankGroup | None = None
-        if group is None:
-            self._cache = KvCache(layout, capacity_blocks, shared=shares_blocks)
-        else:
-            self._group = RankGroup(directory, config, layout, (capacity_blocks, context_length), group)
-            self._cache = self._group.cache
+        sizes = (capacity_blocks, context_length)
+        self._group = RankGroup(directory, config, layout, sizes, group) if group is not None else None
+        self._cache = self._group.cache if self._group else KvCache(layout, capacity_blocks, shared=shares_blocks)
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
@@ -228,7 +225,7 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
     directory = prepare(Path(settings.model), Path(settings.cache), progress) if weights is None else weights.directory
     group = None
     if settings.tensor_parallel > 1:
-        check_group(read_config(directory), settings.tensor_parallel)
+        check_processors(settings.tensor_parallel)
         group = GroupTerms(
             settings.tensor_parallel,
             limit_s=max(LEAST_LIMIT_S, settings.stall_s / STALL_SHARE),

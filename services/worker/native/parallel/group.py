@@ -64,12 +64,11 @@ class GroupTerms:
     """Those that the ranks need to open that file."""
 
 
-def check_group(config: ModelConfig, ranks: int) -> None:
-    """Raise ModelError if this machine or this model is not one for so many ranks."""
+def check_processors(ranks: int) -> None:
+    """Raise ModelError if this machine is not one for so many ranks."""
     processors = usable_processors()
     if ranks > processors:
-        raise ModelError(f"tensor_parallel is {ranks}, but {processors} processors can be used; a rank needs one")
-    share_out(config, ranks)
+        raise ModelError(f"tensor_parallel is {ranks}, more than the processors that can be used ({processors})")
 
 
 def refused_operation(operation: EngineOperation, level: int) -> str:
