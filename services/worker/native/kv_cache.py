@@ -37,7 +37,7 @@ class KvPart:
     heads: slice
     """The key-value heads that it computes."""
     stores: bool
-    """Whether it stores them: another rank that has the same heads may."""
+    """True if this rank stores them, and not another one that has the same heads."""
     written: Callable[[], object] | None
     """Called after each `write`; it returns when the rank that stores these heads has come there. None if each rank
     has heads of its own."""

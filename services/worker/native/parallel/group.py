@@ -9,6 +9,7 @@ So a block that is saved or loaded is that of all ranks at once: the pages are r
 step is there, which each rank adds to after it has written its keys and values.
 
 A rank that is lost ends the group, and with it the engine: nothing of a step can be computed without it.
+docs/decisions/0085 gives the reasons.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ START_LIMIT_S = 120.0
 STALL_SHARE = 3
 """A peer is lost after `stall_s` divided by this: before the shell would kill an engine without saying why."""
 LEAST_LIMIT_S = 1.0
-"""But never sooner than after this many seconds: a layer of a long prompt takes some time, too."""
+"""The fewest seconds after which it is: a layer of a long prompt takes some time, too."""
 END_WAIT_S = 1.0
 """Most seconds in which a rank whose connection has ended ends, too, so that its exit status is known."""
 
@@ -61,11 +62,11 @@ class GroupTerms:
     weights_file: Path | None = None
     """None if the model's directory has them."""
     descriptors: tuple[int, ...] = ()
-    """Those that the ranks need to open that file."""
+    """Descriptors that the ranks need to open that file."""
 
 
 def check_processors(ranks: int) -> None:
-    """Raise ModelError if this machine is not one for so many ranks."""
+    """Raise ModelError if this machine has fewer processors than ranks."""
     processors = usable_processors()
     if ranks > processors:
         raise ModelError(f"tensor_parallel is {ranks}, more than the processors that can be used ({processors})")
@@ -95,7 +96,7 @@ class RankGroup:
         pages = HostPages(layout.block_bytes * self._capacity_blocks)
         ends = _connect(terms.ranks)
         self._processes: list[subprocess.Popen[bytes]] = []
-        """Those of rank 1 and higher."""
+        """The processes of rank 1 and higher."""
         self._peers = Peers(0, ends[0], self._exchange.array, [share.vocab for share in shares])
         self._peers.limit(terms.start_limit_s)
         self.cache: KvCache = rank_cache(layout, self._capacity_blocks, self._share, pages, self._peers)

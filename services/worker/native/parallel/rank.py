@@ -3,7 +3,7 @@
     load ─▶ meet the others ─▶ hear a plan ─▶ compute its step ─▶ hear the next one …
 
 Rank 0, the engine's process, starts it with the connections and the memory that it needs. It ends when its parent dies,
-when a peer is lost, and when it fails, of which it says why. It writes nothing and serves nobody else.
+when a peer is lost, and when it fails, of which it says why. It writes nothing and has no other client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which part of a model each rank of a tensor-parallel group computes. Pure.
+"""Which part of a model each rank of a tensor-parallel group computes.
 
     q, k, v, gate, up    rows: whole heads, and a part of the feed-forward width
     o, down              the columns that belong to these; the ranks' products are added up
@@ -8,12 +8,15 @@
     9 heads, 3 KV heads, 2 ranks    rank 0: KV head 0, heads 0 … 2       rank 1: KV heads 1, 2, heads 3 … 8
     4 heads, 1 KV head,  2 ranks    rank 0: KV head 0, heads 0, 1        rank 1: KV head 0 again, heads 2, 3
 
-Key-value heads need not divide evenly: rank 0 also schedules and samples, so it gets the smaller part.
+Key-value heads need not divide evenly. A rank with fewer of them gets more of the feed-forward width, so that all have
+as many weights of a layer to read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from msgspec.structs import replace
 
@@ -32,9 +35,9 @@ class Share:
     intermediate: slice
     vocab: slice
     copied: bool
-    """Whether other ranks have the same key-value heads."""
+    """True if other ranks have the same key-value heads."""
     stores: bool
-    """Whether it is this rank that stores them. Of those that have the same, the first does."""
+    """True if this rank stores them: of those that have the same, the first does."""
 
     def of(self, config: ModelConfig) -> ModelConfig:
         """Return the shape of the decoder that computes this part."""
@@ -47,33 +50,45 @@ class Share:
 
 
 def share_out(config: ModelConfig, ranks: int) -> tuple[Share, ...]:
-    """Return the part of each rank. Raise ModelError if the model cannot be shared out between so many."""
+    """Return the part of each rank. Raise ModelError if the model cannot be shared out."""
     if not _fits(config, ranks):
         others = ", ".join(str(number) for number in range(1, MOST_RANKS + 1) if _fits(config, number))
         raise ModelError(
             f"tensor_parallel is {ranks}, but {config.heads} attention heads and {config.kv_heads} key-value heads"
-            f" cannot be shared out between so many ranks; possible are {others}"
+            f" cannot be shared out like that; possible are {others}"
         )
     copies = max(1, ranks // config.kv_heads)
     holders = ranks // copies
     group = config.heads // config.kv_heads
-    found: list[Share] = []
-    for rank in range(ranks):
-        kv_heads = _part(config.kv_heads, rank // copies, holders)
-        heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        if copies > 1:
-            heads = _part(config.heads, rank, ranks)
-        found.append(
-            Share(
-                heads=heads,
-                kv_heads=kv_heads,
-                intermediate=_part(config.intermediate, rank, ranks),
-                vocab=_part(config.vocab, rank, ranks),
-                copied=copies > 1,
-                stores=rank % copies == 0,
-            )
+    kv_heads = [_part(config.kv_heads, rank // copies, holders) for rank in range(ranks)]
+    heads = [slice(part.start * group, part.stop * group) for part in kv_heads]
+    if copies > 1:
+        heads = [_part(config.heads, rank, ranks) for rank in range(ranks)]
+    widths = _widths(config, [_length(part) for part in heads], [_length(part) for part in kv_heads])
+    return tuple(
+        Share(
+            heads=heads[rank],
+            kv_heads=kv_heads[rank],
+            intermediate=widths[rank],
+            vocab=_part(config.vocab, rank, ranks),
+            copied=copies > 1,
+            stores=rank % copies == 0,
         )
-    return tuple(found)
+        for rank in range(ranks)
+    )
+
+
+def _widths(config: ModelConfig, heads: Sequence[int], kv_heads: Sequence[int]) -> list[slice]:
+    """Return each rank's part of the feed-forward width: what its heads leave of an equal part of a layer's weights.
+    The parts are equal where some heads leave nothing."""
+    # A row of the width is one of gate, of up, and a column of down. A head is head_dim rows of q, and columns of o.
+    attention = [2 * config.head_dim * (own + kv) / 3 for own, kv in zip(heads, kv_heads, strict=True)]
+    equal = (sum(attention) + config.intermediate) / len(heads)
+    ends = [round(end) for end in accumulate(equal - own for own in attention)]
+    starts = [0, *ends[:-1]]
+    if any(end - start < 1 for start, end in zip(starts, ends, strict=True)):
+        return [_part(config.intermediate, rank, len(heads)) for rank in range(len(heads))]
+    return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def _fits(config: ModelConfig, ranks: int) -> bool:

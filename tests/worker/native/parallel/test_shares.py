@@ -53,7 +53,18 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_what_is_possible(tmp_p
         share_out(config, 8)
 
 
-def test_the_uneven_part_is_smaller_at_rank_zero(tmp_path: Path) -> None:
-    first, second = share_out(config_of(tmp_path, 9, 3), 2)
+def test_a_rank_with_fewer_heads_has_more_of_the_width(tmp_path: Path) -> None:
+    smollm2 = replace(config_of(tmp_path, 9, 3), head_dim=64, hidden=576, intermediate=1536)
+    first, second = share_out(smollm2, 2)
     assert (first.heads, second.heads) == (slice(0, 3), slice(3, 9))
+    assert (first.intermediate, second.intermediate) == (slice(0, 853), slice(853, 1536))
     assert not first.copied
+    weights = [
+        2 * 64 * (own.heads + own.kv_heads) + 3 * own.intermediate for own in (first.of(smollm2), second.of(smollm2))
+    ]
+    assert abs(weights[0] - weights[1]) <= 6
+
+
+def test_heads_that_leave_nothing_of_the_width_have_equal_parts_of_it(tmp_path: Path) -> None:
+    narrow = replace(config_of(tmp_path, 9, 3), head_dim=64, hidden=576, intermediate=64)
+    assert [share.intermediate for share in share_out(narrow, 2)] == [slice(0, 32), slice(32, 64)]
