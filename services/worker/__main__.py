@@ -45,6 +45,8 @@ def check_files(config: WorkerConfig) -> None:
         from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
 
         check_source(source, Path(config.cache))
+    if config.tensor_parallel > 1:
+        _check_ranks(source, config.tensor_parallel)
     if source.is_dir():
         _check_directory(source, config)
     if config.engine == "attached":
@@ -55,6 +57,16 @@ def check_files(config: WorkerConfig) -> None:
         from services.worker.simulated.runner import read_times
 
         read_times(config.simulated)
+
+
+def _check_ranks(source: Path, ranks: int) -> None:
+    from services.worker.native.config import read_config  # here: NumPy, as above
+    from services.worker.native.parallel.group import check_processors
+    from services.worker.native.parallel.shares import share_out
+
+    check_processors(ranks)
+    if source.is_dir():  # of a GGUF file the engine says it
+        share_out(read_config(source), ranks)
 
 
 def _check_directory(source: Path, config: WorkerConfig) -> None:

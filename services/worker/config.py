@@ -289,6 +289,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     float32, or on a GPU `cuda.dtype`, which is the only choice there."""
     device: Device = "cpu"
     """Device on which the native engine computes."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=8)] = 1
+    """Processes that compute each layer of the native engine together, on a CPU: each has a part of its heads and of
+    its feed-forward width."""
     cuda: CudaConfig = CudaConfig()
     weights: WeightsConfig = WeightsConfig()
     max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
@@ -345,6 +348,13 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.device == "cuda" and self.engine != "native":
             instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
+        if self.tensor_parallel > 1 and (self.engine != "native" or self.device != "cpu"):
+            what = "device is cuda" if self.device == "cuda" else f"engine is {self.engine}"
+            instead = "vllm.tensor_parallel_size" if self.engine == "vllm" else "tensor_parallel = 1"
+            raise ValueError(
+                f"tensor_parallel is {self.tensor_parallel}, but {what}; only the native engine on a CPU has it:"
+                f" set {instead}"
+            )
         if fault := self._role_fault():
             raise ValueError(fault)
         if self.engine == "attached" and self.kvbm.pool:

@@ -6,7 +6,6 @@ inside functions here. It ends on Shutdown, when the runner fails, and when the 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -38,10 +37,10 @@ from services.worker.sharing.page_sharer import SharableBlocks
 from services.worker.sharing.shares import SharingLimits
 from shared.errors import ConfigError, ModelError
 from shared.installation import install_command
+from shared.parent_death import die_with_parent
 from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 SWITCH_INTERVAL_S = 1e-4
 """Seconds after which a copying thread gets the interpreter while the loop goes on. With a free core it began 0.22 ms
 after the request, and not only when the loop was through, as with Python's 5 ms. On an H200 a step during incessant
@@ -56,7 +55,7 @@ reader keeps."""
 def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
     config = msgspec.json.decode(arguments[0], type=EngineConfig)
-    _die_with(config.parent_pid)
+    die_with_parent(config.parent_pid)  # elsewhere the end of the channel is seen at the next report
     observe = config.worker.observe
     logs.start("worker", config.instance, observe.log_level, observe.log_format, model=config.model_name)
     # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
@@ -186,15 +185,6 @@ def _sharing(
         return block_sharer
 
     return None, sharer
-
-
-def _die_with(parent_pid: int) -> None:
-    """The kernel kills this process when the shell dies, even in the middle of a long step (Linux; elsewhere the end of
-    the channel is seen at the next report)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         policy=flags.policy,
         discovery=flags.discovery,
         engine=flags.engine,
+        tensor_parallel=flags.tensor_parallel,
         simulated=simulated,
         vllm_python=vllm_python,
         vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
@@ -147,11 +148,28 @@ def _check(flags: UpFlags) -> UpFlags:
         raise ConfigError("--vllm-args needs --engine vllm")
     if flags.vllm_args is not None and not flags.vllm_args.is_file():
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
+    if flags.tensor_parallel != 1:
+        _check_tensor_parallel(flags)
     if flags.ray_address and flags.on != "ray":
         raise ConfigError("--ray-address needs --on ray")
     if flags.on == "ray":
         _check_ray(flags)
     return _single(flags) if flags.single else flags
+
+
+def _check_tensor_parallel(flags: UpFlags) -> None:
+    """Raise ConfigError if the engine cannot be several ranks. The worker checks the model and the machine."""
+    flag = f"--tensor-parallel {flags.tensor_parallel}"
+    if not 1 <= flags.tensor_parallel <= 8:
+        raise ConfigError(f"{flag}: it is 1 to 8")
+    if flags.engine == "vllm":
+        raise ConfigError(
+            f"{flag}: with --engine vllm it is --set worker.vllm.tensor_parallel_size={flags.tensor_parallel}"
+        )
+    if flags.engine != "native":
+        raise ConfigError(f"{flag}: engine {flags.engine} computes nothing; use --engine native")
+    if flags.device == "cuda":
+        raise ConfigError(f"{flag}: not built for --device cuda; vLLM spreads a model over GPUs (--engine vllm)")
 
 
 def _check_ray(flags: UpFlags) -> None:
@@ -161,6 +179,7 @@ def _check_ray(flags: UpFlags) -> None:
         "--weights-bytes": flags.weights_bytes not in ("", "0"),
         "--engine attached": flags.engine == "attached",
         "--discovery file": flags.discovery == "file",
+        "--tensor-parallel": flags.tensor_parallel != 1,
     }
     for flag, given in refused.items():
         if given:

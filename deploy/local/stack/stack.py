@@ -105,6 +105,7 @@ class UpOptions(Struct, frozen=True):
     """The number of them that may be awake at once."""
     discovery: Literal["etcd", "file"] = "etcd"
     engine: str = "native"
+    tensor_parallel: int = 1
     simulated: Mapping[str, Value] = {}
     """Settings of the simulated engine."""
     vllm_python: str = ""
@@ -394,6 +395,8 @@ def worker_settings(
         "simulated": options.simulated,
         "kvbm": {"pool": options.store.pool if options.store is not None else ""},
     }
+    if options.tensor_parallel > 1:
+        settings |= {"tensor_parallel": options.tensor_parallel}
     if options.weights_bytes:
         settings |= {"weights": {"memory": str(state_dir.weights)}}
     if options.turns:

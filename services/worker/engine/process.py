@@ -173,7 +173,7 @@ def _threads(config: WorkerConfig) -> int:
     """
     threads = config.threads or usable_processors()
     if config.engine != "vllm":
-        return threads
+        return max(1, threads // config.tensor_parallel)  # for each rank
     if config.vllm_gpus or _GPU_DRIVER.exists():
         return config.threads
     return max(1, threads - 1)  # its core needs a processor too: on two cores two threads made it 20 times as slow

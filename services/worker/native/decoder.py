@@ -13,18 +13,18 @@ runs on NumPy; `cuda/decoder.py` runs on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, Linear
 from services.worker.native.lora import LoraRows
 from services.worker.native.pooling import RowSpan, Sums
 from services.worker.native.rope import rope_tables
-from services.worker.native.step import Group, Span, Step, lay_out
+from services.worker.native.step import Group, Span, Step, StepWork, lay_out
 from services.worker.native.weights import Layer, Weights
 
 _SCORES_LIMIT = 2 << 20
@@ -34,15 +34,42 @@ _GATHER_LIMIT_BYTES = 32 << 20
 """The most bytes of one layer's keys and values that a group of decoding sequences copies together."""
 
 
+class Ranks(Protocol):
+    """Joins the parts of a step that the ranks of a tensor-parallel group compute (native/parallel). All ranks call the
+    same in the same order."""
+
+    def total(self, part: Array) -> Array:
+        """Return the sum of all ranks' parts, contiguous float32 arrays of one shape, in place of `part`."""
+        ...
+
+    def joined(self, part: Array) -> Array:
+        """Return the columns of all ranks next to one another, (rows, vocab); at ranks other than 0 nothing of use."""
+        ...
+
+
 class Decoder:
     """Computes steps with a model's weights and KV pages."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, cache: KvCache, linear: Linear, positions: int) -> None:
-        """Make the rotation tables for positions below `positions`, which bounds those ever computed."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: KvCache,
+        linear: Linear,
+        positions: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Make the rotation tables for positions below `positions`, which bounds those ever computed. With `ranks`,
+        config, weights and cache are a rank's part."""
         self._config = config
         self._weights = weights
         self._cache = cache
         self._linear = linear
+        self._ranks = ranks
+        self._joining: Callable[[Array, Array], Array] = linear
+        if ranks is not None:
+            self._joining = lambda x, weight: ranks.total(linear(x, weight))
+        """Multiplies by o_proj and down_proj, of which a rank has the columns that its heads and width belong to."""
         self._turns: list[tuple[Array, Array]] = []
         for rope in config.ropes:
             cosines, sines = rope_tables(rope, config.rotated, positions)
@@ -52,13 +79,13 @@ class Decoder:
         self._scale = np.float32(config.attention_scale)
         self._group_limit = _GATHER_LIMIT_BYTES // (2 * 4 * config.keys)
 
-    def step(self, works: Sequence[Work]) -> Array:
+    def step(self, works: Sequence[StepWork]) -> Array:
         """Compute every work's tokens and store their KV; return logits (drawing works, vocab), in order of works."""
         logits, _, _ = self.pool(works, ())
         return logits
 
     def pool(
-        self, works: Sequence[Work], spans: Sequence[RowSpan], loras: Sequence[LoraRows] = ()
+        self, works: Sequence[StepWork], spans: Sequence[RowSpan], loras: Sequence[LoraRows] = ()
     ) -> tuple[Array, Sums, Array]:
         """Compute a step, as `step` does, with these LoRAs. Return its logits, the sum of the hidden states of each of
         these spans of rows, and what `logits` takes: the states of all rows (rows, hidden) before the final norm."""
@@ -78,11 +105,20 @@ class Decoder:
         for number, span in enumerate(spans):
             states = self._norm(hidden[span.first : span.first + span.count], weights.norm)
             states.sum(axis=0, dtype=np.float64, out=sums[number])
-        return self.logits(hidden[step.drawing_rows]), sums, hidden
+        return self._drawing_logits(hidden[step.drawing_rows]), sums, hidden
 
     def logits(self, hidden: Array) -> Array:
         """Return the logits (rows, vocab) of hidden states before the final norm."""
-        logits = self._linear(self._norm(hidden, self._weights.norm), self._weights.head)
+        return self._logits(hidden, self._weights.head)
+
+    def _drawing_logits(self, hidden: Array) -> Array:
+        """Return the logits of a step, of which each rank computes its part of the vocabulary."""
+        if self._ranks is None:
+            return self.logits(hidden)
+        return self._ranks.joined(self._logits(hidden, self._weights.head_part))
+
+    def _logits(self, hidden: Array, head: Array) -> Array:
+        logits = self._linear(self._norm(hidden, self._weights.norm), head)
         if self._config.logit_scale != 1:
             logits *= np.float32(self._config.logit_scale)
         return _bent(logits, self._config.logit_cap)
@@ -120,7 +156,7 @@ class Decoder:
         else:
             gate = half * np.tanh(_GELU_SCALE * gate * (1 + _GELU_CUBE * gate * gate)) + half
         gate *= project(x, layer.up, "up_proj")
-        return project(gate, layer.down, "down_proj")
+        return _with_loras(self._joining(gate, layer.down), gate, loras, number, "down_proj")
 
     def _attend(
         self,
@@ -135,7 +171,7 @@ class Decoder:
         rows = x.shape[0]
 
         def project(x: Array, weight: Array, bias: Array | None, name: str) -> Array:
-            return _with_loras(self._project(x, weight, bias), x, loras, number, name)
+            return _with_loras(_biased(self._linear(x, weight), bias), x, loras, number, name)
 
         q = self._head_norm(project(x, layer.q, layer.q_bias, "q_proj"), layer.q_norm)
         k = self._head_norm(project(x, layer.k, layer.k_bias, "k_proj"), layer.k_norm)
@@ -150,19 +186,19 @@ class Decoder:
         for group in step.groups:
             members = group.rows
             attended[members] = self._attend_group(number, group, q[members])
-        return project(attended.reshape(rows, config.queries), layer.o, layer.o_bias, "o_proj")
+        attended = attended.reshape(rows, config.queries)
+        return _with_loras(_biased(self._joining(attended, layer.o), layer.o_bias), attended, loras, number, "o_proj")
 
     def _head_norm(self, x: Array, weight: Array | None) -> Array:
         """Apply RMSNorm to each head of queries or keys, (rows, width), or to each row; `weight` has that length."""
         if weight is None:
             return x
+        if self._ranks is not None and self._config.query_norm == "whole":
+            # Heads that several ranks have count as often, above and below the line.
+            counts = np.full(len(x), x.shape[1], np.float32)
+            squares = self._ranks.total(np.stack([(x * x).sum(axis=-1), counts], axis=1))
+            return x / np.sqrt(squares[:, :1] / squares[:, 1:] + self._config.norm_epsilon) * weight
         return self._norm(x.reshape(len(x), -1, len(weight)), weight).reshape(x.shape)
-
-    def _project(self, x: Array, weight: Array, bias: Array | None) -> Array:
-        y = self._linear(x, weight)
-        if bias is not None:
-            y += bias
-        return y
 
     def _rotate(self, x: Array, turn: tuple[Array, Array]) -> Array:
         """Rotate pairs (i, i + rotated / 2) of (rows, heads, head_dim), the Hugging Face order."""
@@ -233,6 +269,13 @@ class Decoder:
         np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
         return scores
+
+
+def _biased(y: Array, bias: Array | None) -> Array:
+    """Add a bias to a product, in place, and return it."""
+    if bias is not None:
+        y += bias
+    return y
 
 
 def _bent(x: Array, cap: float) -> Array:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -27,32 +29,59 @@ from services.worker.sharing.memory import pages_to_share
 from shared.messages.cards import KvLayout
 
 
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """What one rank of a tensor-parallel group has of KV pages, which all ranks map whole (native/parallel)."""
+
+    pages: HostPages
+    heads: slice
+    """The key-value heads that it computes."""
+    stores: bool
+    """True if this rank stores them, and not another one that has the same heads."""
+    written: Callable[[], object] | None
+    """Called after each `write`; it returns when the rank that stores these heads has come there. None if each rank
+    has heads of its own."""
+
+
 class KvCache:
     """The KV pages: `capacity_blocks` slots of `layout`. Memory is touched when a slot is first used."""
 
-    def __init__(self, layout: KvLayout, capacity_blocks: int, *, shared: bool = False) -> None:
+    def __init__(
+        self, layout: KvLayout, capacity_blocks: int, *, shared: bool = False, part: KvPart | None = None
+    ) -> None:
         """Map the pages. `layout.dtype` is float32 or bfloat16. With `shared` other processes can map them, if the
-        system has such memory."""
+        system has such memory. With `part` they are mapped already, and only its heads are written and read."""
         self.layout = layout
         self._narrow = {"float32": False, "bfloat16": True}[layout.dtype]
         shape = (capacity_blocks, layout.layers, 2, layout.block_size, layout.kv_heads, layout.head_dim)
         item = np.uint16 if self._narrow else np.float32
         size_bytes = prod(shape) * np.dtype(item).itemsize
-        self.exported = pages_to_share(lambda: HostPages(size_bytes)) if shared else None
+        self._part = part
+        self.exported = pages_to_share(lambda: HostPages(size_bytes)) if shared and part is None else None
+        if part is not None:
+            self.exported = part.pages
         """The memory of the pages, if other processes can map it."""
         self._mapping: mmap.mmap | None = None
         if self.exported is not None:
-            self.pages: Array = self.exported.array.view(item).reshape(shape)
+            self._whole: Array = self.exported.array.view(item).reshape(shape)
         else:
-            self._mapping, self.pages = _zeros(shape, item)
+            self._mapping, self._whole = _zeros(shape, item)
+        self.pages: Array = self._whole if part is None else self._whole[..., part.heads, :]
+        """The heads of this cache, all of them but in a part."""
 
     @property
     def memory(self) -> memoryview:
         """All bytes of the pages, in host memory; slot i begins at i · `block_bytes`."""
-        return memoryview(self.pages.reshape(-1).view(np.uint8))
+        return memoryview(self._whole.reshape(-1).view(np.uint8))
 
     def write(self, layer: int, slots: Array, offsets: Array, keys: Array, values: Array) -> None:
         """Store new tokens' keys and values, each float32 (tokens, kv_heads, head_dim), in their blocks."""
+        if self._part is None or self._part.stores:
+            self._store(layer, slots, offsets, keys, values)
+        if self._part is not None and self._part.written is not None:
+            self._part.written()
+
+    def _store(self, layer: int, slots: Array, offsets: Array, keys: Array, values: Array) -> None:
         if self._narrow:
             keys, values = to_bfloat16(np, keys), to_bfloat16(np, values)
         begun = slots[offsets == 0]
@@ -67,7 +96,7 @@ class KvCache:
         Each is float32 (sequences, length, kv_heads, head_dim).
         """
         sequences, blocks = table.shape
-        shape = (sequences, blocks * self.layout.block_size, self.layout.kv_heads, self.layout.head_dim)
+        shape = (sequences, blocks * self.layout.block_size, *self.pages.shape[-2:])
         keys = self.pages[table, layer, 0].reshape(shape)
         values = self.pages[table, layer, 1].reshape(shape)
         if self._narrow:
@@ -84,7 +113,7 @@ class KvCache:
 
     def close(self) -> None:
         """Let go of the pages; their memory is freed when the last view of it ends."""
-        self.pages = self._mapping = None
+        self.pages = self._whole = self._mapping = None
         if self.exported is not None:
             self.exported.close()
             self.exported = None

@@ -18,16 +18,24 @@ from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.kv_cache import KvCache
-from services.worker.native.linear import Array, Linear, calibrate_linear
+from services.worker.native.linear import Array, calibrate_linear
 from services.worker.native.logprobs import score
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
+from services.worker.native.parallel.group import (
+    LEAST_LIMIT_S,
+    STALL_SHARE,
+    GroupTerms,
+    RankGroup,
+    check_processors,
+    refused_operation,
+)
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.sampler import sample
 from services.worker.native.shared_weights import SharedWeights, shared_weights
-from services.worker.native.weights import Weights, check_digest, load_weights, weights_digest
+from services.worker.native.weights import check_digest, load_weights, weights_digest
 from services.worker.sharing.host_pages import HostMapper, SharedHostCopier
 from services.worker.sharing.memory import SharableMemory
 from services.worker.transfer.block_shape import BlockShape
@@ -37,7 +45,6 @@ from shared.errors import ModelError
 from shared.messages.cards import KvLayout
 from shared.messages.frames import PromptLogprobs
 
-_CALIBRATION_BYTES = 128 << 20
 _TURN_BYTES = 16 << 20
 """The most bytes of logits, from which log-probabilities of a prompt are computed, at a time; at least one row."""
 CAPACITY_BYTES = 512 << 20
@@ -60,12 +67,13 @@ class NativeRunner:
         lora_bytes: int = LORA_BYTES,
         shares_blocks: bool = False,
         weights: SharedWeights | None = None,
+        group: GroupTerms | None = None,
     ) -> None:
-        """Load the model. Raise ModelError, also if the cache would hold no block.
+        """Load the model. Raise ModelError, also if the cache would hold no block, and RankLost.
 
         `directory` is the result of `prepare`, or that of `weights`, which are mapped. `capacity_blocks` 0 means as
         many as `capacity_bytes` hold. With `verify` every loaded block is compared with the pool's, with
-        `shares_blocks` other engines can copy blocks.
+        `shares_blocks` other engines can copy blocks. With `group` further processes compute a part of each layer.
         """
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -78,7 +86,9 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._shared = weights
-        self._cache = KvCache(layout, capacity_blocks, shared=shares_blocks)
+        sizes = (capacity_blocks, context_length)
+        self._group = RankGroup(directory, config, layout, sizes, group) if group is not None else None
+        self._cache = self._group.cache if self._group else KvCache(layout, capacity_blocks, shared=shares_blocks)
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
@@ -105,7 +115,10 @@ class NativeRunner:
 
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
         weights = load_weights(directory, self._config, self._file)
-        return Decoder(self._config, weights, self._cache, _linear(weights), context_length)
+        if self._group is not None:
+            return self._group.decoder(weights)
+        linear = calibrate_linear([layer.up for layer in weights.layers])
+        return Decoder(self._config, weights, self._cache, linear, context_length)
 
     @property
     def _file(self) -> Path | None:
@@ -118,7 +131,13 @@ class NativeRunner:
         return self._facts
 
     def step(self, works: Sequence[Work]) -> list[Drawn | None]:
-        """Compute a step; return one entry for each work, None for those that do not end."""
+        """Compute a step; return one entry for each work, None for those that do not end. Raise RankLost."""
+        if self._group is None:
+            return self._step(works)
+        with self._group.step(works):
+            return self._step(works)
+
+    def _step(self, works: Sequence[Work]) -> list[Drawn | None]:
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         with np.errstate(
@@ -143,6 +162,8 @@ class NativeRunner:
         Sleep gives the memory of the KV pages back to the system, at level 2 also that of the weights. The mapped file
         of the weights is host memory already, so level 1 keeps it.
         """
+        if self._group is not None and (refused := refused_operation(operation, level)):
+            return refused
         match operation:
             case "clear":
                 return ""
@@ -184,7 +205,7 @@ class NativeRunner:
 
     def sharable_memory(self) -> SharableMemory:
         cache = self._cache
-        at = cache.pages.ctypes.data
+        at = np.frombuffer(cache.memory, np.uint8).ctypes.data
         shape = BlockShape.contiguous(at, cache.layout.block_bytes, self._facts.capacity_blocks)
         return SharableMemory(
             "host", shape, cache.exported, HostMapper(), lambda theirs: SharedHostCopier(theirs, shape)
@@ -193,19 +214,24 @@ class NativeRunner:
     def close(self) -> None:
         """Let go of the KV pages. The weights stay mapped until the process ends, and so does their lock."""
         self._masks.close()
+        if self._group is not None:
+            self._group.close()
         self._cache.close()
-
-
-def _linear(weights: Weights) -> Linear:
-    """Calibrate on enough layers to exceed the CPU's caches; this takes about 0.1 s."""
-    layers = max(1, _CALIBRATION_BYTES // weights.layers[0].up.nbytes)
-    return calibrate_linear([layer.up for layer in weights.layers[:layers]])
 
 
 def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> NativeRunner:
     """Return a runner for a worker's model, a directory or a GGUF file. Raise ModelError."""
     weights = shared_weights(settings, progress)
     directory = prepare(Path(settings.model), Path(settings.cache), progress) if weights is None else weights.directory
+    group = None
+    if settings.tensor_parallel > 1:
+        check_processors(settings.tensor_parallel)
+        group = GroupTerms(
+            settings.tensor_parallel,
+            limit_s=max(LEAST_LIMIT_S, settings.stall_s / STALL_SHARE),
+            weights_file=None if weights is None else weights.file,
+            descriptors=() if weights is None else weights.descriptors,
+        )
     progress(Loading("mapping weights", 1.0))
     return NativeRunner(
         directory,
@@ -218,4 +244,5 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
         lora_bytes=settings.lora_bytes,
         shares_blocks=settings.shares_blocks,
         weights=weights,
+        group=group,
     )

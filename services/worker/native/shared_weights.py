@@ -56,6 +56,11 @@ class SharedWeights:
         self._lock: WeightsLock | None = None
         self._descriptor = -1
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The descriptors that a child process needs to open `file`."""
+        return () if self._descriptor < 0 else (self._descriptor,)
+
     def acquire(self) -> None:
         """Map the weights, or make them. Raise ModelError."""
         if self.in_place or self.file is not None:

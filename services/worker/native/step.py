@@ -11,13 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.contracts.runner import Work
-
 Ints = NDArray[np.int64]
+
+
+class StepWork(Protocol):
+    """What a step's rows depend on of a Work, which also a plan for other ranks has (native/parallel)."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def blocks(self) -> Sequence[int]: ...
+    @property
+    def draws(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,7 @@ class Step:
     """The last row of each work that draws, in the order of works."""
 
 
-def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) -> Step:
+def lay_out(works: Sequence[StepWork], block_size: int, group_limit_positions: int) -> Step:
     """Make a step's index arrays. A group gathers at most `group_limit_positions` (one work always fits)."""
     assert works, "a step has work"
     counts = [work.end - work.start for work in works]
@@ -96,7 +112,7 @@ def lay_out(works: Sequence[Work], block_size: int, group_limit_positions: int) 
     )
 
 
-def _table(work: Work, block_size: int) -> Ints:
+def _table(work: StepWork, block_size: int) -> Ints:
     """Return the slots up to the work's last position; the scheduler may already have added more."""
     blocks = -(-work.end // block_size)
     assert len(work.blocks) >= blocks, f"sequence {work.sequence}: {len(work.blocks)} slots for {work.end} positions"
@@ -116,7 +132,7 @@ def _gather(single: Sequence[int], blocks: Sequence[int], limit_blocks: int) -> 
         yield group
 
 
-def _group(works: Sequence[Work], tables: Sequence[Ints], rows: Ints) -> Group:
+def _group(works: Sequence[StepWork], tables: Sequence[Ints], rows: Ints) -> Group:
     widest = max(len(table) for table in tables)
     lengths = np.asarray([work.start + 1 for work in works], np.int64)
     beyond = np.arange(lengths.max()) >= lengths[:, None]

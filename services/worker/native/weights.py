@@ -82,6 +82,8 @@ class Weights:
     norm: Array
     head: Array
     """The output projection, (vocab, hidden); the embedding itself if they are tied."""
+    head_part: Array | None = None
+    """The rows of it that a rank of a tensor-parallel group computes. None if there is one rank."""
 
 
 class _Index(Struct, frozen=True):

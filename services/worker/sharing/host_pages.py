@@ -56,13 +56,15 @@ class HostPages:
 
     device = ""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Make the memory; pages are touched when they are first used. Raise OSError."""
+    def __init__(self, size_bytes: int, descriptor: int = -1) -> None:
+        """Make the memory, or map that of `descriptor`, which is this object's from then on. Pages are touched when
+        they are first used. Raise OSError."""
         self.size_bytes = size_bytes
-        self._descriptor = memory_file("headrace-peer")
+        self._descriptor = memory_file("headrace-peer") if descriptor < 0 else descriptor
         try:
-            os.ftruncate(self._descriptor, size_bytes)
-            seal_memory(self._descriptor, _SEALS)
+            if descriptor < 0:
+                os.ftruncate(self._descriptor, size_bytes)
+                seal_memory(self._descriptor, _SEALS)
             self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, size_bytes)
         except OSError:
             os.close(self._descriptor)
@@ -84,7 +86,9 @@ class HostPages:
 
     def close(self) -> None:
         """Let go of the memory; the mapping ends with the last view of `array`."""
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         self.array, self._mapping = np.empty(0, np.uint8), None
 
 

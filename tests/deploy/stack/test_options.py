@@ -107,3 +107,28 @@ def test_only_the_native_engine_shares_weights() -> None:
     assert options.weights_bytes == 3 << 30
     options, _ = checked_options(UpFlags(engine="simulated", weights_bytes="0"))
     assert options.weights_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (UpFlags(tensor_parallel=0), "--tensor-parallel 0: it is 1 to 8"),
+        (UpFlags(tensor_parallel=9), "--tensor-parallel 9: it is 1 to 8"),
+        (
+            UpFlags(tensor_parallel=2, engine="vllm"),
+            "--tensor-parallel 2: with --engine vllm it is --set worker.vllm.tensor_parallel_size=2",
+        ),
+        (UpFlags(tensor_parallel=2, engine="echo"), "--tensor-parallel 2: engine echo computes nothing"),
+        (UpFlags(tensor_parallel=2, device="cuda"), "--tensor-parallel 2: not built for --device cuda"),
+        (UpFlags(tensor_parallel=2, on="ray"), "--tensor-parallel: not with --on ray"),
+    ],
+)
+def test_ranks_are_refused_where_they_are_not_built(flags: UpFlags, named: str) -> None:
+    with pytest.raises(ConfigError) as wrong:
+        checked_options(flags)
+    assert str(wrong.value).startswith(named)
+
+
+def test_workers_get_the_number_of_ranks() -> None:
+    options, _ = checked_options(UpFlags(tensor_parallel=2))
+    assert options.tensor_parallel == 2

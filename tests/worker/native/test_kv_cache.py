@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.worker.native.kv_cache import KvCache
+from services.worker.native.kv_cache import KvCache, KvPart
+from services.worker.sharing.host_pages import HostPages
 from shared.messages.cards import KvLayout
 from tests.resource_limits import LIMIT_BYTES, small_files
 
@@ -100,6 +101,32 @@ def test_a_block_moved_to_another_slot_is_the_same_block() -> None:
     read_keys, read_values = cache.read(0, np.array([[4]]), 8)
     np.testing.assert_array_equal(read_keys[0], keys)
     np.testing.assert_array_equal(read_values[0], 2 * keys)
+
+
+def test_parts_of_two_ranks_are_heads_of_the_same_blocks() -> None:
+    pages = HostPages(5 * LAYOUT.block_bytes)
+    first = KvCache(LAYOUT, 5, part=KvPart(pages, slice(0, 1), stores=True, written=None))
+    second = KvCache(LAYOUT, 5, part=KvPart(pages, slice(1, 3), stores=True, written=None))
+    whole = KvCache(LAYOUT, 5)
+    keys = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
+    slots, offsets = np.array([4, 1])[np.arange(11) // 8], np.arange(11) % 8
+    whole.write(1, slots, offsets, keys, -keys)
+    first.write(1, slots, offsets, keys[:, :1], -keys[:, :1])
+    second.write(1, slots, offsets, keys[:, 1:], -keys[:, 1:])
+    assert first.memory == second.memory == whole.memory
+    np.testing.assert_array_equal(second.read(1, np.array([[4, 1]]), 11)[0][0], keys[:, 1:])
+    for cache in (first, second, whole):
+        cache.close()
+
+
+def test_a_part_whose_heads_another_rank_stores_only_waits_for_it() -> None:
+    pages, waited = HostPages(5 * LAYOUT.block_bytes), []
+    cache = KvCache(LAYOUT, 5, part=KvPart(pages, slice(0, 1), stores=False, written=lambda: waited.append(1)))
+    keys = np.ones((1, 1, 4), np.float32)
+    cache.write(0, np.array([1]), np.array([0]), keys, keys)
+    assert not any(cache.memory)
+    assert waited == [1]
+    cache.close()
 
 
 def _resident_bytes() -> int:

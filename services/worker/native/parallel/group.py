@@ -1,0 +1,190 @@
+"""RankGroup: the ranks of one engine as rank 0 sees them. It starts the others, leads each step, and ends them.
+
+    engine process = rank 0     scheduler, sampler, KV connector; its part of each layer
+        │ plan of a step, sums, logits (peers.py)
+    rank 1 … n - 1 (rank.py)    their parts of each layer
+        all map the model's file, and one memory of KV pages: a block is whole in it, whatever the number of ranks
+
+So a block that is saved or loaded is that of all ranks at once: the pages are rank 0's to copy once the last sum of a
+step is there, which each rank adds to after it has written its keys and values.
+
+A rank that is lost ends the group, and with it the engine: nothing of a step can be computed without it.
+docs/decisions/0085 gives the reasons.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from services.worker.contracts.messages import EngineOperation
+from services.worker.contracts.runner import Work
+from services.worker.native.config import ModelConfig
+from services.worker.native.decoder import Decoder
+from services.worker.native.kv_cache import KvCache
+from services.worker.native.lora import LORA_OPERATIONS
+from services.worker.native.parallel.peers import ENDED, Peers, RankLost, buffer_bytes
+from services.worker.native.parallel.plan import encode_plan
+from services.worker.native.parallel.rank import RankOrder, rank_cache, rank_decoder
+from services.worker.native.parallel.shares import share_out
+from services.worker.native.weights import Weights
+from services.worker.sharing.host_pages import HostPages
+from shared.errors import ModelError
+from shared.messages.cards import KvLayout
+from shared.processors import usable_processors
+
+START_LIMIT_S = 120.0
+"""Most seconds until a rank has mapped the weights."""
+STALL_SHARE = 3
+"""A peer is lost after `stall_s` divided by this: before the shell would kill an engine without saying why."""
+LEAST_LIMIT_S = 1.0
+"""The fewest seconds after which it is: a layer of a long prompt takes some time, too."""
+END_WAIT_S = 1.0
+"""Most seconds in which a rank whose connection has ended ends, too, so that its exit status is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTerms:
+    """How many ranks there are, how long they wait for one another, and which file has their weights."""
+
+    ranks: int
+    limit_s: float
+    start_limit_s: float = START_LIMIT_S
+    weights_file: Path | None = None
+    """None if the model's directory has them."""
+    descriptors: tuple[int, ...] = ()
+    """Descriptors that the ranks need to open that file."""
+
+
+def check_processors(ranks: int) -> None:
+    """Raise ModelError if this machine has fewer processors than ranks."""
+    processors = usable_processors()
+    if ranks > processors:
+        raise ModelError(f"tensor_parallel is {ranks}, more than the processors that can be used ({processors})")
+
+
+def refused_operation(operation: EngineOperation, level: int) -> str:
+    """Return why a group does not do an operation. Empty if it does."""
+    if operation in LORA_OPERATIONS:
+        return f"{operation}: not built for ranks: set tensor_parallel = 1"
+    if operation == "sleep" and level > 1:
+        return "sleep: level 2 is not built for ranks: use level 1, or set tensor_parallel = 1"
+    return ""
+
+
+class RankGroup:
+    """The further ranks' processes, rank 0's end of what they exchange, and its part of the model. It belongs to the
+    thread that made it, with which the ranks die."""
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, layout: KvLayout, sizes: tuple[int, int], terms: GroupTerms
+    ) -> None:
+        """Start the ranks. `sizes` are the capacity in blocks and the length of the context. Raise ModelError."""
+        shares = share_out(config, terms.ranks)
+        self._config, self._share, self._terms = config, shares[0], terms
+        self._block_size, (self._capacity_blocks, self._context_length) = layout.block_size, sizes
+        self._exchange = HostPages(2 * terms.ranks * buffer_bytes(config.vocab, terms.ranks))
+        pages = HostPages(layout.block_bytes * self._capacity_blocks)
+        ends = _connect(terms.ranks)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        """The processes of rank 1 and higher."""
+        self._peers = Peers(0, ends[0], self._exchange.array, [share.vocab for share in shares])
+        self._peers.limit(terms.start_limit_s)
+        self.cache: KvCache = rank_cache(layout, self._capacity_blocks, self._share, pages, self._peers)
+        """The pages of all ranks; rank 0 writes its heads."""
+        try:
+            for rank in range(1, terms.ranks):
+                order = RankOrder(
+                    directory=str(directory),
+                    weights_file=str(terms.weights_file or ""),
+                    rank=rank,
+                    layout=layout,
+                    capacity_blocks=self._capacity_blocks,
+                    context_length=self._context_length,
+                    pages=pages.descriptors()[0],
+                    exchange=self._exchange.descriptors()[0],
+                    exchange_bytes=self._exchange.size_bytes,
+                    sockets=tuple(-1 if end is None else end.fileno() for end in ends[rank]),
+                    start_limit_s=terms.start_limit_s,
+                    limit_s=terms.limit_s,
+                    parent_pid=os.getpid(),
+                )
+                self._processes.append(_spawn(order, terms.descriptors))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for of_rank in ends[1:]:
+                for end in of_rank:
+                    if end is not None:
+                        end.close()
+
+    def decoder(self, weights: Weights) -> Decoder:
+        """Return rank 0's decoder, when all ranks have theirs. Raise RankLost; the group has ended then."""
+        try:
+            found = rank_decoder(self._config, weights, self._share, self.cache, self._peers, self._context_length)
+            self._peers.meet()
+        except RankLost as lost:
+            raise self._ended(lost) from None
+        self._peers.limit(self._terms.limit_s)
+        return found
+
+    @contextmanager
+    def step(self, works: Sequence[Work]) -> Iterator[None]:
+        """Have all ranks compute a step, of which rank 0 computes its part meanwhile. Raise RankLost; the group has
+        ended then."""
+        try:
+            self._peers.tell(encode_plan(works, self._block_size))
+            yield
+        except RankLost as lost:
+            raise self._ended(lost) from None
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of rank 1 and higher."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End all ranks, also those that stand still, and wait for their end."""
+        self._peers.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._exchange.close()
+
+    def _ended(self, lost: RankLost) -> RankLost:
+        """End the group; return what was lost, with what the end of its process says."""
+        status = 0
+        if lost.rank and lost.reason == ENDED:
+            with suppress(subprocess.TimeoutExpired):
+                status = self._processes[lost.rank - 1].wait(END_WAIT_S)
+        self.close()
+        if status >= 0:
+            return lost
+        return RankLost(lost.rank, f"was killed by signal {-status} ({signal.Signals(-status).name})")
+
+
+def _connect(ranks: int) -> list[list[socket.socket | None]]:
+    """Return the ends of a connection between each two ranks, by rank and peer."""
+    ends: list[list[socket.socket | None]] = [[None] * ranks for _ in range(ranks)]
+    for one in range(ranks):
+        for other in range(one + 1, ranks):
+            ends[one][other], ends[other][one] = socket.socketpair()
+    return ends
+
+
+def _spawn(order: RankOrder, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """Start a rank in this process's group, which its shell ends as a whole."""
+    inherited = [order.pages, order.exchange, *descriptors, *(end for end in order.sockets if end >= 0)]
+    command = [sys.executable, "-m", "services.worker.native.parallel.rank", msgspec.json.encode(order).decode()]
+    return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
