@@ -100,6 +100,7 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/test_engine_main.py": "all",
     "tests/worker/test_main.py": "all",
     "tests/worker/test_service.py": "all",
+    "tests/worker/test_standby.py": "all",
     "tests/worker/test_with_kvbm.py": "all",
     "tests/worker/vllm/connector/test_machine.py": "all",
     "tests/worker/vllm/connector/test_scheduler_half.py": "all",

@@ -16,6 +16,7 @@ from shared.config import ServiceConfig
 EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
 _ADDRESS = re.compile(r"([^\s:@/?#\[\]]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
 ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
+ENGINES_WITH_STANDBY = ("native", "simulated", "echo")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -334,6 +335,9 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     happen after half of that time."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds that running attempts may go on after SIGTERM."""
+    standby: bool = False
+    """Whether a second engine process stands by, with all but KV, and takes over when the engine ends. Only the native
+    engine on a CPU, and those that compute nothing, can."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings contradict each other."""
@@ -345,6 +349,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.engine == "attached" and self.kvbm.pool:
             raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
         if fault := self._connector_fault():
+            raise ValueError(fault)
+        if fault := self._standby_fault():
             raise ValueError(fault)
         if self.weights.memory and self.engine != "native":
             raise ValueError(
@@ -379,6 +385,14 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     def reads_shared(self) -> bool:
         """Whether this engine copies blocks of others."""
         return self.role == "decode" and self.kvbm.lending
+
+    def _standby_fault(self) -> str:
+        """Return why no engine can stand by. Empty if one can, or need not."""
+        if self.standby and self.engine not in ENGINES_WITH_STANDBY:
+            return f"standby is set, but engine is {self.engine}; only {', '.join(ENGINES_WITH_STANDBY)} can stand by"
+        if self.standby and self.device == "cuda":
+            return "standby is set, but device is cuda; an engine can stand by on a CPU alone"
+        return ""
 
     def _role_fault(self) -> str:
         """Return why the worker cannot have its role. Empty if it can."""
@@ -430,12 +444,18 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     secrets would be in the argument. It has those settings of `observe` that are about logs."""
     parent_pid: int
     """Process id of the shell; the engine does not outlive it."""
+    stands_by: bool = False
+    """True if it waits for TakeOver before it makes KV and serves."""
 
     @staticmethod
-    def of(config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int) -> EngineConfig:
+    def of(
+        config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int, stands_by: bool = False
+    ) -> EngineConfig:
         """Return the engine's part of a worker's settings."""
         plain = ServiceConfig()
         logs = replace(plain.observe, log_level=config.observe.log_level, log_format=config.observe.log_format)
         trace = replace(config.trace, token="")
         own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=logs, trace=trace)
-        return EngineConfig(instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid)
+        return EngineConfig(
+            instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid, stands_by=stands_by
+        )

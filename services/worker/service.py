@@ -25,8 +25,9 @@ import msgspec
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
+from services.worker.engine.standby import Standby
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
-from services.worker.engine_start import start_engine
+from services.worker.engine_start import start_engine, start_standby
 from services.worker.kv_connector.link import LinkReports
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
@@ -51,7 +52,7 @@ from shared.messages.control import Note
 from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, Resent
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
-from shared.messages.load import LOAD_REPORT, LoadReport
+from shared.messages.load import LOAD_REPORT, LoadReport, StandbyState
 from shared.runtime.lifecycle import settle_memory
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
@@ -90,24 +91,41 @@ _log = logging.getLogger(__name__)
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
     """Serve until `runtime.stopping`, then drain. Raise ModelError if the model cannot be served."""
-    worker = Worker(runtime, config)
+    standby = make_standby(config, runtime.instance)
+    worker = Worker(runtime, config, standby=standby)
     settle_memory()
-    await worker.run()
+    try:
+        await worker.run()
+    finally:
+        if standby is not None:
+            await standby.end()
+
+
+def make_standby(config: WorkerConfig, instance: str) -> Standby | None:
+    """Return what keeps an engine standing by, if the settings ask for it; the caller ends it."""
+    return Standby(lambda: start_standby(config, served_name(config), instance)) if config.standby else None
+
+
+def _make_attempts(config: WorkerConfig) -> Attempts:
+    return Attempts(
+        model=served_name(config),
+        most_living=config.max_running + config.max_waiting,
+        most_waiting_tokens=config.max_waiting_tokens,
+    )
 
 
 class Worker:
-    """One worker process, its engine included. `start_engine`: in simulations the engine runs in this process."""
+    """One worker process, its engine included. `start` starts engines: in simulations they run in this process. The
+    caller ends `standby`."""
 
-    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = start_engine) -> None:
+    def __init__(
+        self, runtime: Runtime, config: WorkerConfig, start: StartEngine = start_engine, standby: Standby | None = None
+    ) -> None:
         self._runtime = runtime
         self._config = config
         self._model_name = served_name(config)
         self._metrics = WorkerMetrics(runtime.registry)
-        self._attempts = Attempts(
-            model=self._model_name,
-            most_living=config.max_running + config.max_waiting,
-            most_waiting_tokens=config.max_waiting_tokens,
-        )
+        self._attempts = _make_attempts(config)
         self._tracer = runtime.tracer
         self._traced = TracedAttempts(SpanIds(runtime.draw))
         self._sender = FrameSender(runtime.bus, runtime.namespace, FrameLog(runtime.instance), self._metrics)
@@ -115,7 +133,7 @@ class Worker:
             config,
             self._model_name,
             runtime.instance,
-            start_engine,
+            start,
             loading=self._engine_loading,
             ready=self._engine_ready,
             stepped=self._engine_stepped,
@@ -123,6 +141,7 @@ class Worker:
             busy=lambda: len(self._attempts) > 0,
             kvbm=lambda report: self._kvbm.take(report),
             observed=lambda report: self._observations.record(report),
+            standby=standby,
         )
         self._observations = EngineObservations(runtime.registry)
         self._gpus = GpuTelemetry(runtime.registry)
@@ -466,6 +485,7 @@ class Worker:
                 _log.error("no load report: %s; lower max_waiting, or raise the payload limit of NATS", wrong)
             self._metrics.publish(self._attempts.oldest_unbegun_s(asyncio.get_running_loop().time()))
             self._kvbm_metrics.publish()
+            self._metrics.show_standby(ready=self._standby_state == "ready", take_overs=self.engine.take_overs)
             if self.engine.facts is not None:
                 self._observations.show_ranks(self._ranks.loads, self.engine.facts.capacity_blocks)
             self._forget_the_gone()
@@ -491,7 +511,18 @@ class Worker:
             attempts=self._attempts.names,
             ranks=self._ranks.rank_loads,
             output_tokens=self._metrics.output_tokens,
+            standby=self._standby_state,
+            standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
         )
+
+    @property
+    def _standby_state(self) -> StandbyState:
+        standby = self.engine.standby
+        if standby is None:
+            return ""
+        if standby.ready:
+            return "ready"
+        return "starting" if standby.pid else "none"
 
     @property
     def _total_blocks(self) -> int:

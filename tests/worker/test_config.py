@@ -28,6 +28,8 @@ WRONG = [
         "--engine echo --weights-memory /run/weights",
         "weights.memory is set, but engine is echo; only the native engine shares weights",
     ),
+    ("--engine vllm --standby true", "standby is set, but engine is vllm; only native, simulated, echo can stand by"),
+    ("--device cuda --standby true", "standby is set, but device is cuda; an engine can stand by on a CPU alone"),
     ("--engine attached", "engine is attached, but attached.url is empty"),
     ("--attached-url http://localhost:1", "attached.url is set, but engine is native"),
     ("--attached-url ftp://localhost", "attached: url is no http or https URL"),

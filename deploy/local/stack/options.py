@@ -91,6 +91,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         vllm_gpus=vllm_gpus,
         gpus=of_gpus,
         weights_bytes=weights_bytes,
+        standby=flags.standby,
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
         etcd=flags.etcd,
@@ -142,6 +143,9 @@ def _check(flags: UpFlags) -> UpFlags:
         raise ConfigError("--vllm-args needs --engine vllm")
     if flags.vllm_args is not None and not flags.vllm_args.is_file():
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
+    if flags.standby and (flags.engine in ("vllm", "attached") or flags.device == "cuda"):
+        where = "--device cuda" if flags.device == "cuda" else f"--engine {flags.engine}"
+        raise ConfigError(f"--standby: not with {where}; the native engine on a CPU can stand by")
     if flags.ray_address and flags.on != "ray":
         raise ConfigError("--ray-address needs --on ray")
     if flags.on == "ray":

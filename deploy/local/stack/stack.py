@@ -104,6 +104,8 @@ class UpOptions(Struct, frozen=True):
     """None if workers compute on the CPU."""
     weights_bytes: int = 0
     """Most bytes of weights that workers share in memory. 0 means that they are converted on the disk."""
+    standby: bool = False
+    """True if an engine stands by at each worker."""
     store: BlockStoreOptions | None = None
     nats: str = ""
     """URL of a NATS that runs already. Empty means that one is started."""
@@ -370,6 +372,8 @@ def worker_settings(
     }
     if options.weights_bytes:
         settings |= {"weights": {"memory": str(state_dir.weights)}}
+    if options.standby:
+        settings |= {"standby": True}
     if role:
         settings |= {"role": role}
     if options.vllm_python:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.local.stack.options import checked_options, takes_turns
@@ -98,6 +99,15 @@ def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_tw
     assert not takes_turns(UpFlags(engine="vllm"), roles=True, on_gpus=False)
     assert not takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=True)
     assert not takes_turns(UpFlags(), roles=False, on_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [({"engine": "vllm"}, "--engine vllm"), ({"device": "cuda"}, "--device cuda")]
+)
+def test_an_engine_stands_by_where_one_can(flags: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"--standby: not with {named}; the native engine on a CPU can stand by"):
+        checked_options(msgspec.convert({"standby": True, **flags}, UpFlags))
+    assert checked_options(UpFlags(standby=True))[0].standby
 
 
 def test_only_the_native_engine_shares_weights() -> None:
