@@ -97,6 +97,7 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/native/test_structured.py": "all",
     "tests/worker/reports/test_gpus.py": "all",
     "tests/worker/sharing/test_sharing_processes.py": "all",
+    "tests/worker/test_checkpoint.py": "all",
     "tests/worker/test_engine_main.py": "all",
     "tests/worker/test_main.py": "all",
     "tests/worker/test_service.py": "all",

@@ -170,6 +170,14 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
 
 
+class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a worker that sleeps is frozen by a tool such as CRIU, and goes on later."""
+
+    directory: str = ""
+    """Directory for the files by which worker and tool talk to each other. A worker that is put to sleep then ends its
+    connections, and only these files wake it. Empty if a sleeping worker keeps its connections."""
+
+
 class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How an engine that has nothing to do is checked: a device that is lost or hangs looks like an idle one. Native
     engines, vLLM and attached servers are checked."""
@@ -335,6 +343,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     happen after half of that time."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds that running attempts may go on after SIGTERM."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
     standby: bool = False
     """Whether a second engine process stands by, with all but KV, and takes over when the engine ends. Only the native
     engine on a CPU, and those that compute nothing, can."""
@@ -388,10 +397,16 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
 
     def _standby_fault(self) -> str:
         """Return why no engine can stand by. Empty if one can, or need not."""
-        if self.standby and self.engine not in ENGINES_WITH_STANDBY:
-            return f"standby is set, but engine is {self.engine}; only {', '.join(ENGINES_WITH_STANDBY)} can stand by"
-        if self.standby and self.device == "cuda":
-            return "standby is set, but device is cuda; an engine can stand by on a CPU alone"
+        setting = "checkpoint.directory" if self.checkpoint.directory else "standby"
+        if not (self.standby or self.checkpoint.directory):
+            return ""
+        if self.engine not in ENGINES_WITH_STANDBY:
+            able = ", ".join(ENGINES_WITH_STANDBY)
+            return f"{setting} is set, but engine is {self.engine}; only {able} can stand by"
+        if self.device == "cuda":
+            return f"{setting} is set, but device is cuda; an engine can stand by on a CPU alone"
+        if self.checkpoint.directory and self.weights.memory:
+            return "checkpoint.directory is set, and so is weights.memory, to which an engine keeps a connection"
         return ""
 
     def _role_fault(self) -> str:

@@ -27,7 +27,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
 from services.worker.engine.standby import Standby
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
-from services.worker.engine_start import start_engine, start_standby
+from services.worker.engine_start import start_engine
 from services.worker.kv_connector.link import LinkReports
 from services.worker.kv_connector.metrics import KvbmMetrics
 from services.worker.metrics import WorkerMetrics
@@ -53,7 +53,6 @@ from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, 
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
 from shared.messages.load import LOAD_REPORT, LoadReport, StandbyState
-from shared.runtime.lifecycle import settle_memory
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried
@@ -87,23 +86,6 @@ _SUBMITTED = attrgetter(*Submit.__struct_fields__[:-2])
 `msgspec.convert` takes four times as long, and this runs for every request."""
 
 _log = logging.getLogger(__name__)
-
-
-async def serve(runtime: Runtime, config: WorkerConfig) -> None:
-    """Serve until `runtime.stopping`, then drain. Raise ModelError if the model cannot be served."""
-    standby = make_standby(config, runtime.instance)
-    worker = Worker(runtime, config, standby=standby)
-    settle_memory()
-    try:
-        await worker.run()
-    finally:
-        if standby is not None:
-            await standby.end()
-
-
-def make_standby(config: WorkerConfig, instance: str) -> Standby | None:
-    """Return what keeps an engine standing by, if the settings ask for it; the caller ends it."""
-    return Standby(lambda: start_standby(config, served_name(config), instance)) if config.standby else None
 
 
 def _make_attempts(config: WorkerConfig) -> Attempts:
@@ -176,8 +158,9 @@ class Worker:
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
 
-    async def run(self) -> None:
-        """Serve until `runtime.stopping`, as `serve` says."""
+    async def run(self) -> bool:
+        """Serve until `runtime.stopping`, then drain. With `checkpoint.directory`, serve until the worker sleeps; its
+        engine has ended then, too. Return whether it sleeps. Raise ModelError if the model cannot be served."""
         receivers = {
             "generate": self._generate,
             "prefetch": self._prefetch,
@@ -196,7 +179,7 @@ class Worker:
         self._runtime.health.also = self._health_fields
         self._runtime.notes.find_block = self._find_block
         try:
-            await self._serve_and_drain()
+            return await self._serve_and_drain()
         finally:
             # All at once: each takes seconds where NATS is frozen.
             await asyncio.gather(*(subscription.unsubscribe() for subscription in subscriptions))
@@ -210,11 +193,14 @@ class Worker:
             return None
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
 
-    async def _serve_and_drain(self) -> None:
+    async def _serve_and_drain(self) -> bool:
         failed: BaseException | None = None
+        paused = False
         async with asyncio.TaskGroup() as tasks:
             engine = asyncio.ensure_future(self.engine.run())  # awaited below: its ModelError is not a crash
             stopping = tasks.create_task(self._runtime.stopping.wait())
+            asleep = tasks.create_task(self._operator.asleep.wait())
+            ends = (engine, stopping, *([asleep] if self._config.checkpoint.directory else []))
             others = [
                 tasks.create_task(loop)
                 for loop in (
@@ -227,11 +213,12 @@ class Worker:
                 )
             ]
             try:
-                await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if not engine.done():
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                paused = asleep in ends and asleep.done() and not (stopping.done() or engine.done())
+                if not (engine.done() or paused):
                     await self._drain()
             finally:
-                for task in (engine, stopping, *others):
+                for task in (engine, stopping, asleep, *others):
                     task.cancel()
                 (failed,) = await asyncio.gather(engine, return_exceptions=True)
         with suppress(TimeoutError):
@@ -242,6 +229,7 @@ class Worker:
         await self._announcement.entries.close()
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
+        return paused
 
     async def _drain(self) -> None:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
@@ -518,7 +506,7 @@ class Worker:
     @property
     def _standby_state(self) -> StandbyState:
         standby = self.engine.standby
-        if standby is None:
+        if standby is None or not self._config.standby:
             return ""
         if standby.ready:
             return "ready"

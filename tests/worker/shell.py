@@ -13,7 +13,8 @@ import msgspec
 from services.worker.config import WorkerConfig
 from services.worker.engine.supervisor import StartEngine
 from services.worker.engine_start import start_engine
-from services.worker.service import Worker, make_standby
+from services.worker.rounds import make_standby
+from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
 from shared.bus.memory_bus import MemoryBroker, MemoryBus

@@ -180,6 +180,7 @@ def _single(flags: UpFlags) -> UpFlags:
         "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
         "--kvbm-disk": flags.kvbm_disk is not None,
         "--set kvbm": any(each.startswith("kvbm.") for each in flags.set),
+        "--set worker.checkpoint": any(each.startswith("worker.checkpoint.") for each in flags.set),
         "--nats": bool(flags.nats),
         "--etcd": bool(flags.etcd),
         "--discovery file": flags.discovery == "file",

@@ -41,8 +41,6 @@ class Standby:
         self._heard: Loading | StandingBy | None = None
         """What the engine that stands by has reported last."""
         self._keeping: asyncio.Task[None] | None = None
-        self.changed = asyncio.Event()
-        """Set at each change of `ready`."""
 
     @property
     def pid(self) -> int | None:
@@ -84,7 +82,6 @@ class Standby:
         keeping, self._keeping = self._keeping, None
         if keeping is not None:
             keeping.cancel()
-        self.changed.set()
         return keeping
 
     async def _keep(self, after_s: float) -> None:
@@ -110,7 +107,6 @@ class Standby:
         finally:
             if self._engine is engine:  # it was not taken
                 self._engine, self._heard = None, None
-                self.changed.set()
                 await engine.end(0.0, lambda _: None)
 
     async def _follow(self, engine: Engine) -> Failed:
@@ -122,7 +118,6 @@ class Standby:
             match report:
                 case Loading() | StandingBy():
                     self._heard = report
-                    self.changed.set()
                 case Failed():
                     return report
                 case _:

@@ -72,7 +72,8 @@ _log = logging.getLogger(__name__)
 
 
 class EngineSupervisor:
-    """Runs one engine at a time. The callbacks run in the task of `run`, one after another."""
+    """Runs one engine at a time. The callbacks run in the task of `run`, one after another. An engine that stands by is
+    the next one, also at the beginning; while an engine serves, one is kept if the settings say so."""
 
     def __init__(
         self,
@@ -91,12 +92,10 @@ class EngineSupervisor:
         standby: Standby | None = None,
     ) -> None:
         """`busy` says whether attempts wait for the engine; `kvbm` gets what it says of its exchange with
-        the kvbm, `observed` what it says of its health and of its own metrics. `standby` is kept while an engine
-        serves, and takes over from it; the caller ends it."""
+        the kvbm, `observed` what it says of its health and of its own metrics. The caller ends `standby`."""
         self._config = config
-        self._model_name = model_name
         self._instance = instance
-        self._start = start
+        self._start = partial(start, config, model_name, instance)
         self._loading = loading
         self._ready = ready
         self._stepped = stepped
@@ -225,7 +224,7 @@ class EngineSupervisor:
             if self.standby is not None:
                 if self._asleep:
                     await self.standby.end()  # a worker sleeps to free memory
-                else:
+                elif self._config.standby:
                     self.standby.keep()
         return operated.failed
 
@@ -239,7 +238,7 @@ class EngineSupervisor:
         self._begun_s = asyncio.get_running_loop().time()
         taken = None if self.standby is None else self.standby.take(self._instance)
         if taken is None:
-            engine, heard = await started(self._start(self._config, self._model_name, self._instance)), None
+            engine, heard = await started(self._start()), None
         else:
             engine, heard = taken
             self.take_overs += self._served
@@ -320,7 +319,7 @@ class EngineSupervisor:
                 self._active_s = loop.time()
                 self.start_s = self._active_s - self._begun_s
                 self._ready(report)
-                if self.standby is not None:
+                if self.standby is not None and self._config.standby:
                     self.standby.keep(max(AFTER_S, self._delay_s))
             case _:
                 assert_never(report)

@@ -72,6 +72,7 @@ def test_one_address_is_not_a_fleet(address: str) -> None:
         (UpFlags(single=True, weights_bytes="1G"), "--weights-bytes"),
         (UpFlags(single=True, kvbm_disk=Path("/disk")), "--kvbm-disk"),
         (UpFlags(single=True, set=["kvbm.peers.listen=:1"]), "--set kvbm"),
+        (UpFlags(single=True, set=["worker.checkpoint.directory=/c"]), "--set worker.checkpoint"),
         (UpFlags(single=True, nats="nats://127.0.0.1:4222"), "--nats"),
         (UpFlags(single=True, etcd="127.0.0.1:2379"), "--etcd"),
         (UpFlags(single=True, discovery="file"), "--discovery file"),

@@ -64,7 +64,7 @@ class Pair:
         self._refusals = refusals
         self.standby = Standby(self._start_standby)
         self.host = EngineSupervisor(
-            msgspec.convert({"model": "m"}, WorkerConfig),
+            msgspec.convert({"model": "m", "standby": True}, WorkerConfig),
             "m",
             "0a",
             self._start,
