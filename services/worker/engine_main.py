@@ -152,7 +152,8 @@ def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> Engin
     """Do all of a start but what needs KV, a kvbm or other engines, and wait for TakeOver, without a limit. Return the
     settings to serve with, or None after Shutdown. Raise ModelError, ChannelClosed."""
     _compute_first_tokens(config.worker, channel, runner)
-    runner.operate("sleep", "", "", 1)
+    if failed := runner.operate("sleep", "", "", 1):
+        raise ModelError(failed)
     gc.collect()
     channel.send(StandingBy(_own_bytes()))
     while True:

@@ -107,6 +107,7 @@ class Standby:
         finally:
             if self._engine is engine:  # it was not taken
                 self._engine, self._heard = None, None
+                engine.kill()  # at once: `end` may be cancelled
                 await engine.end(0.0, lambda _: None)
 
     async def _follow(self, engine: Engine) -> Failed:
