@@ -127,6 +127,8 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     weights_bytes: Size = ""
     """The size of the memory in which workers share converted weights, which outlive them: 4G. 0 means that weights are
     converted on the disk (0; docs/memory_service.md)."""
+    standby: bool = False
+    """Keep a second engine process next to that of each worker, which takes over when it ends (docs/standby.md)."""
     set: Annotated[list[str], "SERVICE.SETTING=VALUE"] = []
     """A setting of all frontends, routers or workers, or of the kvbm: frontend.limits.requests=64,
     worker.max_running=8, …; `.venv/bin/python -m services.frontend --help` lists those of a service."""

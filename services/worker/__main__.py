@@ -7,7 +7,7 @@ from pathlib import Path
 from services.worker.config import WorkerConfig
 from services.worker.model.card import served_name
 from services.worker.model.facts import facts_of, read_pooling, read_sampling
-from services.worker.service import serve
+from services.worker.rounds import serve
 from services.worker.vllm.sizes import sizes_fault, written
 from shared.errors import ConfigError, ModelError
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
@@ -88,7 +88,21 @@ def _check_directory(source: Path, config: WorkerConfig) -> None:
     read_sampling(source, config.sampling)
 
 
-SERVICE = Service("worker", WorkerConfig, serve, drain_limit_s, publishes=True, check=check_files, labels=served_labels)
+def may_be_frozen(config: WorkerConfig) -> bool:
+    """Return whether the process may become an image."""
+    return bool(config.checkpoint.directory)
+
+
+SERVICE = Service(
+    "worker",
+    WorkerConfig,
+    serve,
+    drain_limit_s,
+    publishes=True,
+    check=check_files,
+    plain_loop=may_be_frozen,
+    labels=served_labels,
+)
 
 
 def main() -> None:

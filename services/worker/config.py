@@ -18,6 +18,7 @@ EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
 _ADDRESS = re.compile(r"([^\s:@/?#\[\]]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
 ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
 ENGINES_BY_TURNS = ("native", "simulated", "echo")
+ENGINES_WITH_STANDBY = ("native", "simulated", "echo")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 CopyPath = Literal["auto", "rows", "batch", "staged"]
@@ -169,6 +170,14 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 f"graph_lower_bound is {self.graph_lower_bound}, above graph_upper_bound, {self.graph_upper_bound};"
                 " to capture no graphs, set graphs = false"
             )
+
+
+class CheckpointConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a worker that sleeps is frozen by a tool such as CRIU, and goes on later."""
+
+    directory: str = ""
+    """Directory for the files by which worker and tool talk to each other. A worker that is put to sleep then ends its
+    connections, and only these files wake it. Empty if a sleeping worker keeps its connections."""
 
 
 class HealthConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -342,31 +351,25 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     happen after half of that time."""
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds that running attempts may go on after SIGTERM."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    standby: bool = False
+    """Whether a second engine process stands by, with all but KV, and takes over when the engine ends. Only the native
+    engine on a CPU, and those that compute nothing, can."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings contradict each other."""
         if self.device == "cuda" and self.engine != "native":
             instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
-        if self.tensor_parallel > 1 and (self.engine != "native" or self.device != "cpu"):
-            what = "device is cuda" if self.device == "cuda" else f"engine is {self.engine}"
-            instead = "vllm.tensor_parallel_size" if self.engine == "vllm" else "tensor_parallel = 1"
-            raise ValueError(
-                f"tensor_parallel is {self.tensor_parallel}, but {what}; only the native engine on a CPU has it:"
-                f" set {instead}"
-            )
-        if fault := self._role_fault():
+        faults = (self._ranks_fault, self._role_fault, self._connector_fault, self._standby_fault, self._turns_fault)
+        for fault in filter(None, (each() for each in faults)):
             raise ValueError(fault)
         if self.engine == "attached" and self.kvbm.pool:
             raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
-        if fault := self._connector_fault():
-            raise ValueError(fault)
         if self.weights.memory and self.engine != "native":
             raise ValueError(
                 f"weights.memory is set, but engine is {self.engine}; only the native engine shares weights"
             )
-        if fault := self._turns_fault():
-            raise ValueError(fault)
         if self.engine == "attached" and not self.attached.url:
             raise ValueError("engine is attached, but attached.url is empty")
         if self.engine == "attached" and self.attached.kind == "text" and not self.model_name:
@@ -396,6 +399,35 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     def reads_shared(self) -> bool:
         """Whether this engine copies blocks of others."""
         return self.role == "decode" and self.kvbm.lending
+
+    def _ranks_fault(self) -> str:
+        """Return why the engine cannot be several ranks. Empty if it can, or need not."""
+        if self.tensor_parallel == 1 or (self.engine == "native" and self.device == "cpu"):
+            return ""
+        what = "device is cuda" if self.device == "cuda" else f"engine is {self.engine}"
+        instead = "vllm.tensor_parallel_size" if self.engine == "vllm" else "tensor_parallel = 1"
+        setting = f"tensor_parallel is {self.tensor_parallel}"
+        return f"{setting}, but {what}; only the native engine on a CPU has it: set {instead}"
+
+    def _standby_fault(self) -> str:
+        """Return why no engine can stand by. Empty if one can, or need not."""
+        setting = "checkpoint.directory" if self.checkpoint.directory else "standby"
+        if not (self.standby or self.checkpoint.directory):
+            return ""
+        if self.engine not in ENGINES_WITH_STANDBY:
+            able = ", ".join(ENGINES_WITH_STANDBY)
+            return f"{setting} is set, but engine is {self.engine}; only {able} can stand by"
+        if self.device == "cuda":
+            return f"{setting} is set, but device is cuda; an engine can stand by on a CPU alone"
+        if self.tensor_parallel > 1:
+            return (
+                f"{setting} is set, but tensor_parallel is {self.tensor_parallel}; an engine of one rank can stand by"
+            )
+        if self.turns:
+            return f"{setting} is set, but the model takes turns (turns = {self.turns!r}), and sleeps meanwhile"
+        if self.checkpoint.directory and self.weights.memory:
+            return "checkpoint.directory is set, and so is weights.memory, to which an engine keeps a connection"
+        return ""
 
     def _role_fault(self) -> str:
         """Return why the worker cannot have its role. Empty if it can."""
@@ -460,12 +492,18 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     secrets would be in the argument. It has those settings of `observe` that are about logs."""
     parent_pid: int
     """Process id of the shell; the engine does not outlive it."""
+    stands_by: bool = False
+    """True if it waits for TakeOver before it makes KV and serves."""
 
     @staticmethod
-    def of(config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int) -> EngineConfig:
+    def of(
+        config: WorkerConfig, model_name: str, instance: str, *, parent_pid: int, stands_by: bool = False
+    ) -> EngineConfig:
         """Return the engine's part of a worker's settings."""
         plain = ServiceConfig()
         logs = replace(plain.observe, log_level=config.observe.log_level, log_format=config.observe.log_format)
         trace = replace(config.trace, token="")
         own = replace(config, nats=plain.nats, discovery=plain.discovery, observe=logs, trace=trace)
-        return EngineConfig(instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid)
+        return EngineConfig(
+            instance=instance, model_name=model_name, worker=own, parent_pid=parent_pid, stands_by=stands_by
+        )

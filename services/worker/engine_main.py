@@ -1,11 +1,15 @@
 """The engine's process: `python -m services.worker.engine_main CONFIG_JSON SOCKET_FD`.
 
+    load ──▶ first tokens ──▶ serve
+                   └── stands by: KV given back ──StandingBy──▶ waits ──TakeOver──▶ KV ──▶ serve
+
 The shell starts it with an environment that bounds the arithmetic threads before NumPy is imported; hence the imports
 inside functions here. It ends on Shutdown, when the runner fails, and when the shell dies.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -20,7 +24,7 @@ from typing import assert_never
 import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading
+from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Shutdown, StandingBy, TakeOver
 from services.worker.contracts.runner import Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
@@ -56,8 +60,7 @@ def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
     config = msgspec.json.decode(arguments[0], type=EngineConfig)
     die_with_parent(config.parent_pid)  # elsewhere the end of the channel is seen at the next report
-    observe = config.worker.observe
-    logs.start("worker", config.instance, observe.log_level, observe.log_format, model=config.model_name)
+    _start_logs(config)
     # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -72,10 +75,9 @@ def main(arguments: list[str]) -> int:
 
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     """Run the engine until it ends. Return why it failed, or None after Shutdown. Raise ChannelClosed."""
-    attachment = None
+    number = None
     if config.worker.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        attachment = PoolAttachment(Path(config.worker.kvbm.pool), config.instance, number)
     try:
         runner = _load(config.worker, channel.send)
     except (ModelError, ConfigError) as wrong:
@@ -87,7 +89,10 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
         return Failed(reason=f"{type(wrong).__name__}: {wrong}")
     with closing(runner):
         try:
-            _serve(config, channel, runner, attachment)
+            _check_probe(config.worker, runner)
+            serving = _stand_by(config, channel, runner) if config.stands_by else config
+            if serving is not None:
+                _serve(serving, channel, runner, number)
         except ChannelClosed:
             raise
         except ConfigError as wrong:
@@ -134,15 +139,56 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
             assert_never(config.engine)
 
 
-def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment: PoolAttachment | None) -> None:
-    """Run the engine's loop until Shutdown. Raise ConfigError, and what the runner raises."""
+def _check_probe(config: WorkerConfig, runner: Runner) -> None:
+    """Raise ConfigError if the model cannot be asked what the settings have an idle engine asked."""
     facts = runner.facts
-    wrong_probe = config.worker.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
-    if wrong_probe and config.worker.engine == "native":
+    wrong_probe = config.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
+    if wrong_probe and config.engine == "native":
         raise ConfigError(wrong_probe)
-    mover = share_reader = sharer = kvbm = None
+
+
+def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> EngineConfig | None:
+    """Do all of a start but what needs KV, a kvbm or other engines, and wait for TakeOver, without a limit. Return the
+    settings to serve with, or None after Shutdown. Raise ModelError, ChannelClosed."""
+    _compute_first_tokens(config.worker, channel, runner)
+    if failed := runner.operate("sleep", "", "", 1):
+        raise ModelError(failed)
+    gc.collect()
+    channel.send(StandingBy(_own_bytes()))
+    while True:
+        for command in channel.receive(None):
+            if isinstance(command, Shutdown):
+                return None
+            if isinstance(command, TakeOver):  # what came with it is about attempts of the engine before
+                if failed := runner.operate("wake", "", "", 1):
+                    raise ModelError(failed)
+                serving = msgspec.structs.replace(config, instance=command.instance)
+                _start_logs(serving)
+                return serving
+
+
+def _own_bytes() -> int:
+    """Return the bytes of memory that this process shares with no other one. 0 if the system does not say."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))
+
+
+def _compute_first_tokens(config: WorkerConfig, channel: EngineEnd, runner: Runner) -> None:
+    if config.engine == "native":
+        channel.send(Loading(FIRST_TOKENS, 0.9))
+        warm_up(runner, config.device)
+
+
+def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int | None) -> None:
+    """Run the engine's loop until Shutdown; `number` is a descriptor for the lock in the kvbm's pool, if there is one.
+    Raise ConfigError, and what the runner raises."""
+    attachment = mover = share_reader = sharer = kvbm = None
     with ExitStack() as opened:
-        if attachment is not None:
+        if number is not None:
+            attachment = PoolAttachment(Path(config.worker.kvbm.pool), config.instance, number)
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             mover = runner.mover(time.monotonic)
             if mover.fileno() >= 0:
@@ -150,9 +196,8 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment:
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
-        if config.worker.engine == "native":
-            channel.send(Loading(FIRST_TOKENS, 0.9))
-            warm_up(runner, config.worker.device)
+        if not config.stands_by:
+            _compute_first_tokens(config.worker, channel, runner)
         engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
@@ -185,6 +230,11 @@ def _sharing(
         return block_sharer
 
     return None, sharer
+
+
+def _start_logs(config: EngineConfig) -> None:
+    observe = config.worker.observe
+    logs.start("worker", config.instance, observe.log_level, observe.log_format, model=config.model_name)
 
 
 if __name__ == "__main__":

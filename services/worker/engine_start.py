@@ -14,3 +14,8 @@ async def start_engine(config: WorkerConfig, model_name: str, instance: str) -> 
     from services.worker.attached.local_engine import LocalEngine  # here: it imports HTTP's client
 
     return await LocalEngine.start(config, model_name, instance)
+
+
+async def start_standby(config: WorkerConfig, model_name: str, instance: str) -> Engine:
+    """Start an engine that stands by."""
+    return await EngineProcess.start(config, model_name, instance, stands_by=True)

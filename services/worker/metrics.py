@@ -76,6 +76,11 @@ class WorkerMetrics:
         "Step frames dropped before they were sent",
         "NATS was away, or a payload was too large. Frontends ask for them again.")
     _engine_starts = counter("headrace_engine_starts", "", "Starts of the engine after which it was ready")
+    _standby_ready = gauge("headrace_standby_ready", "",
+        "1 if an engine stands by and can take over, else 0",
+        "0 for long where `worker.standby` is set: the worker's log says why it does not start.")
+    _take_overs = counter("headrace_standby_take_overs", "",
+        "How often a standby has taken over from an engine that was lost")
     # fmt: on
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -83,6 +88,7 @@ class WorkerMetrics:
         self._shown = EngineLoad()
         """The engine's counts as they were published last."""
         self._lost = 0
+        self._taken_over = 0
         self._since = _Steps()
         self._output_tokens = 0
 
@@ -159,6 +165,12 @@ class WorkerMetrics:
         self._restarts.inc()
         self.publish()
         self._show(EngineLoad(), 0)
+
+    def show_standby(self, *, ready: bool, take_overs: int) -> None:
+        """Show whether an engine stands by, and that `take_overs` have taken over since the worker started."""
+        self._standby_ready.set(ready)
+        self._take_overs.inc(take_overs - self._taken_over)
+        self._taken_over = take_overs
 
     def count_lost_frames(self, total: int) -> None:
         """Count lost frames: `total` since the start were dropped before they were sent."""

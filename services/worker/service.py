@@ -25,6 +25,7 @@ import msgspec
 
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import PARTS, Loading, Prefetch, Ready, Stepped, Submit
+from services.worker.engine.standby import Standby
 from services.worker.engine.supervisor import EngineSupervisor, StartEngine
 from services.worker.engine_start import start_engine
 from services.worker.kv_connector.link import LinkReports
@@ -51,8 +52,7 @@ from shared.messages.control import Note
 from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, Resent
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
-from shared.messages.load import LOAD_REPORT, LoadReport
-from shared.runtime.lifecycle import settle_memory
+from shared.messages.load import LOAD_REPORT, LoadReport, StandbyState
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried
@@ -88,26 +88,26 @@ _SUBMITTED = attrgetter(*Submit.__struct_fields__[:-2])
 _log = logging.getLogger(__name__)
 
 
-async def serve(runtime: Runtime, config: WorkerConfig) -> None:
-    """Serve until `runtime.stopping`, then drain. Raise ModelError if the model cannot be served."""
-    worker = Worker(runtime, config)
-    settle_memory()
-    await worker.run()
+def _make_attempts(config: WorkerConfig) -> Attempts:
+    return Attempts(
+        model=served_name(config),
+        most_living=config.max_running + config.max_waiting,
+        most_waiting_tokens=config.max_waiting_tokens,
+    )
 
 
 class Worker:
-    """One worker process, its engine included. `start_engine`: in simulations the engine runs in this process."""
+    """One worker process, its engine included. `start` starts engines: in simulations they run in this process. The
+    caller ends `standby`."""
 
-    def __init__(self, runtime: Runtime, config: WorkerConfig, start_engine: StartEngine = start_engine) -> None:
+    def __init__(
+        self, runtime: Runtime, config: WorkerConfig, start: StartEngine = start_engine, standby: Standby | None = None
+    ) -> None:
         self._runtime = runtime
         self._config = config
         self._model_name = served_name(config)
         self._metrics = WorkerMetrics(runtime.registry)
-        self._attempts = Attempts(
-            model=self._model_name,
-            most_living=config.max_running + config.max_waiting,
-            most_waiting_tokens=config.max_waiting_tokens,
-        )
+        self._attempts = _make_attempts(config)
         self._tracer = runtime.tracer
         self._traced = TracedAttempts(SpanIds(runtime.draw))
         self._sender = FrameSender(runtime.bus, runtime.namespace, FrameLog(runtime.instance), self._metrics)
@@ -115,7 +115,7 @@ class Worker:
             config,
             self._model_name,
             runtime.instance,
-            start_engine,
+            start,
             loading=self._engine_loading,
             ready=self._engine_ready,
             stepped=self._engine_stepped,
@@ -123,6 +123,7 @@ class Worker:
             busy=lambda: len(self._attempts) > 0,
             kvbm=lambda report: self._kvbm.take(report),
             observed=lambda report: self._observations.record(report),
+            standby=standby,
         )
         self._observations = EngineObservations(runtime.registry)
         self._gpus = GpuTelemetry(runtime.registry)
@@ -158,8 +159,9 @@ class Worker:
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
 
-    async def run(self) -> None:
-        """Serve until `runtime.stopping`, as `serve` says."""
+    async def run(self) -> bool:
+        """Serve until `runtime.stopping`, then drain. With `checkpoint.directory`, serve until the worker sleeps; its
+        engine has ended then, too. Return whether it sleeps. Raise ModelError if the model cannot be served."""
         receivers = {
             "generate": self._generate,
             "prefetch": self._prefetch,
@@ -178,7 +180,7 @@ class Worker:
         self._runtime.health.also = self._health_fields
         self._runtime.notes.find_block = self._find_block
         try:
-            await self._serve_and_drain()
+            return await self._serve_and_drain()
         finally:
             # All at once: each takes seconds where NATS is frozen.
             await asyncio.gather(*(subscription.unsubscribe() for subscription in subscriptions))
@@ -192,11 +194,14 @@ class Worker:
             return None
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
 
-    async def _serve_and_drain(self) -> None:
+    async def _serve_and_drain(self) -> bool:
         failed: BaseException | None = None
+        paused = False
         async with asyncio.TaskGroup() as tasks:
             engine = asyncio.ensure_future(self.engine.run())  # awaited below: its ModelError is not a crash
             stopping = tasks.create_task(self._runtime.stopping.wait())
+            asleep = tasks.create_task(self._operator.asleep.wait())
+            ends = (engine, stopping, *([asleep] if self._config.checkpoint.directory else []))
             others = [
                 tasks.create_task(loop)
                 for loop in (
@@ -209,11 +214,12 @@ class Worker:
                 )
             ]
             try:
-                await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if not engine.done():
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                paused = asleep in ends and asleep.done() and not (stopping.done() or engine.done())
+                if not (engine.done() or paused):
                     await self._drain()
             finally:
-                for task in (engine, stopping, *others):
+                for task in (engine, stopping, asleep, *others):
                     task.cancel()
                 (failed,) = await asyncio.gather(engine, return_exceptions=True)
         with suppress(TimeoutError):
@@ -224,6 +230,7 @@ class Worker:
         await self._announcement.entries.close()
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
+        return paused
 
     async def _drain(self) -> None:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
@@ -467,6 +474,7 @@ class Worker:
                 _log.error("no load report: %s; lower max_waiting, or raise the payload limit of NATS", wrong)
             self._metrics.publish(self._attempts.oldest_unbegun_s(asyncio.get_running_loop().time()))
             self._kvbm_metrics.publish()
+            self._metrics.show_standby(ready=self._standby_state == "ready", take_overs=self.engine.take_overs)
             if self.engine.facts is not None:
                 self._observations.show_ranks(self._ranks.loads, self.engine.facts.capacity_blocks)
             self._forget_the_gone()
@@ -492,7 +500,18 @@ class Worker:
             attempts=self._attempts.names,
             ranks=self._ranks.rank_loads,
             output_tokens=self._metrics.output_tokens,
+            standby=self._standby_state,
+            standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
         )
+
+    @property
+    def _standby_state(self) -> StandbyState:
+        standby = self.engine.standby
+        if standby is None or not self._config.standby:
+            return ""
+        if standby.ready:
+            return "ready"
+        return "starting" if standby.pid else "none"
 
     @property
     def _total_blocks(self) -> int:

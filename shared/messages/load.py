@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from shared.messages.codec import Codec
+
+StandbyState = Literal["", "none", "starting", "ready"]
+"""State of the engine that is to stand by: none while the worker sleeps or its engine starts. Empty if none is to."""
 
 
 class KvState(Struct, frozen=True, array_like=True):
@@ -59,6 +64,10 @@ class LoadReport(Struct, frozen=True):
     """The load of each rank, if there are several."""
     output_tokens: int = 0
     """The number of tokens drawn since the worker started; an older worker reports 0."""
+
+    standby: StandbyState = ""
+    standby_bytes: int = 0
+    """The bytes of memory that a ready standby shares with no other process. 0 if not known."""
 
 
 LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")

@@ -4,7 +4,7 @@
         settings, logs, /live /health /metrics
         connect the bus, open discovery, follow the directory, answer Ping
         service.serve(runtime, config) the service's own part: subscribes, registers, waits for `stopping`, drains
-        close discovery, drain the bus, end
+        close discovery, drain the bus, end; or, if the service pauses, begin again as another instance
 
     starting ──▶ serving ──SIGTERM, SIGINT──▶ draining ──▶ ended, status 0
         └───────────┴── an error: status 1 (2: settings or model)
@@ -27,10 +27,10 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import uvloop
 
@@ -74,6 +74,19 @@ _log = logging.getLogger(__name__)
 
 
 C = TypeVar("C", bound=ServiceConfig)
+C_contra = TypeVar("C_contra", bound=ServiceConfig, contravariant=True)
+
+
+class Paused(Protocol[C_contra]):
+    """What is left of a service that pauses: it has no connection."""
+
+    async def wait(self, stopping: asyncio.Event, /) -> bool:
+        """Wait for the end of the pause. Return whether to serve again; False once `stopping` is set."""
+        ...
+
+    async def serve(self, runtime: Runtime, config: C_contra, /) -> Paused[C_contra] | None:
+        """Serve again, as another instance."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,8 @@ class Service(Generic[C]):
 
     name: ServiceName
     schema: type[C]
-    serve: Callable[[Runtime, C], Awaitable[None]]
+    serve: Callable[[Runtime, C], Awaitable[Paused[C] | None]]
+    """Returns None at the end, or what a pause has left."""
     drain_limit_s: Callable[[C], float]
     """Returns the time in seconds from the first signal to the forced end, longer than the service's own drain."""
     client_bus: bool = False
@@ -91,6 +105,8 @@ class Service(Generic[C]):
     """True if it publishes KV events."""
     check: Callable[[C], None] = lambda _: None
     """Reads the files that the settings name. Raises ConfigError or ModelError."""
+    plain_loop: Callable[[C], bool] = lambda _: False
+    """Returns whether the process has asyncio's own event loop: uvloop's has an io_uring, which CRIU does not save."""
     labels: Callable[[C], dict[str, str]] = lambda _: {}
     """Returns the labels of every metric in addition to namespace, service and instance."""
 
@@ -165,7 +181,8 @@ def _run_parts(name: str, parts: Sequence[_Part[Any]], connect: Connect) -> int:
     model = next((labels["model"] for part in parts if "model" in (labels := part.service.labels(part.config))), "")
     logs.start(name, parts[0].instance, level, parts[0].config.observe.log_format, model=model)
     limit_s = sum(part.service.drain_limit_s(part.config) for part in parts)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    plain = any(part.service.plain_loop(part.config) for part in parts)
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop if plain else uvloop.new_event_loop) as runner:
         return runner.run(_live(partial(_serve_in_turn, parts, connect), limit_s))
 
 
@@ -257,8 +274,28 @@ async def _serve_in_turn(
 
 
 async def _serve(part: _Part[Any], connect: Connect, health: ProcessHealth, stopping: asyncio.Event) -> None:
+    """Serve until `stopping`, and after each pause as another instance."""
+    serve = part.service.serve
+    while (paused := await _serve_round(part, serve, connect, health, stopping)) is not None:
+        gc.unfreeze()
+        gc.collect()
+        if not await paused.wait(stopping):
+            return
+        serve, before, part = paused.serve, part.instance, replace(part, instance=secrets.token_hex(8))
+        logs.change_instance(before, part.instance)
+        _log.info("serving again: instance %s is now %s", before, part.instance)
+
+
+async def _serve_round(
+    part: _Part[Any],
+    serve: Callable[[Runtime, Any], Awaitable[Paused[Any] | None]],
+    connect: Connect,
+    health: ProcessHealth,
+    stopping: asyncio.Event,
+) -> Paused[Any] | None:
     """Open the parts of a Runtime, serve, and close them in reverse order."""
     service, config, instance = part.service, part.config, part.instance
+    paused: Paused[Any] | None = None
     draw = Random()  # noqa: S311 - for ties and for ids of traces, never for secrets
     registry = process_registry(config.namespace, service.name, instance, service.labels(config))
     resource = _trace_resource(service.name, config.namespace, instance)
@@ -269,7 +306,7 @@ async def _serve(part: _Part[Any], connect: Connect, health: ProcessHealth, stop
         wanted = {"client_bus": service.client_bus, "publishes": service.publishes}
         connecting = connect(opened, config, name, registry, health, **wanted)
         if (network := await _unless(stopping, connecting)) is None:
-            return
+            return None
         bus, events = network.bus, network.events
         register_scraped(UNREADABLE, registry, lambda: bus.malformed + events.malformed)
         followed = _FOLLOWED.get(service.name)
@@ -300,10 +337,11 @@ async def _serve(part: _Part[Any], connect: Connect, health: ProcessHealth, stop
                     draw=draw,
                 )
                 await answer_control(runtime)
-                await service.serve(runtime, config)
+                paused = await serve(runtime, config)
                 raise _Served
         except* _Served:
             pass
+    return paused
 
 
 def _trace_resource(service: str, namespace: str, instance: str) -> dict[str, str]:

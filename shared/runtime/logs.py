@@ -38,6 +38,11 @@ class LogLine(logging.Formatter):
         super().__init__()
         self._process = {"service": service, "instance": instance} | ({"model": model} if model else {})
 
+    def change_instance(self, before: str, after: str) -> None:
+        """Show `after` in place of `before`."""
+        if self._process["instance"] == before:
+            self._process["instance"] = after
+
     def format(self, record: logging.LogRecord) -> str:
         parts = [f"{name}={value if name in _PLAIN else _quoted(value)}" for name, value in self._parts(record)]
         parts += [f"{name}={_quoted(value)}" for name, value in _fields(record).items()]
@@ -73,6 +78,13 @@ def start(service: str, instance: str, level: str, form: LogFormat = "text", *, 
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter((JsonLine if form == "json" else LogLine)(service, instance, model=model))
     logging.basicConfig(level=level.upper(), handlers=[output], force=True)
+
+
+def change_instance(before: str, after: str) -> None:
+    """Log under another instance id from now on, where this process has logged under `before`."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, LogLine):
+            handler.formatter.change_instance(before, after)
 
 
 def level() -> str:

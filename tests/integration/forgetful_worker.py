@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from services.router.index.kv_events import RemovedEvent, decode
-from services.worker import service
+from services.worker import rounds
 from services.worker.__main__ import check_files, drain_limit_s, served_labels
 from services.worker.config import WorkerConfig
 from shared.bus.contract import EventBus, EventPublisher, EventSubscription
@@ -69,7 +69,7 @@ class _ForgetfulEvents:
 
 async def serve(runtime: Runtime, config: WorkerConfig) -> None:
     """Until `runtime.stopping`."""
-    await service.serve(dataclasses.replace(runtime, events=_ForgetfulEvents(runtime.events)), config)
+    await rounds.serve(dataclasses.replace(runtime, events=_ForgetfulEvents(runtime.events)), config)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import EngineOrder, EngineReport, KvbmAsks, KvbmLink, Prefetch, Submit
+from services.worker.contracts.messages import EngineOrder, EngineReport, KvbmAsks, KvbmLink, Prefetch, Submit, TakeOver
 from services.worker.contracts.runner import Work
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.core import EngineCore, comes_meanwhile
@@ -76,7 +76,8 @@ class SimulatedEngine:
         self.send(command)
         return True
 
-    def send(self, command: EngineOrder) -> None:
+    def send(self, command: EngineOrder | TakeOver) -> None:
+        assert not isinstance(command, TakeOver), "it serves from the start"
         self._commands.append(command)
         self._called.set()
 

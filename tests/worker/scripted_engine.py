@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from services.worker.config import WorkerConfig
-from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Ready, Submit, TakeOver
 from services.worker.engine.channel import ChannelClosed
 from shared.messages.cards import KvLayout
 
@@ -28,7 +28,7 @@ class ScriptedEngine:
     def __init__(self, instance: str, first: EngineReport = FACTS) -> None:
         self.instance = instance
         """The worker that started it."""
-        self.told: list[EngineOrder] = []
+        self.told: list[EngineOrder | TakeOver] = []
         self.says_last: list[EngineReport] = []
         """What it reports while it is ended."""
         self._reports: asyncio.Queue[EngineReport | None] = asyncio.Queue()
@@ -41,7 +41,7 @@ class ScriptedEngine:
         self.told.append(command)
         return True
 
-    def send(self, command: EngineOrder) -> None:
+    def send(self, command: EngineOrder | TakeOver) -> None:
         self.told.append(command)
 
     async def receive(self) -> EngineReport:

@@ -13,6 +13,7 @@ import msgspec
 from services.worker.config import WorkerConfig
 from services.worker.engine.supervisor import StartEngine
 from services.worker.engine_start import start_engine
+from services.worker.rounds import make_standby
 from services.worker.service import Worker
 from shared import subjects
 from shared.bus.contract import Bus, Message
@@ -160,7 +161,8 @@ async def running_worker(
         peer = Peer(bus or MemoryBus(broker))
         await peer.open()
         runtime.directory.subscribe(peer.wake)
-        worker = Worker(runtime, config, start_engine)
+        standby = make_standby(config, WORKER)
+        worker = Worker(runtime, config, start_engine, standby)
         if worker.event_source is not None:
             MemoryEventBus(broker.events).subscribe(worker.event_source, peer.take_batch)
         serving = runtime.tasks.create_task(worker.run())
@@ -169,3 +171,5 @@ async def running_worker(
         finally:
             runtime.stopping.set()
             await asyncio.wait((serving,))
+            if standby is not None:
+                await standby.end()

@@ -28,6 +28,21 @@ WRONG = [
         "--engine echo --weights-memory /run/weights",
         "weights.memory is set, but engine is echo; only the native engine shares weights",
     ),
+    ("--engine vllm --standby true", "standby is set, but engine is vllm; only native, simulated, echo can stand by"),
+    (
+        "--standby true --tensor-parallel 2",
+        "standby is set, but tensor_parallel is 2; an engine of one rank can stand by",
+    ),
+    ("--standby true --turns d", "standby is set, but the model takes turns (turns = 'd'), and sleeps meanwhile"),
+    ("--device cuda --standby true", "standby is set, but device is cuda; an engine can stand by on a CPU alone"),
+    (
+        "--engine vllm --checkpoint-directory /c",
+        "checkpoint.directory is set, but engine is vllm; only native, simulated, echo can stand by",
+    ),
+    (
+        "--checkpoint-directory /c --weights-memory /w",
+        "checkpoint.directory is set, and so is weights.memory, to which an engine keeps a connection",
+    ),
     ("--engine attached", "engine is attached, but attached.url is empty"),
     ("--attached-url http://localhost:1", "attached.url is set, but engine is native"),
     ("--attached-url ftp://localhost", "attached: url is no http or https URL"),

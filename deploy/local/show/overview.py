@@ -267,6 +267,7 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
             for name, count in row.lora.items()
         ]
     parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
+    parts += [_standby(row.instance, row.load) for row in view.instances if row.load is not None and row.load.standby]
     if view.routers:
         parts += ["", table(_ROUTERS, map(_router, view.routers))]
         parts += [
@@ -287,6 +288,19 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     parts += [f"unreadable: {each}" for each in view.unreadable]
     parts += [f"note: {each}" for each in view.notes]
     return "\n".join(parts)
+
+
+def _standby(worker: str, load: LoadReport) -> str:
+    """Return what is shown of the engine that is to stand by at a worker."""
+    match load.standby:
+        case "ready" if load.standby_bytes:
+            return f"worker {worker}: an engine stands by, with {load.standby_bytes / 1e6:.0f} MB of its own"
+        case "ready":
+            return f"worker {worker}: an engine stands by"
+        case "starting":
+            return f"worker {worker}: an engine that will stand by is starting"
+        case _:
+            return f"worker {worker}: no engine stands by"
 
 
 _INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"

@@ -96,6 +96,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         vllm_gpus=vllm_gpus,
         gpus=of_gpus,
         weights_bytes=weights_bytes,
+        standby=flags.standby,
         store=replace(wanted, pool=str(flags.state_dir.run)) if wanted.pool_bytes else None,
         nats=flags.nats,
         etcd=flags.etcd,
@@ -150,11 +151,27 @@ def _check(flags: UpFlags) -> UpFlags:
         raise ConfigError(f"--vllm-args {flags.vllm_args}: no such file")
     if flags.tensor_parallel != 1:
         _check_tensor_parallel(flags)
+    if flags.standby:
+        _check_standby(flags)
     if flags.ray_address and flags.on != "ray":
         raise ConfigError("--ray-address needs --on ray")
     if flags.on == "ray":
         _check_ray(flags)
     return _single(flags) if flags.single else flags
+
+
+def _check_standby(flags: UpFlags) -> None:
+    """Raise ConfigError if no engine can stand by."""
+    others = {
+        f"--engine {flags.engine}": flags.engine in ("vllm", "attached"),
+        "--device cuda": flags.device == "cuda",
+        f"--tensor-parallel {flags.tensor_parallel}": flags.tensor_parallel > 1,
+        "--models": bool(flags.models),
+    }
+    for other in (name for name, given in others.items() if given):
+        raise ConfigError(
+            f"--standby: not with {other}; the native engine on a CPU can stand by, as one rank of one model"
+        )
 
 
 def _check_tensor_parallel(flags: UpFlags) -> None:
@@ -200,6 +217,7 @@ def _single(flags: UpFlags) -> UpFlags:
         "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
         "--kvbm-disk": flags.kvbm_disk is not None,
         "--set kvbm": any(each.startswith("kvbm.") for each in flags.set),
+        "--set worker.checkpoint": any(each.startswith("worker.checkpoint.") for each in flags.set),
         "--nats": bool(flags.nats),
         "--etcd": bool(flags.etcd),
         "--discovery file": flags.discovery == "file",

@@ -118,6 +118,8 @@ class UpOptions(Struct, frozen=True):
     """None if workers compute on the CPU."""
     weights_bytes: int = 0
     """Most bytes of weights that workers share in memory. 0 means that they are converted on the disk."""
+    standby: bool = False
+    """True if an engine stands by at each worker."""
     store: BlockStoreOptions | None = None
     nats: str = ""
     """URL of a NATS that runs already. Empty means that one is started."""
@@ -401,6 +403,8 @@ def worker_settings(
         settings |= {"weights": {"memory": str(state_dir.weights)}}
     if options.turns:
         settings |= {"turns": DEVICE}
+    if options.standby:
+        settings |= {"standby": True}
     if role:
         settings |= {"role": role}
     if options.vllm_python:

@@ -32,6 +32,7 @@ from services.worker.contracts.messages import (
     Prefetch,
     Shutdown,
     Submit,
+    TakeOver,
 )
 from services.worker.engine.channel import ChannelClosed
 from services.worker.model_facts import find_facts
@@ -130,7 +131,7 @@ class LocalEngine:
         self._channel.order(command)
         return True
 
-    def send(self, command: EngineOrder) -> None:
+    def send(self, command: EngineOrder | TakeOver) -> None:
         """Send a command; there is at most one for each submitted attempt and each request."""
         self._channel.order(command)
 

@@ -4,6 +4,7 @@
         Submit, CancelAttempt,                   ──▶     scheduler, block pool, runner
         TakeEngineSnapshot, ExplainBlock,
         Operate, ProbeDevice, Shutdown
+        TakeOver                                 ──▶     to an engine that stands by, which has said StandingBy
                             ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, Probed, Failed
                             ◀──   KvbmLink, KvbmAsks     the machine's block store, with which the engine speaks itself
 
@@ -112,12 +113,20 @@ class ProbeDevice(Struct, frozen=True, tag="probe"):
     """Token ids, at most a context less one."""
 
 
+class TakeOver(Struct, frozen=True, tag="take_over"):
+    """Serve in place of an engine that has ended. The shell sends it once, to a standby alone, which may still be
+    loading."""
+
+    instance: str
+    """The worker's instance id."""
+
+
 class Shutdown(Struct, frozen=True, tag="shutdown"):
     """End the process. Attempts that run are not finished first: the shell drains before it sends this."""
 
 
 EngineOrder = Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | ProbeDevice
-EngineCommand = EngineOrder | Shutdown
+EngineCommand = EngineOrder | TakeOver | Shutdown
 
 # --- engine → shell
 
@@ -138,6 +147,13 @@ class Loading(Struct, frozen=True, tag="loading"):
 
     what: str
     share: float
+
+
+class StandingBy(Struct, frozen=True, tag="standing_by"):
+    """A standby has all but KV, and waits for TakeOver."""
+
+    own_bytes: int = 0
+    """Bytes of memory that it does not share with another process. 0 if the system does not say."""
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -446,6 +462,7 @@ class KvbmLink(Struct, frozen=True, tag="kvbm_link"):
 
 EngineReport = (
     Loading
+    | StandingBy
     | Ready
     | Stepped
     | Snapshot

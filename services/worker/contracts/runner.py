@@ -115,7 +115,7 @@ class Runner(Protocol):
 
     def mover(self, clock: Callable[[], float]) -> Mover:
         """Return the mover between this runner's KV memory and a kvbm's pool; `clock` is the engine's. Called at most
-        once, before the first step; closed before the runner. Raise ConfigError if the runner has no KV to
+        once, before the first attempt; closed before the runner. Raise ConfigError if the runner has no KV to
         exchange."""
         ...
 

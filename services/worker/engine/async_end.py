@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from services.worker.contracts.messages import EngineCommand, EngineOrder, EngineReport, Failed, Shutdown
+from services.worker.contracts.messages import EngineCommand, EngineOrder, EngineReport, Failed, Shutdown, TakeOver
 from services.worker.engine.channel import ChannelClosed
 
 
@@ -96,6 +96,7 @@ class AsyncEnd:
                 if isinstance(command, Shutdown):
                     self.end(None)
                 else:
+                    assert not isinstance(command, TakeOver), "no standby is on an event loop"
                     self._handle(command)
         except ChannelClosed as wrong:
             self.break_off(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Submit, TakeOver
 
 
 class Engine(Protocol):
@@ -21,7 +21,7 @@ class Engine(Protocol):
         """Send an attempt. Return False if the engine does not read, and nothing was sent."""
         ...
 
-    def send(self, command: EngineOrder) -> None:
+    def send(self, command: EngineOrder | TakeOver) -> None:
         """Send any other command."""
         ...
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
 
-from services.worker.contracts.messages import EngineCommand, KvbmAsks, KvbmLink, Shutdown
+from services.worker.contracts.messages import EngineCommand, KvbmAsks, KvbmLink, Shutdown, TakeOver
 from services.worker.contracts.runner import Overlaps, Runner
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore, comes_meanwhile
@@ -79,6 +79,7 @@ class EngineLoop:
             command = self._commands.popleft()
             if isinstance(command, Shutdown):
                 return False
+            assert not isinstance(command, TakeOver), "it serves already"
             for answer in self._core.handle(command, self._clock()):
                 self._channel.send(answer)
             self._operate()

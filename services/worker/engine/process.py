@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit
+from services.worker.contracts.messages import EngineOrder, EngineReport, Prefetch, Shutdown, Submit, TakeOver
 from services.worker.engine.channel import ChannelClosed, ShellEnd
 from services.worker.engine.process_group import kill_group
 from shared.config import environment
@@ -62,10 +62,13 @@ class EngineProcess:
     """What goes when it has ended."""
 
     @staticmethod
-    async def start(config: WorkerConfig, model_name: str, instance: str, *, module: str = "") -> EngineProcess:
-        """Return when the process runs; it reports Loading and Ready by itself. `instance` is the worker's id, `module`
-        the engine's program if it is not that of `config.engine`. It logs from the level on that this process has
-        now. Raise ModelError if vLLM's Python is not one that can run it, or its sockets have no place."""
+    async def start(
+        config: WorkerConfig, model_name: str, instance: str, *, module: str = "", stands_by: bool = False
+    ) -> EngineProcess:
+        """Return when the process runs; it reports Loading and Ready by itself, or StandingBy first. `instance` is the
+        worker's id, `module` the engine's program if it is not that of `config.engine`. It logs from the level on that
+        this process has now. Raise ModelError if vLLM's Python is not one that can run it, or its sockets have no
+        place."""
         python = sys.executable
         if config.engine == "vllm":
             python = await asyncio.to_thread(check_vllm_python, config.vllm_python)
@@ -73,7 +76,7 @@ class EngineProcess:
         with theirs, ExitStack() as held:
             observe = replace(config.observe, log_level=logs.level())
             engine_config = EngineConfig.of(
-                replace(config, observe=observe), model_name, instance, parent_pid=os.getpid()
+                replace(config, observe=observe), model_name, instance, parent_pid=os.getpid(), stands_by=stands_by
             )
             command = [python, "-m", module or PROGRAMS[config.engine], msgspec.json.encode(engine_config).decode()]
             sockets = held.enter_context(socket_directory()) if config.engine == "vllm" else ""
@@ -93,7 +96,7 @@ class EngineProcess:
         self.channel.send(command)
         return True
 
-    def send(self, command: EngineOrder) -> None:
+    def send(self, command: EngineOrder | TakeOver) -> None:
         """Send a command. There is at most one for each submitted attempt and each request of either side, so that they
         need no bound."""
         self.channel.send(command)

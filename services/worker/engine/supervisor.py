@@ -6,6 +6,8 @@
        │ after a back-off   │ Failed, the process died, or it stood still and was killed
        └────── lost ◀───────┘ (reported once; from starting too)
 
+If an engine stands by (worker/engine/standby.py), it takes over at once, in place of the back-off and the start.
+
 An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where an earlier
 engine has served the model, another is started: the cause, such as a GPU that is lost or taken, may pass.
 
@@ -43,24 +45,24 @@ from services.worker.contracts.messages import (
     ProbeDevice,
     Ready,
     Snapshot,
+    StandingBy,
     Stepped,
     Submit,
     TakeEngineSnapshot,
 )
+from services.worker.engine.back_off import BackOff
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.contract import Engine
+from services.worker.engine.standby import AFTER_S, Standby, started
 from shared.errors import ModelError, ProtocolError, Unavailable
 
-BACK_OFF_FIRST_S = 0.25
-"""Seconds before the first new start."""
-BACK_OFF_MOST_S = 10.0
-"""Most seconds before a new start."""
-STABLE_AFTER_S = 60.0
-"""Seconds after which an engine that was lost begins the back-off again."""
 END_LIMIT_S = 2.0
 """Seconds that an engine has to end after Shutdown."""
 GRACE_S = 30.0
 """Seconds after FIRST_TOKENS_LIMIT_S in which an engine can say itself why it could not compute them."""
+
+TAKE_OVER_LIMIT_S = 10.0
+"""Seconds in which a standby that was ready must be an engine. Afterwards it is killed, and another engine starts."""
 
 StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
 """Starts an engine from the settings, the model's name and the worker's instance id. The engine reports Loading and
@@ -70,7 +72,8 @@ _log = logging.getLogger(__name__)
 
 
 class EngineSupervisor:
-    """Runs one engine at a time. The callbacks run in the task of `run`, one after another."""
+    """Runs one engine at a time. The callbacks run in the task of `run`, one after another. An engine that stands by is
+    the next one, also at the beginning; while an engine serves, one is kept if the settings say so."""
 
     def __init__(
         self,
@@ -86,13 +89,13 @@ class EngineSupervisor:
         busy: Callable[[], bool],
         kvbm: Callable[[KvbmAsks | KvbmLink], None],
         observed: Callable[[Probed | MemoryUse | OwnMetrics], None],
+        standby: Standby | None = None,
     ) -> None:
         """`busy` says whether attempts wait for the engine; `kvbm` gets what it says of its exchange with
-        the kvbm, `observed` what it says of its health and of its own metrics."""
+        the kvbm, `observed` what it says of its health and of its own metrics. The caller ends `standby`."""
         self._config = config
-        self._model_name = model_name
         self._instance = instance
-        self._start = start
+        self._start = partial(start, config, model_name, instance)
         self._loading = loading
         self._ready = ready
         self._stepped = stepped
@@ -100,6 +103,11 @@ class EngineSupervisor:
         self._busy = busy
         self._kvbm = kvbm
         self._observed = observed
+        self.standby = standby
+        self._delay_s = 0.0
+        """The back-off after the latest loss of an engine, after which a standby is started, too."""
+        self.take_overs = 0
+        """How often a standby has taken over from an engine that was lost."""
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -134,19 +142,22 @@ class EngineSupervisor:
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
         loop = asyncio.get_running_loop()
-        delay_s = BACK_OFF_FIRST_S
+        back_off = BackOff()
         while True:
             began_s = loop.time()
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
-            if loop.time() - began_s >= STABLE_AFTER_S:
-                delay_s = BACK_OFF_FIRST_S
-            _log.error("the engine is lost (%s); starting another in %g s", failed.reason, delay_s)
+            self._delay_s = back_off.after(loop.time() - began_s)
             self.epoch += 1
-            self._lost(failed.reason)
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, BACK_OFF_MOST_S)
+            pid = None if self.standby is None else self.standby.pid
+            if pid is None:
+                _log.error("the engine is lost (%s); starting another in %g s", failed.reason, self._delay_s)
+                self._lost(failed.reason)
+                await asyncio.sleep(self._delay_s)
+            else:
+                _log.error("the engine is lost (%s); the standby, process %d, takes over", failed.reason, pid)
+                self._lost(failed.reason)
 
     def submit(self, submit: Submit | Prefetch) -> bool:
         """Send an attempt, or advice. Return False if there is no engine, or if it does not read."""
@@ -210,6 +221,11 @@ class EngineSupervisor:
         assert isinstance(operated, Operated)
         if operation in ("sleep", "wake") and not operated.failed:
             self._asleep = operation == "sleep"
+            if self.standby is not None:
+                if self._asleep:
+                    await self.standby.end()  # a worker sleeps to free memory
+                elif self._config.standby:
+                    self.standby.keep()
         return operated.failed
 
     def kill(self) -> None:
@@ -220,19 +236,19 @@ class EngineSupervisor:
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
         self._begun_s = asyncio.get_running_loop().time()
-        starting = asyncio.ensure_future(self._start(self._config, self._model_name, self._instance))
-        try:
-            engine = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await (await starting).end(0.0, self._take_last)
-            raise
+        taken = None if self.standby is None else self.standby.take(self._instance)
+        if taken is None:
+            engine, heard = await started(self._start()), None
+        else:
+            engine, heard = taken
+            self.take_overs += self._served
         self._engine, self._asleep, self._killed = engine, False, ""
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
         watches = [
             asyncio.ensure_future(watch) for watch in (self._kill_if_stalled(engine), self._probe_if_idle(engine))
         ]
         try:
-            failed = await self._follow(engine)
+            failed = await self._follow(engine, heard)
             if self._probe is not None and not self._probe.done():
                 self._observed(Probed(asyncio.get_running_loop().time() - self._probe_begun_s, failed.reason))
             return failed
@@ -253,8 +269,11 @@ class EngineSupervisor:
         if isinstance(report, KvbmAsks):
             self._kvbm(report)
 
-    async def _follow(self, engine: Engine) -> Failed:
-        loop = asyncio.get_running_loop()
+    async def _follow(self, engine: Engine, heard: Loading | StandingBy | None) -> Failed:
+        """Take the reports of an engine until it ends; return why. `heard` is what it has reported last as a
+        standby."""
+        if heard is not None:
+            self._take_early(engine, heard)
         while True:
             try:
                 report = await engine.receive()
@@ -262,18 +281,10 @@ class EngineSupervisor:
                 return Failed(reason=self._killed or str(wrong))
             self._reports += 1
             match report:
-                case Loading():
-                    self._loading(report)
-                    if report.what == FIRST_TOKENS:
-                        loop.call_later(FIRST_TOKENS_LIMIT_S + GRACE_S, self._kill_if_not_ready, engine)
-                case Ready():
-                    self.facts = report
-                    self._served = True
-                    self._active_s = loop.time()
-                    self.start_s = self._active_s - self._begun_s
-                    self._ready(report)
+                case Loading() | StandingBy() | Ready():
+                    self._take_early(engine, report)
                 case Stepped():
-                    self._active_s = loop.time()
+                    self._active_s = asyncio.get_running_loop().time()
                     self._stepped(report)
                 case Snapshot(ticket) | BlockExplained(ticket) | Operated(ticket):
                     waiting = self._answers.get(ticket)
@@ -289,6 +300,29 @@ class EngineSupervisor:
                     return report
                 case _:
                     assert_never(report)
+
+    def _take_early(self, engine: Engine, report: Loading | StandingBy | Ready) -> None:
+        """Take a report of a start: each stage that has a limit is killed at it."""
+        loop = asyncio.get_running_loop()
+        match report:
+            case Loading():
+                self._loading(report)
+                if report.what == FIRST_TOKENS:
+                    late = f"the engine did not compute its first tokens in {FIRST_TOKENS_LIMIT_S:g} s"
+                    loop.call_later(FIRST_TOKENS_LIMIT_S + GRACE_S, self._kill_if_not_ready, engine, late)
+            case StandingBy():
+                late = f"the standby did not take over in {TAKE_OVER_LIMIT_S:g} s"
+                loop.call_later(TAKE_OVER_LIMIT_S, self._kill_if_not_ready, engine, late)
+            case Ready():
+                self.facts = report
+                self._served = True
+                self._active_s = loop.time()
+                self.start_s = self._active_s - self._begun_s
+                self._ready(report)
+                if self.standby is not None and self._config.standby:
+                    self.standby.keep(max(AFTER_S, self._delay_s))
+            case _:
+                assert_never(report)
 
     async def _kill_if_stalled(self, engine: Engine) -> None:
         """Kill the engine where attempts waited at two checks in a row and it reported nothing between them. Loading
@@ -330,9 +364,9 @@ class EngineSupervisor:
                 return
             self._probe = None
 
-    def _kill_if_not_ready(self, engine: Engine) -> None:
+    def _kill_if_not_ready(self, engine: Engine, reason: str) -> None:
         if self._engine is engine and self.facts is None:
-            self._kill(engine, f"the engine did not compute its first tokens in {FIRST_TOKENS_LIMIT_S:g} s")
+            self._kill(engine, reason)
 
     def _kill(self, engine: Engine, reason: str) -> None:
         """Kill an engine that is stuck; it is lost for this reason."""

@@ -94,6 +94,8 @@ class Operator:
         """The card of the engine that lives, without what changes; None without one."""
         self._asked: tuple[Message, WorkerOperation] | None = None
         """The message whose operation is not answered yet."""
+        self.asleep = asyncio.Event()
+        """Set when the worker has fallen asleep because it was asked to, and has said so."""
         self._actions: asyncio.Queue[OperationAction] = asyncio.Queue()
         """What waits for `run`: bounded by the operations, which wait for each of the long ones."""
 
@@ -185,6 +187,8 @@ class Operator:
                     failed = "" if shown else NOT_PUBLISHED
                 self._asked = None
                 await self._tell(message, failed)
+                if operation == "sleep" and not failed:
+                    self.asleep.set()
             case NoteFault(text):
                 _log.error("%s", text)
             case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from deploy.local.show.overview import MACHINES_OWN, Overview, block_stores, overview, render
 from shared import subjects
@@ -10,7 +11,7 @@ from shared.hashing import self_test
 from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
-from shared.messages.load import LoadReport
+from shared.messages.load import LoadReport, StandbyState
 from shared.messages.people import ModelState, RouterState, SourceState
 from shared.messages.turns import ModelTurn, TurnsState
 
@@ -277,6 +278,21 @@ def test_a_drained_worker_has_no_card_and_its_role_all_the_same() -> None:
     view = look(instance("worker", "w1", state="drained", role="prefill"), instance("kvbm", "k1"))
     assert [(row.instance, row.role) for row in view.instances] == [("k1", ""), ("w1", "prefill")]
     assert any(line.startswith("worker (prefill)  w1") for line in render(view).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("state", "own_bytes", "shown"),
+    [
+        ("ready", 61_400_000, "an engine stands by, with 61 MB of its own"),
+        ("ready", 0, "an engine stands by"),
+        ("starting", 0, "an engine that will stand by is starting"),
+        ("none", 0, "no engine stands by"),
+    ],
+)
+def test_an_engine_that_stands_by_is_shown_with_its_memory(state: StandbyState, own_bytes: int, shown: str) -> None:
+    one = msgspec.structs.replace(report("w1"), standby=state, standby_bytes=own_bytes)
+    assert f"worker w1: {shown}" in render(look(instance("worker", "w1"), reports=(one,))).splitlines()
+    assert "stand" not in render(look(instance("worker", "w1"), reports=(report("w1"),)))
 
 
 def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:

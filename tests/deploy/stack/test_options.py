@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.local.stack.options import checked_options, takes_turns
@@ -71,6 +72,7 @@ def test_one_address_is_not_a_fleet(address: str) -> None:
         (UpFlags(single=True, weights_bytes="1G"), "--weights-bytes"),
         (UpFlags(single=True, kvbm_disk=Path("/disk")), "--kvbm-disk"),
         (UpFlags(single=True, set=["kvbm.peers.listen=:1"]), "--set kvbm"),
+        (UpFlags(single=True, set=["worker.checkpoint.directory=/c"]), "--set worker.checkpoint"),
         (UpFlags(single=True, nats="nats://127.0.0.1:4222"), "--nats"),
         (UpFlags(single=True, etcd="127.0.0.1:2379"), "--etcd"),
         (UpFlags(single=True, discovery="file"), "--discovery file"),
@@ -98,6 +100,21 @@ def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_tw
     assert not takes_turns(UpFlags(engine="vllm"), roles=True, on_gpus=False)
     assert not takes_turns(UpFlags(engine="vllm"), roles=False, on_gpus=True)
     assert not takes_turns(UpFlags(), roles=False, on_gpus=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"engine": "vllm"}, "--engine vllm"),
+        ({"device": "cuda"}, "--device cuda"),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2"),
+        ({"models": "a,b"}, "--models"),
+    ],
+)
+def test_an_engine_stands_by_where_one_can(flags: dict[str, str | int], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"--standby: not with {named}; the native engine on a CPU can stand by"):
+        checked_options(msgspec.convert({"standby": True, **flags}, UpFlags))
+    assert checked_options(UpFlags(standby=True))[0].standby
 
 
 def test_only_the_native_engine_shares_weights() -> None:

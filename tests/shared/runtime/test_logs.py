@@ -33,6 +33,14 @@ def test_a_line_about_a_traced_request_names_the_trace_last() -> None:
     assert logs.LogLine("router", "0a").format(record("said", trace="4bf9")).endswith('message="said" trace="4bf9"')
 
 
+def test_a_process_that_becomes_another_instance_logs_as_that_one() -> None:
+    line = logs.LogLine("worker", "0a")
+    line.change_instance("0b", "0c")  # a process of several services logs as its first one
+    assert " instance=0a " in line.format(record("said"))
+    line.change_instance("0a", "0c")
+    assert " instance=0c " in line.format(record("said"))
+
+
 def test_line_breaks_do_not_forge_a_second_line() -> None:
     assert "\n" not in logs.LogLine("router", "0a").format(record("one\ntime=forged", request="a\nb"))
 
