@@ -94,6 +94,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
 
 FILES: Mapping[str, int] = MappingProxyType(
     {
@@ -105,6 +107,8 @@ FILES: Mapping[str, int] = MappingProxyType(
         TEMPLATE: CONFIG_LIMIT_BYTES,
         TOOL_TEMPLATE: CONFIG_LIMIT_BYTES,
         PROCESSOR_TEMPLATE: CONFIG_LIMIT_BYTES,
+        PREPROCESSOR: CONFIG_LIMIT_BYTES,
+        PROCESSOR: CONFIG_LIMIT_BYTES,
     }
 )
 """The files → the largest size in bytes that is read of each."""
