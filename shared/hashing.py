@@ -27,6 +27,8 @@ SEED = 1337
 _MASK = (1 << 64) - 1
 _PAIR = Struct("<QQ").pack
 _IMAGE = Struct("<32si")
+EXTRA_BYTES = _IMAGE.size
+"""The bytes that each image of a block has in what `image_extras` returns."""
 _LAST_8_OF_16 = Struct(">8xQ").unpack
 KEY_BYTES = 16
 NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})

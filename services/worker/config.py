@@ -25,6 +25,8 @@ Natural = Annotated[int, Meta(ge=0)]
 OVERTAKING = 2.0
 LORA_RANK = 64
 LORA_BYTES = 512 << 20
+MOST_IMAGES = 16
+ENCODER_CACHE_BYTES = 256 << 20
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 ENGINE_METRICS = (
     "vllm:num_requests_running",
@@ -312,6 +314,11 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     lora_bytes: Natural = LORA_BYTES
     """Most bytes of all LoRAs that the native engine has loaded, counted as float32. 0 if it loads none. On a GPU this
     memory is left free by KV."""
+    most_images: Natural = MOST_IMAGES
+    """Most images of a request to the native engine, if its model takes images. 0 means that it takes none."""
+    encoder_cache_bytes: Natural = ENCODER_CACHE_BYTES
+    """Most bytes of images' embeddings that the native engine keeps, for later requests with the same images. The
+    newest always stay."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine by the names that AsyncEngineArgs gives them, such as max_num_seqs."""
     vllm_args: str = ""

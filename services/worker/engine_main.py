@@ -30,6 +30,7 @@ from services.worker.engine.warm_up import warm_up
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model_facts import find_facts
+from services.worker.scheduler.encoder_cache import EncodesImages
 from services.worker.sharing.block_reader import BlockReader
 from services.worker.sharing.block_sharer import BlockSharer
 from services.worker.sharing.memory import HasSharableMemory
@@ -154,7 +155,12 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment:
         if config.worker.engine == "native":
             channel.send(Loading(FIRST_TOKENS, 0.9))
             warm_up(runner, config.worker.device)
-        engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
+        engine = EngineCore.of(
+            *(config, runner.facts, mover, attachment),
+            share_reader=share_reader,
+            sharer=sharer,
+            encoder_cache=runner.encoder_cache if isinstance(runner, EncodesImages) else None,
+        )
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
             EngineLoop(channel, core, runner, time.monotonic, kvbm).run()

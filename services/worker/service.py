@@ -491,6 +491,7 @@ class Worker:
             attempts=self._attempts.names,
             ranks=self._ranks.rank_loads,
             output_tokens=self._metrics.output_tokens,
+            encoder=self._ranks.encoder,
         )
 
     @property

@@ -10,7 +10,7 @@ from msgspec import Struct
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
 from services.worker.contracts.mover import Mover
 from shared.messages.frames import PromptLogprobs, TokenLogprob
-from shared.messages.generate import Sampling
+from shared.messages.generate import Image, Sampling
 
 
 class Work(Struct):
@@ -37,6 +37,8 @@ class Work(Struct):
     """State that the runner keeps from one step with this sequence to the next."""
     lora: str = ""
     """Id of the LoRA that computes it, which is loaded. Empty if there is none."""
+    images: Sequence[Image] = ()
+    """The images of the prompt, by their start. Their embeddings stand in for those of their tokens."""
     scored: int = 1
     """How many leading prompt tokens need no log-probability any longer. Nothing precedes the first, so it has none."""
 

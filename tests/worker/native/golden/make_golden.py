@@ -47,8 +47,8 @@ def main(smollm2: Path | None) -> None:
         }
         np.savez_compressed(GOLDEN / "logits.npz", allow_pickle=False, **logits)
         seen = [seeing_model(write_tiny_model(Path(scratch) / name, **CASES[name])) for name in LLAVAS]
-        answers = {f"{name}: {part}": array for name, parts in zip(LLAVAS, seen, strict=True) for part, array in parts}
-        np.savez_compressed(GOLDEN / "llava.npz", allow_pickle=False, **answers)
+        images = {f"{name}: {part}": array for name, parts in zip(LLAVAS, seen, strict=True) for part, array in parts}
+        np.savez_compressed(GOLDEN / "llava.npz", allow_pickle=False, **images)
         if smollm2 is not None:
             answers = json.dumps(real_model(smollm2), ensure_ascii=False, indent=1)
             (GOLDEN / "smollm2.json").write_text(answers + "\n", encoding="utf-8")
@@ -62,7 +62,7 @@ def load(directory: Path) -> Any:
     model, loading = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    unseen = ("vision_tower", "multi_modal_projector")
+    unseen: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     if sees:  # what comes after the features that count
         unseen = ("post_layernorm", "vision_tower.head.", "vision_tower.encoder.layers.2.")
     missing = [name for name in loading.pop("missing_keys") if not any(part in name for part in unseen)]
