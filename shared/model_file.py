@@ -107,8 +107,9 @@ FILES: Mapping[str, int] = MappingProxyType(
         TEMPLATE: CONFIG_LIMIT_BYTES,
         TOOL_TEMPLATE: CONFIG_LIMIT_BYTES,
         PROCESSOR_TEMPLATE: CONFIG_LIMIT_BYTES,
-        PREPROCESSOR: CONFIG_LIMIT_BYTES,
-        PROCESSOR: CONFIG_LIMIT_BYTES,
     }
 )
 """The files → the largest size in bytes that is read of each."""
+IMAGE_FILES: Mapping[str, int] = MappingProxyType({PREPROCESSOR: CONFIG_LIMIT_BYTES, PROCESSOR: CONFIG_LIMIT_BYTES})
+"""Files that say how images are prepared → the largest size in bytes that is read of each. Workers need them;
+frontends have what they say from the model card."""

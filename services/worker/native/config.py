@@ -173,8 +173,7 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read config.json, and the tokens that end an answer from the files next to it. Raise ModelError naming file and
-    field."""
+    """Read config.json, and what counts of the files next to it. Raise ModelError naming file and field."""
     file = read_config_json(directory)
     path = file.path
     architecture = _architecture(file)

@@ -74,12 +74,7 @@ class NativeRunner:
         """
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
-        capacity_blocks = capacity_blocks or capacity_bytes // layout.block_bytes
-        if capacity_blocks < 1:
-            raise ModelError(
-                f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes} bytes;"
-                " raise capacity_bytes"
-            )
+        capacity_blocks = capacity_blocks or _blocks(directory, layout, capacity_bytes)
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._shared = weights
@@ -216,6 +211,17 @@ class NativeRunner:
         """Let go of the KV pages. The weights stay mapped until the process ends, and so does their lock."""
         self._masks.close()
         self._cache.close()
+
+
+def _blocks(directory: Path, layout: KvLayout, capacity_bytes: int) -> int:
+    """Return how many blocks the KV cache holds, at least one. Raise ModelError."""
+    blocks = capacity_bytes // layout.block_bytes
+    if blocks < 1:
+        raise ModelError(
+            f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes} bytes;"
+            " raise capacity_bytes"
+        )
+    return blocks
 
 
 def _linear(weights: Weights) -> Linear:
