@@ -111,6 +111,9 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     lending: bool = True
     """Whether a decode worker copies blocks of a prompt directly from the device of the prefill worker, where both are
     on one machine and have the native engine. Otherwise, and without this, blocks go through kvbm."""
+    embeddings: bool = False
+    """Whether embeddings of images are kept in kvbm too, so that each image is encoded once by all workers of the
+    machine. They take a part of the pool of their own: raise `pool.arenas` of kvbm to 2, or by one."""
     blocks_in_flight: Positive = 256
     """Most device blocks that copies to the pool hold at once, and never more than a quarter of the device's blocks:
     requests cannot use blocks that copies hold. Copies from the pool have no bound but the device's blocks."""

@@ -27,6 +27,7 @@ from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.warm_up import warm_up
+from services.worker.kv_connector.embedding_store import KvbmEmbeddings
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model_facts import find_facts
@@ -39,6 +40,8 @@ from services.worker.sharing.page_sharer import SharableBlocks
 from services.worker.sharing.shares import SharingLimits
 from shared.errors import ConfigError, ModelError
 from shared.installation import install_command
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import StoreLayout
 from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
@@ -152,6 +155,7 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment:
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
+            _share_embeddings(config, runner)
         if config.worker.engine == "native":
             channel.send(Loading(FIRST_TOKENS, 0.9))
             warm_up(runner, config.worker.device)
@@ -164,6 +168,16 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, attachment:
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
             EngineLoop(channel, core, runner, time.monotonic, kvbm).run()
+
+
+def _share_embeddings(config: EngineConfig, runner: Runner) -> None:
+    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so."""
+    facts = runner.facts
+    if config.worker.kvbm.embeddings and facts.images is not None and isinstance(runner, EncodesImages):
+        image_bytes = 4 * facts.images.tokens * facts.embedding_size
+        shape = KvLayout("float32", 1, 1, 1, 1, form="embeddings of images", form_bytes=image_bytes)
+        layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
+        runner.use_store(KvbmEmbeddings(Path(config.worker.kvbm.pool), config.instance, layout))
 
 
 def _sharing(

@@ -69,7 +69,8 @@ class WorkerMetrics:
         "Sequences whose numbers were not finite: computed once more (recomputed), and not finite again (failed)",
         "Suspect the GPU, or the model's files.")
     _images = counter("headrace_images", "outcome",
-        "Images of prompts whose embeddings were in the encoder cache (hit), or were computed (encoded)",
+        "Images of prompts whose embeddings were in the encoder cache (hit), came from kvbm (kvbm), or were computed "
+        "(encoded)",
         "Many are encoded that come again: raise `worker.encoder_cache_bytes`.")
     _encoder_images = gauge("headrace_encoder_cache_images", "", "Images whose embeddings are in the encoder cache")
     _encoder_bytes = gauge("headrace_encoder_cache_bytes", "",
@@ -154,6 +155,7 @@ class WorkerMetrics:
             self._not_finite.labels("recomputed").inc(load.recomputed - shown.recomputed)
             self._not_finite.labels("failed").inc(load.not_finite - shown.not_finite)
             self._images.labels("hit").inc(load.encoder_hits - shown.encoder_hits)
+            self._images.labels("kvbm").inc(load.fetched_images - shown.fetched_images)
             self._images.labels("encoded").inc(load.encoded_images - shown.encoded_images)
             self._show(since.load, since.capacity_blocks)
 

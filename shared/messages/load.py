@@ -39,6 +39,8 @@ class EncoderState(Struct, frozen=True):
     """The number of images of prompts that were found there since the engine started."""
     encoded: int
     """The number of images whose embeddings were computed since then."""
+    fetched: int = 0
+    """The number of images whose embeddings came from the machine's kvbm since then."""
 
 
 class LoadReport(Struct, frozen=True):

@@ -160,3 +160,20 @@ async def test_an_image_for_a_model_that_takes_none_is_refused(config: WorkerCon
         reply = await shell.peer.generate(asked("first"))
         assert isinstance(reply, Refused)
         assert reply.reason == "images: this engine takes none"
+
+
+async def test_a_killed_engine_encodes_no_image_again_whose_embeddings_are_in_kvbm(
+    config: WorkerConfig, expected: list[int]
+) -> None:
+    link = msgspec.structs.replace(config.kvbm, embeddings=True, offload="off")
+    config = msgspec.structs.replace(config, kvbm=link)
+    async with running_worker(config) as shell, store(shell, config.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        assert (await answer(shell, asked("first")))[0] == expected
+        await shell.peer.until(lambda: counted(shell, "encoded") == 2)
+        await kill_engine(shell)
+        await attached(shell, "k1")
+        again, part = await answer(shell, asked("again"))
+        assert (again, part.cached_tokens) == (expected, 0)
+        await shell.peer.until(lambda: counted(shell, "kvbm") == 2)
+        assert counted(shell, "encoded") == 2

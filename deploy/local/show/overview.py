@@ -266,7 +266,7 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
     parts += [
         f"encoder cache of worker {row.instance}: {cache.images} images, {size(cache.size_bytes)};"
-        f" {cache.hits} found there, {cache.encoded} encoded"
+        f" {cache.hits} found there, {cache.fetched} in kvbm, {cache.encoded} encoded"
         for row in view.instances
         if row.load is not None and (cache := row.load.encoder) is not None
     ]

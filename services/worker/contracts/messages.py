@@ -235,6 +235,8 @@ class EngineLoad(Struct, frozen=True):
     started."""
     encoded_images: int = 0
     """Images whose embeddings were computed, since the engine started."""
+    fetched_images: int = 0
+    """Images whose embeddings came from the kvbm, since the engine started."""
     encoder_entries: int = 0
     """Images whose embeddings are in the encoder cache."""
     encoder_bytes: int = 0

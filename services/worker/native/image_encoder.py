@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, prod
 
-from services.worker.contracts.runner import Work
+import numpy as np
+
+from services.worker.contracts.runner import EmbeddingStore, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.vision_tower import VisionTower
@@ -20,9 +22,11 @@ Placed = tuple[int, Array]
 class ImageEncoder:
     """The images of one runner."""
 
-    def __init__(self, tower: VisionTower, cache: EncoderCache[Array]) -> None:
+    def __init__(self, tower: VisionTower, cache: EncoderCache[Array], store: EmbeddingStore | None = None) -> None:
         self._tower = tower
         self._cache = cache
+        self.store = store
+        """Where embeddings are shared with other engines. None if they are not."""
 
     def place(self, works: Sequence[Work]) -> list[Placed]:
         """Return the embeddings of all images' tokens that a step computes."""
@@ -43,9 +47,19 @@ class ImageEncoder:
         self._cache.hits += sum(within.start == 0 and image.key in found for _, image, within in stretches)
         for _, image, _ in stretches:
             if image.key not in found:
-                found[image.key] = embeddings = self._tower.encode(image.pixels)
+                found[image.key] = embeddings = self._encode(image)
                 self._cache.add(image.key, embeddings, embeddings.nbytes)
         return [(row, found[image.key][within]) for row, image, within in stretches]
+
+    def _encode(self, image: Image) -> Array:
+        """Return the embeddings of an image, from the store or computed."""
+        if self.store is None:
+            self._cache.encoded += 1
+            return self._tower.encode(image.pixels)
+        stored, fetched = self.store.fetch_or_encode(image.key, lambda: self._tower.encode(image.pixels).tobytes())
+        self._cache.fetched += fetched
+        self._cache.encoded += not fetched
+        return np.frombuffer(stored, np.float32).reshape(image.tokens, -1)
 
 
 def image_cost(config: ModelConfig) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, MOST_IMAGES, Dtype, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
-from services.worker.contracts.runner import Drawn, Work
+from services.worker.contracts.runner import Drawn, EmbeddingStore, Work
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
@@ -82,6 +82,7 @@ class NativeRunner:
         vision = config.vision if most_images else None
         self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
         self._images: ImageEncoder | None = None
+        self._store: EmbeddingStore | None = None
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
@@ -113,7 +114,7 @@ class NativeRunner:
         weights = load_weights(directory, self._config, self._file)
         if self.encoder_cache is not None:
             tower = VisionTower.load(directory, self._config, self._file)
-            self._images = None if tower is None else ImageEncoder(tower, self.encoder_cache)
+            self._images = None if tower is None else ImageEncoder(tower, self.encoder_cache, self._store)
         return Decoder(self._config, weights, self._cache, _linear(weights), context_length)
 
     @property
@@ -169,6 +170,12 @@ class NativeRunner:
                 return self._wake()
             case "load_lora" | "unload_lora":
                 return operate_loras(self._loras, operation, name, path)
+
+    def use_store(self, store: EmbeddingStore) -> None:
+        """Share embeddings of images with other engines."""
+        self._store = store
+        if self._images is not None:
+            self._images.store = store
 
     def _forget_images(self) -> None:
         if self.encoder_cache is not None:

@@ -51,9 +51,8 @@ class RankReports:
     def encoder(self) -> EncoderState | None:
         """The encoder cache of all ranks. None if no image has come."""
         load = self.load
-        if not (load.encoder_hits or load.encoded_images):
-            return None
-        return EncoderState(load.encoder_entries, load.encoder_bytes, load.encoder_hits, load.encoded_images)
+        counts = load.encoder_hits, load.encoded_images, load.fetched_images
+        return EncoderState(load.encoder_entries, load.encoder_bytes, *counts) if any(counts) else None
 
     @property
     def rank_loads(self) -> list[RankLoad]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from services.worker.contracts.runner import EmbeddingStore
+
 E = TypeVar("E")
 
 
@@ -27,6 +29,8 @@ class EncoderCache(Generic[E]):
         """Images whose first token a step computed, and whose embeddings were there, since the start."""
         self.encoded = 0
         """Images that were computed, since the start."""
+        self.fetched = 0
+        """Images whose embeddings came from another engine, since the start."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
@@ -43,9 +47,8 @@ class EncoderCache(Generic[E]):
         return entry[0]
 
     def add(self, key: bytes, embeddings: E, size_bytes: int) -> None:
-        """Keep what was computed for an image that is not there."""
+        """Keep the embeddings of an image that is not there."""
         assert key not in self._entries
-        self.encoded += 1
         self._entries[key] = embeddings, size_bytes
         self.size_bytes += size_bytes
         while self.size_bytes > self._limit_bytes and len(self._entries) > 1:
@@ -64,3 +67,7 @@ class EncodesImages(Protocol):
 
     encoder_cache: EncoderCache[Any] | None
     """None if the model takes none."""
+
+    def use_store(self, store: EmbeddingStore) -> None:
+        """Share embeddings with other engines by this store, which belongs to the runner's thread."""
+        ...

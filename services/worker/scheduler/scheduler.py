@@ -324,10 +324,11 @@ class Scheduler:
             prefetched_blocks=self._onboarding.prefetched,
             offered_blocks=offloading.offered_blocks,
             dropped_offers=offloading.dropped_blocks,
-            encoder_hits=encoder.hits if encoder is not None else 0,
-            encoded_images=encoder.encoded if encoder is not None else 0,
-            encoder_entries=len(encoder) if encoder is not None else 0,
-            encoder_bytes=encoder.size_bytes if encoder is not None else 0,
+            encoder_hits=encoder.hits,
+            encoded_images=encoder.encoded,
+            fetched_images=encoder.fetched,
+            encoder_entries=len(encoder),
+            encoder_bytes=encoder.size_bytes,
         )
 
     # --- scheduling
@@ -449,7 +450,7 @@ class Scheduler:
         end = min(start + most, len(sequence.tokens))
         if end < len(sequence.tokens) and 4 * (end % size) <= end - start:
             end -= end % size  # whole blocks, where that costs little: they are stored, and reused by others, at once
-        if sequence.submit.images and (end := self.images.fit(sequence.submit.images, start, end)) == start:
+        if sequence.work.images and (end := self.images.fit(sequence.work.images, start, end)) == start:
             return 0
         sequence.work.end = end
         self._step.append(sequence)

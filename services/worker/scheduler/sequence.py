@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import inf
 from sys import intern
+
+from msgspec.structs import replace
 
 from services.worker.contracts.messages import Begun, Submit
 from services.worker.contracts.runner import Work
@@ -24,6 +27,7 @@ from shared.hashing import (
     token_array,
 )
 from shared.messages.frames import FinishReason, Part
+from shared.messages.generate import Image
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -111,21 +115,13 @@ class Sequence:
         tokens, blocks = token_array(submit.tokens), list[int]()
         named = [(image.key, image.start, image.tokens) for image in submit.images]
         extras = image_extras(named, block_size) if named else NO_EXTRAS
+        images = _salted(submit.images, submit.salt)
         stop_tokens = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
         # As in vLLM, an end-of-sequence token is barred even where it would not end the sequence.
         barred = sorted(limits.eos_token_ids.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
         return Sequence(
             work=Work(
-                arrival,
-                tokens,
-                0,
-                0,
-                blocks,
-                sampling,
-                submit.prompt_tokens,
-                barred,
-                lora=submit.lora,
-                images=submit.images,
+                arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens, barred, lora=submit.lora, images=images
             ),
             tokens=tokens,
             request=submit.request,
@@ -268,6 +264,14 @@ class Sequence:
 def rank_of(sequence: Sequence) -> tuple[int, float, int]:
     """Return the sequence's rank, as a key for sorting."""
     return sequence.rank
+
+
+def _salted(images: tuple[Image, ...], salt: str) -> tuple[Image, ...]:
+    """Return the images with other keys for each tenant salt: how fast an answer comes must not say which images other
+    tenants have sent."""
+    if not salt:
+        return images
+    return tuple(replace(image, key=sha256(salt.encode() + image.key).digest()) for image in images)
 
 
 def _keys(

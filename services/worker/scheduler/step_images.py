@@ -23,7 +23,7 @@ class StepImages:
 
     def __init__(self, cache: EncoderCache[Any] | None = None, image_cost: int = 0) -> None:
         """`image_cost` is the number of tokens that take as long as one image. Without a cache there are no images."""
-        self.cache = cache
+        self.cache: EncoderCache[Any] = EncoderCache(0) if cache is None else cache
         self._image_cost = image_cost
         self._encodes = b""
         """The key of the image that the step under way encodes. Empty if it encodes none."""
@@ -40,7 +40,6 @@ class StepImages:
     def fit(self, images: Sequence[Image], start: int, end: int) -> int:
         """Take up a chunk of a sequence with these images, from `start` on. Return where it ends: at `end`, or before
         the first token for which a second image would have to be encoded."""
-        assert self.cache is not None, "images were refused without a model that takes them"
         for image in images:
             if image.start >= end:
                 break

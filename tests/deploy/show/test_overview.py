@@ -182,10 +182,10 @@ def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
 
 
 def test_the_encoder_cache_of_a_worker_that_has_seen_images_is_shown() -> None:
-    seeing = msgspec.structs.replace(report("w1"), encoder=EncoderState(3, 9_437_184, hits=7, encoded=4))
+    seeing = msgspec.structs.replace(report("w1"), encoder=EncoderState(3, 9_437_184, hits=7, encoded=4, fetched=2))
     text = render(look(instance("worker", "w1"), instance("worker", "w2"), reports=(seeing, report("w2"))))
     [said] = [line for line in text.splitlines() if line.startswith("encoder cache")]
-    assert said == "encoder cache of worker w1: 3 images, 9.44 MB; 7 found there, 4 encoded"
+    assert said == "encoder cache of worker w1: 3 images, 9.44 MB; 7 found there, 2 in kvbm, 4 encoded"
 
 
 def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:

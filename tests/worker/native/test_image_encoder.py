@@ -119,20 +119,24 @@ def test_a_prompt_with_two_images_gets_transformers_answer_in_any_chunks(
 def test_the_same_images_again_are_neither_encoded_nor_computed_again(tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, LLAMA)
     prompt, images = image_prompt(16), seeing.images()
-    for request, salt, blocks in (("a", "", 0), ("b", "", 7), ("c", "another tenant's", 0)):
+    for request, salt, blocks in (("a", "", 0), ("b", "", 7), ("c", "", 0), ("d", "another tenant's", 0)):
+        if request == "c":
+            seeing.scheduler.clear()
         seeing.submit(request, prompt, images, salt=salt)
         answers, cached = seeing.run()
         assert answers[request] == expected(LLAMA)
         assert cached[request] == blocks * BLOCK_SIZE
-    assert (seeing.cache.encoded, seeing.cache.hits) == (2, 2), "the third has blocks of its own, and the same images"
+        counts = {"a": (2, 0), "b": (2, 0), "c": (2, 2), "d": (4, 2)}
+        assert (seeing.cache.encoded, seeing.cache.hits) == counts[request], "a tenant's images are its own"
 
 
 def test_concurrent_requests_for_an_image_have_it_encoded_once(tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, LLAMA)
     for number in range(4):
-        seeing.submit(f"{number}", image_prompt(16), seeing.images(), salt=f"tenant {number}")
-    answers, _ = seeing.run()
-    assert list(answers.values()) == [expected(LLAMA)] * 4
+        seeing.submit(f"{number}", [7 + number, *image_prompt(16)[1:]], seeing.images())
+    answers, cached = seeing.run()
+    assert len(answers) == 4
+    assert set(cached.values()) == {0}
     assert seeing.cache.encoded == 2
 
 

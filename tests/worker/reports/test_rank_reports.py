@@ -41,6 +41,10 @@ def test_an_encoder_cache_is_reported_once_an_image_has_come() -> None:
     reports.record_step(stepped(0, EngineLoad(running=1)))
     assert reports.encoder is None
     reports.record_step(
-        stepped(0, EngineLoad(encoder_entries=2, encoder_bytes=300, encoder_hits=5, encoded_images=4), progress=2)
+        stepped(
+            0,
+            EngineLoad(encoder_entries=2, encoder_bytes=300, encoder_hits=5, encoded_images=4, fetched_images=1),
+            progress=2,
+        )
     )
-    assert reports.encoder == EncoderState(images=2, size_bytes=300, hits=5, encoded=4)
+    assert reports.encoder == EncoderState(images=2, size_bytes=300, hits=5, encoded=4, fetched=1)
