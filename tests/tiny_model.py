@@ -57,6 +57,13 @@ SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "image_size": 30}
 """The vision towers of a tiny LLaVA, whose weights are there. 30 pixels are four patches and a rest, which is cut."""
 IMAGE_TOKEN = 319
 """The token that stands for a tiny LLaVA's images, the last one of 320."""
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The chat template of a tiny LLaVA, which writes a token for each image."""
 DType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -137,6 +144,8 @@ def write_tiny_model(
         config |= {"architectures": [architecture], "model_type": "llava", "text_config": text}
         config |= {"vision_config": CLIP, "image_token_index": IMAGE_TOKEN, **(llava or {})}
         _write_processor(directory, config["vision_config"])
+        (directory / "chat_template.jinja").write_text(IMAGE_TEMPLATE, encoding="utf-8")
+        marks = ("<image>",)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2]})
     _write_tokenizer(directory, vocab, marks)
