@@ -193,7 +193,9 @@ LLAVAS = [name for name, case in CASES.items() if case.get("architecture") == "L
 IMAGE_STARTS = (5, 38)
 """Where the two images of `image_prompt` begin, each of at most 17 tokens."""
 ANSWER_TOKENS = 24
-"""How many tokens of an answer to `image_prompt` are stored."""
+"""How many tokens of an answer to `image_prompt`, or to CHAT, are stored."""
+CHAT = ("look at ", 0, " and then at ", 1, ": how do they differ?")
+"""A message of a user: texts, and the numbers of images."""
 
 
 def image_pixels(side: int, number: int) -> NDArray[np.uint8]:

@@ -23,6 +23,7 @@ from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import (
     ANSWER_TOKENS,
     CASES,
+    CHAT,
     CHECKED_POSITIONS,
     GOLDEN,
     LLAVAS,
@@ -77,17 +78,26 @@ def random_model(directory: Path) -> Any:
 
 
 def seeing_model(directory: Path) -> list[tuple[str, Any]]:
-    """Compute the embeddings of two images, and the greedy answer to a prompt with both."""
+    """Compute the embeddings of two images, and the greedy answers to a prompt and to a chat with both."""
     model, settings = load(directory), json.loads((directory / "config.json").read_text())
     side = settings["vision_config"]["image_size"]
     processor = transformers.AutoImageProcessor.from_pretrained(directory)
     pixels = processor([image_pixels(side, number) for number in range(2)], return_tensors="pt")["pixel_values"]
     embeddings = torch.stack(list(model.get_image_features(pixel_values=pixels).pooler_output))
-    prompt = torch.tensor([image_prompt(embeddings.shape[1])])
+    tokens = embeddings.shape[1]
+    shown = "".join(part if isinstance(part, str) else "<image>" * tokens for part in CHAT)
+    chat = f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     greedy = {"do_sample": False, "max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS}
-    mask = torch.ones_like(prompt)
-    output = model.generate(prompt, pixel_values=pixels, attention_mask=mask, eos_token_id=None, **greedy)
-    return [("embeddings", embeddings.numpy()), ("output", output[0, prompt.shape[1] :].numpy())]
+
+    def answer(ids: list[int]) -> Any:
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+        output = model.generate(prompt, pixel_values=pixels, attention_mask=mask, eos_token_id=None, **greedy)
+        return output[0, prompt.shape[1] :].numpy()
+
+    asked = tokenizer(chat, add_special_tokens=False).input_ids
+    return [("embeddings", embeddings.numpy()), ("output", answer(image_prompt(tokens))), ("chat", answer(asked))]
 
 
 def real_model(directory: Path) -> list[dict[str, Any]]:
