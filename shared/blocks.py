@@ -63,6 +63,8 @@ class Content(Struct, frozen=True, gc=False):
     """The token ids, packed u32."""
     lora: str = ""
     salt: str = ""
+    extra: bytes = b""
+    """What the key covers next to the tokens, as `image_extras` has it. Empty if no image has tokens in the block."""
 
 
 class ContentStored(Struct, frozen=True, gc=False):

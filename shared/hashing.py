@@ -26,7 +26,9 @@ from xxhash import xxh3_64_intdigest
 SEED = 1337
 _MASK = (1 << 64) - 1
 _PAIR = Struct("<QQ").pack
-_INDEX = Struct("<i").pack
+_IMAGE = Struct("<32si")
+EXTRA_BYTES = _IMAGE.size
+"""The bytes that each image of a block has in what `image_extras` returns."""
 _LAST_8_OF_16 = Struct(">8xQ").unpack
 KEY_BYTES = 16
 NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
@@ -105,7 +107,7 @@ def next_sequence_hash(parent: int | None, block: int, seed: int = SEED) -> int:
 
 
 def image_extras(images: Iterable[tuple[bytes, int, int]], block_size: int) -> dict[int, bytes]:
-    """Return what the hashes of blocks take in beside their tokens, by the block's number: for each image that has
+    """Return what the hashes of blocks cover next to their tokens, by the block's number: for each image that has
     tokens in it, in order, the image's key and the index of its first token within the block (i32, below 0 if it began
     earlier).
 
@@ -113,8 +115,21 @@ def image_extras(images: Iterable[tuple[bytes, int, int]], block_size: int) -> d
     extras: dict[int, bytes] = {}
     for key, start, tokens in images:
         for number in range(start // block_size, (start + tokens - 1) // block_size + 1):
-            extras[number] = extras.get(number, b"") + key + _INDEX(start - number * block_size)
+            extras[number] = extras.get(number, b"") + _IMAGE.pack(key, start - number * block_size)
     return extras
+
+
+def split_extra(extra: bytes) -> list[tuple[bytes, int]]:
+    """Return the images of one block, as `image_extras` has joined them: of each its key, and the index of its first
+    token within the block. Raise ValueError."""
+    if len(extra) % _IMAGE.size:
+        raise ValueError(f"{len(extra)} bytes are not images of {_IMAGE.size} bytes each")
+    return [(key, start) for key, start in _IMAGE.iter_unpack(extra)]
+
+
+def join_extra(images: Iterable[tuple[bytes, int]]) -> bytes:
+    """Return what `split_extra` splits."""
+    return b"".join(_IMAGE.pack(key, start) for key, start in images)
 
 
 def sequence_hashes(

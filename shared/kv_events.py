@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from shared.blocks import Content, ContentEvicted, ContentStored, PoolEvent
-from shared.hashing import ContentKey, event_hash, event_hashes, unpack_tokens
+from shared.hashing import ContentKey, event_hash, event_hashes, split_extra, unpack_tokens
 from shared.messages.kv_events import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
 
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "host_pinned", "disk": "disk"}
@@ -78,6 +78,7 @@ def to_snapshot(contents: Iterable[Content]) -> list[SnapshotBlock]:
             tokens=content.tokens,
             lora=content.lora,
             salt=content.salt,
+            extra=content.extra,
         )
         for content in contents
     ]
@@ -89,7 +90,8 @@ def in_chunks(blocks: Iterable[SnapshotBlock], limit_bytes: int) -> list[list[Sn
     chunks: list[list[SnapshotBlock]] = [[]]
     left = limit_bytes
     for block in blocks:
-        size_bytes = len(block.tokens) + len(block.lora.encode()) + len(block.salt.encode()) + _BLOCK_BYTES
+        named = len(block.lora.encode()) + len(block.salt.encode())
+        size_bytes = len(block.tokens) + named + len(block.extra) + _BLOCK_BYTES
         if size_bytes > left and chunks[-1]:
             chunks.append([])
             left = limit_bytes
@@ -100,7 +102,7 @@ def in_chunks(blocks: Iterable[SnapshotBlock], limit_bytes: int) -> list[list[Sn
 
 def _stored(chain: list[Content], block_size: int, medium: str) -> BlockStored:
     first = chain[0]
-    salted = first.parent is None and first.salt
+    salt = first.salt if first.parent is None else ""
     return BlockStored(
         block_hashes=[*event_hashes([content.key for content in chain])],
         parent_block_hash=_event_hash(first.parent),
@@ -108,8 +110,16 @@ def _stored(chain: list[Content], block_size: int, medium: str) -> BlockStored:
         block_size=block_size,
         medium=medium,
         lora_name=first.lora or None,
-        extra_keys=[[first.salt], *([None] * (len(chain) - 1))] if salted else None,
+        extra_keys=_extra_keys(chain, salt) if salt or any(content.extra for content in chain) else None,
     )
+
+
+def _extra_keys(chain: list[Content], salt: str) -> list[list[object] | None]:
+    """Return the extra keys of each block, in vLLM's form."""
+    keys: list[list[object]] = [[[key.hex(), start] for key, start in split_extra(content.extra)] for content in chain]
+    if salt:
+        keys[0].append(salt)
+    return [one or None for one in keys]
 
 
 def _event_hash(key: ContentKey | None) -> int | None:

@@ -94,6 +94,8 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
 
 FILES: Mapping[str, int] = MappingProxyType(
     {
@@ -108,3 +110,6 @@ FILES: Mapping[str, int] = MappingProxyType(
     }
 )
 """The files → the largest size in bytes that is read of each."""
+IMAGE_FILES: Mapping[str, int] = MappingProxyType({PREPROCESSOR: CONFIG_LIMIT_BYTES, PROCESSOR: CONFIG_LIMIT_BYTES})
+"""Files that say how images are prepared → the largest size in bytes that is read of each. Workers need them;
+frontends have what they say from the model card."""

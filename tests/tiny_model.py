@@ -37,6 +37,7 @@ MODEL_TYPES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "LlavaForConditionalGeneration": "llava",
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
@@ -48,6 +49,21 @@ VISION = {
     **{"num_attention_heads": 1, "image_size": 28, "patch_size": 14},
 }
 """The settings of a part that sees images; it has no weights here, because they are not read."""
+CLIP = {
+    **{"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "image_size": 28, "patch_size": 7},
+}
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "image_size": 30}
+"""The vision towers of a tiny LLaVA, whose weights are there. 30 pixels are four patches and a rest, which is cut."""
+IMAGE_TOKEN = 319
+"""The token that stands for a tiny LLaVA's images, the last one of 320."""
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The chat template of a tiny LLaVA, which writes a token for each image."""
 DType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -72,6 +88,8 @@ def write_tiny_model(
     seed: int = 0,
     marks: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
+    decoder: str = "LlamaForCausalLM",
+    llava: dict[str, Any] | None = None,
 ) -> Path:
     """Write the model into `directory` (made if missing) and return it.
 
@@ -79,8 +97,10 @@ def write_tiny_model(
     `marks` are the vocabulary's last tokens, none of them special: as Qwen 3's </think>.
     `settings` are added to config.json, or replace what is there.
     `shards` > 1 writes `model-0000i-of-0000n.safetensors` and their index.
+    `decoder` is the architecture of a LLaVA's text part; `llava` is added to the rest of its config.json.
     """
-    qwen = architecture == "Qwen2ForCausalLM"
+    sees = architecture == "LlavaForConditionalGeneration"
+    qwen = (decoder if sees else architecture) == "Qwen2ForCausalLM"
     bias = qwen if bias is None else bias
     head_dim = hidden // heads if head_dim is None else head_dim
     config: dict[str, Any] = {
@@ -118,14 +138,43 @@ def write_tiny_model(
         config = {name: text.pop(name) for name in ("architectures", "bos_token_id", "eos_token_id")}
         config |= {"model_type": "gemma3", "text_config": text, "vision_config": VISION, "mm_tokens_per_image": 4}
         prefix = "language_model."
+    if sees:
+        text = {**config, "model_type": MODEL_TYPES[decoder], "architectures": [decoder]}
+        config = {name: text[name] for name in ("bos_token_id", "eos_token_id", "tie_word_embeddings")}
+        config |= {"architectures": [architecture], "model_type": "llava", "text_config": text}
+        config |= {"vision_config": CLIP, "image_token_index": IMAGE_TOKEN, **(llava or {})}
+        _write_processor(directory, config["vision_config"])
+        (directory / "chat_template.jinja").write_text(IMAGE_TEMPLATE, encoding="utf-8")
+        marks = ("<image>",)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": [0, 2]})
     _write_tokenizer(directory, vocab, marks)
     known = architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM")
     weights = _weights(config, bias, seed) if known else _weights_by_shape(directory, seed)
-    weights = {prefix + name: tensor for name, tensor in weights.items()}
+    weights = {(llava_name(name) if sees else prefix + name): tensor for name, tensor in weights.items()}
     _write_weights(directory, weights, dtype, shards)
     return directory
+
+
+def llava_name(name: str) -> str:
+    """Return the name that a tensor has in LLaVA's published files."""
+    if name.startswith("vision_tower."):
+        return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    return name if name.startswith("multi_modal_projector.") else f"language_model.{name}"
+
+
+def _write_processor(directory: Path, tower: dict[str, Any]) -> None:
+    """Write how images are prepared: as CLIP's or SigLIP's processor does, to the size of the tower."""
+    side = tower["image_size"]
+    square = {"height": side, "width": side}
+    processor: dict[str, Any] = {"do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3}
+    processor |= {"rescale_factor": 1 / 255, "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    if tower["model_type"] == "clip_vision_model":
+        processor |= {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}}
+        processor |= {"do_center_crop": True, "crop_size": square}
+    else:
+        processor |= {"image_processor_type": "SiglipImageProcessor", "size": square}
+    _write_json(directory / "preprocessor_config.json", processor)
 
 
 def _weights_by_shape(directory: Path, seed: int) -> dict[str, NDArray[np.float32]]:
@@ -143,7 +192,7 @@ def _weights_by_shape(directory: Path, seed: int) -> dict[str, NDArray[np.float3
         if "embed_tokens" in name:
             return random.normal(0, 1 / config.embedding_scale, shape).astype(np.float32)
         gain = 2 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1
-        return random.normal(0, gain / math.sqrt(shape[1]), shape).astype(np.float32)
+        return random.normal(0, gain / math.sqrt(math.prod(shape[1:])), shape).astype(np.float32)
 
     return {name: tensor(name, shape) for name, shape in tensor_shapes(config).items()}
 

@@ -28,6 +28,8 @@ Natural = Annotated[int, Meta(ge=0)]
 OVERTAKING = 2.0
 LORA_RANK = 64
 LORA_BYTES = 512 << 20
+MOST_IMAGES = 16
+ENCODER_CACHE_BYTES = 256 << 20
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 ENGINE_METRICS = (
     "vllm:num_requests_running",
@@ -112,6 +114,9 @@ class KVConnectorConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     lending: bool = True
     """Whether a decode worker copies blocks of a prompt directly from the device of the prefill worker, where both are
     on one machine and have the native engine. Otherwise, and without this, blocks go through kvbm."""
+    embeddings: bool = False
+    """Whether embeddings of images are kept in kvbm too, so that each image is encoded once by all workers of the
+    machine. They take a part of the pool of their own: raise `pool.arenas` of kvbm to 2, or by one."""
     blocks_in_flight: Positive = 256
     """Most device blocks that copies to the pool hold at once, and never more than a quarter of the device's blocks:
     requests cannot use blocks that copies hold. Copies from the pool have no bound but the device's blocks."""
@@ -326,6 +331,11 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     lora_bytes: Natural = LORA_BYTES
     """Most bytes of all LoRAs that the native engine has loaded, counted as float32. 0 if it loads none. On a GPU this
     memory is left free by KV."""
+    most_images: Natural = MOST_IMAGES
+    """Most images of a request to the native engine, if its model takes images. 0 means that it takes none."""
+    encoder_cache_bytes: Natural = ENCODER_CACHE_BYTES
+    """Most bytes of images' embeddings that the native engine keeps, for later requests with the same images. The
+    newest always stay."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine by the names that AsyncEngineArgs gives them, such as max_num_seqs."""
     vllm_args: str = ""

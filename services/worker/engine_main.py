@@ -30,9 +30,11 @@ from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.warm_up import warm_up
+from services.worker.kv_connector.embedding_store import KvbmEmbeddings
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model_facts import find_facts
+from services.worker.scheduler.encoder_cache import EncodesImages
 from services.worker.sharing.block_reader import BlockReader
 from services.worker.sharing.block_sharer import BlockSharer
 from services.worker.sharing.memory import HasSharableMemory
@@ -41,6 +43,8 @@ from services.worker.sharing.page_sharer import SharableBlocks
 from services.worker.sharing.shares import SharingLimits
 from shared.errors import ConfigError, ModelError
 from shared.installation import install_command
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import StoreLayout
 from shared.parent_death import die_with_parent
 from shared.runtime import logs
 
@@ -196,12 +200,28 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
+            _share_embeddings(config, runner)
         if not config.stands_by:
             _compute_first_tokens(config.worker, channel, runner)
-        engine = EngineCore.of(config, runner.facts, mover, attachment, share_reader=share_reader, sharer=sharer)
+        engine = EngineCore.of(
+            *(config, runner.facts, mover, attachment),
+            share_reader=share_reader,
+            sharer=sharer,
+            encoder_cache=runner.encoder_cache if isinstance(runner, EncodesImages) else None,
+        )
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
             EngineLoop(channel, core, runner, time.monotonic, kvbm).run()
+
+
+def _share_embeddings(config: EngineConfig, runner: Runner) -> None:
+    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so."""
+    facts = runner.facts
+    if config.worker.kvbm.embeddings and facts.images is not None and isinstance(runner, EncodesImages):
+        image_bytes = 4 * facts.images.tokens * facts.embedding_size
+        shape = KvLayout("float32", 1, 1, 1, 1, form="embeddings of images", form_bytes=image_bytes)
+        layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
+        runner.use_store(KvbmEmbeddings(Path(config.worker.kvbm.pool), config.instance, layout))
 
 
 def _sharing(

@@ -68,6 +68,13 @@ class WorkerMetrics:
     _not_finite = counter("headrace_not_finite_sequences", "outcome",
         "Sequences whose numbers were not finite: computed once more (recomputed), and not finite again (failed)",
         "Suspect the GPU, or the model's files.")
+    _images = counter("headrace_images", "outcome",
+        "Images of prompts whose embeddings were in the encoder cache (hit), came from kvbm (kvbm), or were computed "
+        "(encoded)",
+        "Many are encoded that come again: raise `worker.encoder_cache_bytes`.")
+    _encoder_images = gauge("headrace_encoder_cache_images", "", "Images whose embeddings are in the encoder cache")
+    _encoder_bytes = gauge("headrace_encoder_cache_bytes", "",
+        "Bytes of the embeddings in the encoder cache", "It is bounded by `worker.encoder_cache_bytes`.")
     _blocks = gauge("headrace_blocks", "state",
         "Device blocks by state", "`free` and `cached` near 0: attempts are preempted.")
     _events = counter("headrace_event_batches", "", "KV event batches published")
@@ -153,6 +160,9 @@ class WorkerMetrics:
             self._overtaken.inc(load.overtaken - shown.overtaken)
             self._not_finite.labels("recomputed").inc(load.recomputed - shown.recomputed)
             self._not_finite.labels("failed").inc(load.not_finite - shown.not_finite)
+            self._images.labels("hit").inc(load.encoder_hits - shown.encoder_hits)
+            self._images.labels("kvbm").inc(load.fetched_images - shown.fetched_images)
+            self._images.labels("encoded").inc(load.encoded_images - shown.encoded_images)
             self._show(since.load, since.capacity_blocks)
 
     def engine_started(self, took_s: float) -> None:
@@ -180,6 +190,8 @@ class WorkerMetrics:
     def _show(self, load: EngineLoad, capacity_blocks: int) -> None:
         self._waiting.set(load.waiting)
         self._running.set(load.running)
+        self._encoder_images.set(load.encoder_entries)
+        self._encoder_bytes.set(load.encoder_bytes)
         self._blocks.labels("held").set(load.held_blocks)
         self._blocks.labels("cached").set(load.cached_blocks)
         self._blocks.labels("free").set(capacity_blocks - load.held_blocks - load.cached_blocks)

@@ -502,6 +502,7 @@ class Worker:
             output_tokens=self._metrics.output_tokens,
             standby=self._standby_state,
             standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
+            encoder=self._ranks.encoder,
         )
 
     @property

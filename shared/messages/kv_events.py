@@ -31,6 +31,9 @@ class SnapshotBlock(Struct, frozen=True, array_like=True):
     tokens: bytes
     lora: str = ""
     salt: str = ""
+    extra: bytes = b""
+    """What the block's hashes cover next to its tokens, because images have tokens in it, as `image_extras` of
+    `shared.hashing` has it. Empty if none have."""
 
 
 class SnapshotChunk(Struct, frozen=True):
@@ -61,7 +64,8 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
     """The tier: GPU for the device, host_pinned and disk for those below it."""
     lora_name: str | None = None
     extra_keys: list[list[object] | None] | None = None
-    """The extra keys of each block; a tenant salt is the first entry of a chain's first block."""
+    """The extra keys of each block: for each image that has tokens in it [the image's key in hex, the index of its
+    first token within the block], and last, in a chain's first block, the tenant salt."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 

@@ -89,6 +89,8 @@ class StoreBlock(Struct, frozen=True, array_like=True):
     """The block's token ids, packed u32."""
     lora: str = ""
     salt: str = ""
+    extra: bytes = b""
+    """`Content.extra`: what names the images in the block."""
 
 
 class Store(Struct, frozen=True, tag="store"):

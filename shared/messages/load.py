@@ -34,6 +34,20 @@ class RankLoad(Struct, frozen=True, array_like=True):
     held_blocks: int
 
 
+class EncoderState(Struct, frozen=True):
+    """A worker's encoder cache, which keeps the embeddings of images."""
+
+    images: int
+    """The number of images whose embeddings are there."""
+    size_bytes: int
+    hits: int
+    """The number of images of prompts that were found there since the engine started."""
+    encoded: int
+    """The number of images whose embeddings were computed since then."""
+    fetched: int = 0
+    """The number of images whose embeddings came from the machine's kvbm since then."""
+
+
 class LoadReport(Struct, frozen=True):
     """The load of a worker, as it reports it. Counts are sums over its ranks; a speed is one rank's, the mean of those
     that were measured."""
@@ -64,6 +78,8 @@ class LoadReport(Struct, frozen=True):
     """The load of each rank, if there are several."""
     output_tokens: int = 0
     """The number of tokens drawn since the worker started; an older worker reports 0."""
+    encoder: EncoderState | None = None
+    """The worker's encoder cache. None if no image has come since the engine started, or an older worker reports."""
 
     standby: StandbyState = ""
     standby_bytes: int = 0

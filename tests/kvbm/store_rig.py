@@ -161,7 +161,7 @@ class Engine:
     # --- storing
 
     async def try_store(self, contents: Sequence[Content]) -> wire.Granted | wire.KvbmRefused:
-        blocks = [wire.StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt) for one in contents]
+        blocks = [wire.StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt, one.extra) for one in contents]
         asked = wire.STORE.encode(wire.Store(self.owner, blocks))
         return wire.STORE_REPLY.decode((await self.ask("store", asked)).payload)
 

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
 from shared.blocks import Content, ContentEvicted, ContentStored
-from shared.hashing import content_keys, event_hash, pack_tokens, root_key
+from shared.hashing import content_keys, event_hash, join_extra, pack_tokens, root_key, split_extra
 from shared.kv_events import in_chunks, to_kv_events, to_snapshot
 from shared.messages.kv_events import SNAPSHOT_CHUNK, BlockRemoved, BlockStored, SnapshotChunk
+
+IMAGES = [(b"a" * 32, -1), (b"b" * 32, 1)]
 
 
 def contents(tokens: list[int], *, salt: str = "", lora: str = "") -> list[Content]:
@@ -68,6 +73,17 @@ def test_a_salt_stands_at_the_first_block_of_a_chain_and_a_lora_in_its_field() -
     assert event.lora_name == "adapter"
 
 
+def test_images_stand_at_their_blocks_before_the_salt() -> None:
+    first, second, third = contents([1, 2, 3, 4, 5, 6], salt="tenant")
+    chain = [replace(first, extra=join_extra([(b"a" * 32, 1)])), replace(second, extra=join_extra(IMAGES)), third]
+    (event,) = to_kv_events([ContentStored(content) for content in chain], 2)
+    assert isinstance(event, BlockStored)
+    assert event.extra_keys == [[["61" * 32, 1], "tenant"], [["61" * 32, -1], ["62" * 32, 1]], None]
+    assert [split_extra(block.extra) for block in to_snapshot(chain)] == [[(b"a" * 32, 1)], IMAGES, []]
+    with pytest.raises(ValueError, match="37 bytes"):
+        split_extra(bytes(37))
+
+
 def test_nothing_happened_is_no_event() -> None:
     assert to_kv_events([], 2) == []
 
@@ -80,13 +96,14 @@ def test_a_snapshot_has_hashes_parents_and_tokens() -> None:
 
 
 def test_a_snapshots_chunks_keep_its_order_and_stay_within_the_limit() -> None:
-    blocks = to_snapshot(contents(list(range(200)), salt="é" * 50, lora="adapter"))
+    chain = contents(list(range(200)), salt="é" * 50, lora="adapter")
+    blocks = to_snapshot([replace(content, extra=join_extra(IMAGES)) for content in chain])
     chunks = in_chunks(blocks, 1000)
     assert [block for chunk in chunks for block in chunk] == blocks
     envelope = len(SNAPSHOT_CHUNK.encode(SnapshotChunk(1, 1, [], False)))
     for chunk in chunks:
         assert len(SNAPSHOT_CHUNK.encode(SnapshotChunk(1, 1, chunk, False))) <= 1000 + envelope
-    assert len(chunks) < len(blocks) / 4
+    assert len(chunks) < len(blocks) / 3
 
 
 def test_a_block_over_the_limit_is_a_chunk_of_its_own_and_nothing_is_one_chunk() -> None:

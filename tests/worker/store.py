@@ -14,11 +14,17 @@ from tests.worker.shell import NAMESPACE, WORKER, Shell
 
 @asynccontextmanager
 async def store(
-    shell: Shell, pool: str, instance: str, *, size_bytes: int = 8 << 20, namespace: str = NAMESPACE
+    shell: Shell,
+    pool: str,
+    instance: str,
+    *,
+    size_bytes: int = 8 << 20,
+    namespace: str = NAMESPACE,
+    arenas: int = 1,
 ) -> AsyncIterator[None]:
     """Serves the directory `pool` until the block ends."""
     async with fake_runtime(namespace, "kvbm", instance, MemoryBus(shell.broker), shell.broker, shell.store) as runtime:
-        config = PoolConfig(directory=pool, size_bytes=size_bytes, prefault_threads=1)
+        config = PoolConfig(directory=pool, size_bytes=size_bytes, prefault_threads=1, arenas=arenas)
         async with kvbm(runtime, KvbmConfig(namespace=namespace, pool=config)):
             yield
 

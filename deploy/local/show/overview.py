@@ -268,6 +268,12 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
         ]
     parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
     parts += [_standby(row.instance, row.load) for row in view.instances if row.load is not None and row.load.standby]
+    parts += [
+        f"encoder cache of worker {row.instance}: {cache.images} images, {size(cache.size_bytes)};"
+        f" {cache.hits} found there, {cache.fetched} in kvbm, {cache.encoded} encoded"
+        for row in view.instances
+        if row.load is not None and (cache := row.load.encoder) is not None
+    ]
     if view.routers:
         parts += ["", table(_ROUTERS, map(_router, view.routers))]
         parts += [

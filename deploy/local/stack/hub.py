@@ -37,10 +37,11 @@ from deploy.local.stack.hub_files import (
 )
 from deploy.local.stack.model import WAITING, Progress
 from shared.errors import ConfigError, ModelError
-from shared.model_file import CONFIG_LIMIT_BYTES, FILES, LIST_LIMIT_BYTES, read_model_file
+from shared.model_file import CONFIG_LIMIT_BYTES, FILES, IMAGE_FILES, LIST_LIMIT_BYTES, read_model_file
 
 SMALL = {
     **FILES,
+    **IMAGE_FILES,
     "modules.json": CONFIG_LIMIT_BYTES,
     "1_Pooling/config.json": CONFIG_LIMIT_BYTES,
     INDEX: LIST_LIMIT_BYTES,

@@ -8,7 +8,7 @@
                   8  magic, version, flags, sequence
                  32  layout digest (8 bytes), key (16), parent (16)
                  72  payload: size in bytes, XXH3-64
-                 88  lengths of tokens, LoRA, salt; then the three; then zeros
+                 88  lengths of tokens, LoRA, salt; then the three; then what names the images; then zeros
 
 The header has a checksum of its own, so that the index is rebuilt without reading payloads; the payload is checked when
 it is read. So a torn write, whichever of its pages arrived, is the new record, no record, or a header whose payload
@@ -29,6 +29,9 @@ from shared.hashing import KEY_BYTES
 
 PAGE_BYTES = 4096
 VERSION = 1
+IMAGES_VERSION = 2
+"""The version of records with images, which an earlier kvbm must not take for text. The upper half of their flags is
+the length of what names the images."""
 MAGIC = b"HRKVDISK"
 DIGEST_BYTES = 8
 """The size of a layout digest, which is 16 hex digits in text."""
@@ -38,14 +41,14 @@ _FIXED = struct.Struct(f"<8s I I Q {DIGEST_BYTES}s {KEY_BYTES}s {KEY_BYTES}s Q Q
 _HAS_PARENT = 1
 _BLANK = bytes(PAGE_BYTES)
 VARIABLE_BYTES = PAGE_BYTES - _CHECKSUM.size - _FIXED.size
-"""Room for tokens, LoRA and salt together: 1,000 tokens a block."""
+"""Room for tokens, LoRA, salt and images together: 1,000 tokens a block."""
 
 
 class HeaderTooLarge(HeadraceError):
-    """The tokens, LoRA and salt of a block do not fit its header page."""
+    """The tokens, LoRA, salt and images of a block do not fit its header page."""
 
     def __init__(self, size_bytes: int) -> None:
-        super().__init__(f"tokens, LoRA and salt of {size_bytes} bytes do not fit a header's {VARIABLE_BYTES}")
+        super().__init__(f"tokens, LoRA, salt and images of {size_bytes} bytes do not fit a header's {VARIABLE_BYTES}")
         self.size_bytes = size_bytes
 
 
@@ -117,13 +120,13 @@ def encode_header(page: memoryview | bytearray, geometry: DiskGeometry, header: 
     """Write `header` over the page. Raise HeaderTooLarge, and leave the page as it was."""
     content = header.content
     lora, salt = content.lora.encode(), content.salt.encode()
-    variable = content.tokens + lora + salt
+    variable = content.tokens + lora + salt + content.extra
     if len(variable) > VARIABLE_BYTES or max(len(lora), len(salt)) > 0xFFFF:
         raise HeaderTooLarge(len(variable))
     fixed = _FIXED.pack(
         MAGIC,
-        VERSION,
-        0 if content.parent is None else _HAS_PARENT,
+        IMAGES_VERSION if content.extra else VERSION,
+        (0 if content.parent is None else _HAS_PARENT) | len(content.extra) << 16,
         header.sequence,
         bytes.fromhex(geometry.layout),
         content.key,
@@ -149,20 +152,22 @@ def decode_header(page: bytes | bytearray | memoryview, geometry: DiskGeometry) 
     magic, version, flags, sequence, layout, key, parent, payload_bytes, checksum, tokens, lora, salt = (
         _FIXED.unpack_from(body)
     )
-    if magic != MAGIC or version != VERSION:
+    if magic != MAGIC or version not in (VERSION, IMAGES_VERSION):
         return "version"
     if layout.hex() != geometry.layout or payload_bytes != geometry.payload_bytes:
         return "layout"
-    if tokens + lora + salt > VARIABLE_BYTES:
+    extra = flags >> 16
+    if tokens + lora + salt + extra > VARIABLE_BYTES:
         return "torn"
-    start = _FIXED.size
+    start, end = _FIXED.size, _FIXED.size + tokens + lora + salt
     try:
         content = Content(
             key,
             parent if flags & _HAS_PARENT else None,
             body[start : start + tokens],
             body[start + tokens : start + tokens + lora].decode(),
-            body[start + tokens + lora : start + tokens + lora + salt].decode(),
+            body[start + tokens + lora : end].decode(),
+            body[end : end + extra],
         )
     except UnicodeDecodeError:
         return "torn"

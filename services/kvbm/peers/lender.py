@@ -37,7 +37,7 @@ from services.kvbm.peers.messages import (
 from services.kvbm.peers.nixl_messages import NixlReady
 from services.kvbm.tickets.errors import Refusal
 from services.kvbm.tickets.packing import unpack_keys
-from shared.hashing import KEY_BYTES
+from shared.hashing import EXTRA_BYTES, KEY_BYTES
 from shared.messages.kvbm import StoreBlock
 from shared.pool.map import ArenaMap
 
@@ -150,7 +150,7 @@ class KvbmLender:
         most = self.loans.room_bytes // block_bytes
         if most < 1:
             raise LoanRefused("full", f"{len(self.loans)} loans of {self.loans.size_bytes} bytes are open")
-        most = min(most, FRAME_BYTES_MOST // (BLOCK_FRAME_BYTES + 8 * layout.layout.kv.block_size))
+        most = min(most, FRAME_BYTES_MOST // (BLOCK_FRAME_BYTES + (8 + EXTRA_BYTES) * layout.layout.kv.block_size))
         owner = f"peer:{next(self._owners)}"
         layout.attach(owner)
         try:
@@ -177,7 +177,7 @@ class KvbmLender:
         )
         self._lending(True)
         contents = [each.content for each in blocks]
-        wire = [StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt) for one in contents]
+        wire = [StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt, one.extra) for one in contents]
         return Lent(ask.number, loan, self._lend_s, wire)
 
     def _take(self, connection: int, ask: Take | Locate) -> SendOrder:

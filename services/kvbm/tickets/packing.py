@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from services.kvbm.tickets.errors import BadRequest
 from shared.blocks import Content
-from shared.hashing import KEY_BYTES, ContentKey
+from shared.hashing import EXTRA_BYTES, KEY_BYTES, ContentKey
 from shared.messages.kvbm import StoreBlock
 
 LABEL_CHARS = 1024
@@ -57,14 +57,16 @@ def unpack_keys(packed: bytes) -> Sequence[ContentKey]:
 
 def to_contents(blocks: Sequence[StoreBlock], block_size: int) -> list[Content]:
     """Convert blocks that a worker offers. Raise BadRequest if one does not have the tokens of a full block, or has
-    a label that is too long; `Tickets` checks the keys."""
+    a label that is too long, or more images than tokens; `Tickets` checks the keys."""
     size_bytes = 4 * block_size
     for block in blocks:
         if len(block.tokens) != size_bytes:
             raise BadRequest(f"block {block.key.hex()} has tokens of {len(block.tokens)} bytes, not {size_bytes}")
         if len(block.lora) > LABEL_CHARS or len(block.salt) > LABEL_CHARS:
             raise BadRequest(f"block {block.key.hex()} has a LoRA or salt of over {LABEL_CHARS} characters")
-    return [Content(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]
+        if len(block.extra) % EXTRA_BYTES or len(block.extra) > EXTRA_BYTES * block_size:
+            raise BadRequest(f"block {block.key.hex()} names its images with {len(block.extra)} bytes")
+    return [Content(one.key, one.parent, one.tokens, one.lora, one.salt, one.extra) for one in blocks]
 
 
 class SlotChecksums:

@@ -5,7 +5,8 @@
 
 A run whose parent is not known is an *orphan*: it is parked together with the removals that follow it, and inserted
 when the parent comes. The same block may be stored several times; it is gone when it was removed as often. Blocks that
-depend on more than tokens (images) are known but not routable, and neither are the blocks after them.
+depend on more than their tokens and images that are named as frontends do are known but not routable, and neither are
+the blocks after them.
 
 A store and the workers attached to it use the same engine hash for the same block. The beginning of a prefix may be on
 a worker's device while only the store holds the rest of it. So a store also finds the parents of its blocks at its
@@ -29,7 +30,7 @@ import msgspec
 from services.router.index.index import TIERS, CandidateId, Index, Slot
 from services.router.index.kv_events import CacheEvent, ClearedEvent, EngineHash, RemovedEvent, StoredEvent, shortened
 from shared.errors import ProtocolError
-from shared.hashing import SEED, seed_of, sequence_hashes, unpack_tokens
+from shared.hashing import NO_EXTRAS, SEED, seed_of, sequence_hashes, unpack_tokens
 from shared.messages.kv_events import SnapshotBlock
 
 _VOCABULARY_CHECKS = 64
@@ -159,6 +160,7 @@ class Chains:
                     lora=block.lora,
                     salt=block.salt,
                     routable=1,
+                    extras={0: block.extra} if block.extra else NO_EXTRAS,
                 )
             )
 
@@ -211,7 +213,7 @@ class Chains:
             if run.parent is not None and self._tier_with(run.parent, run.tier) is None:
                 self._park(run)
                 continue
-            self._insert(run.tier, run.parent, run.hashes, run.tokens, run.lora, run.salt, routable=run.routable)
+            self._insert(run)
             if self._orphans:
                 ready += self._take_orphans_of(run.hashes, late)
             if self._store is not None and self._store._orphans:
@@ -245,35 +247,24 @@ class Chains:
         known = (tier for chains in (self, *self._linked_workers) for tier in chains._tiers if block in tier.hashes)
         return next(known, None)
 
-    def _insert(
-        self,
-        tier_index: int,
-        parent: EngineHash | None,
-        engine_hashes: Sequence[EngineHash],
-        packed_tokens: bytes,
-        lora: str,
-        salt: str,
-        *,
-        routable: int,
-    ) -> None:
+    def _insert(self, run: StoredEvent) -> None:
         """Insert blocks after a known parent, or at the beginning of a chain."""
+        tier_index, routable = run.tier, run.routable
         tier = self._tiers[tier_index]
-        if parent is None:
+        if run.parent is None:
             parent_sequence: int | None = None
-            seed = seed_of(lora, salt)
+            seed = seed_of(run.lora, run.salt)
         else:
-            parent_tier = self._tier_with(parent, tier_index)
+            parent_tier = self._tier_with(run.parent, tier_index)
             if parent_tier is None:
                 self.exact = False
                 return
-            parent_sequence = parent_tier.hashes[parent]
-            seed = parent_tier.seeds.get(parent, SEED)
+            parent_sequence = parent_tier.hashes[run.parent]
+            seed = parent_tier.seeds.get(run.parent, SEED)
             routable = 0 if parent_sequence is None else routable
-        engine_hashes = self._within_limit(tier, engine_hashes)
-        stride = 4 * self._block_size
-        sequences = sequence_hashes(
-            packed_tokens[: stride * min(routable, len(engine_hashes))], self._block_size, seed, parent_sequence
-        )
+        engine_hashes = self._within_limit(tier, run.hashes)
+        packed = run.tokens[: 4 * self._block_size * min(routable, len(engine_hashes))]
+        sequences = sequence_hashes(packed, self._block_size, seed, parent_sequence, run.extras)
         new = dict.fromkeys(engine_hashes)
         if len(new) < len(engine_hashes) or not tier.hashes.keys().isdisjoint(new):
             new, stretches = self._without_repeats(tier, engine_hashes, sequences, parent_sequence)

@@ -11,13 +11,14 @@ Checks that need the model card (block size, vocabulary) are in `services.router
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from shared.errors import ProtocolError
-from shared.hashing import pack_tokens
+from shared.hashing import NO_EXTRAS, join_extra, pack_tokens
 from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
 
 EngineHash = int
@@ -37,6 +38,9 @@ _TIERS = {
     2: ("disk", "ssd", "nvme", "cpu_tier2"),
 }
 _MEDIA = {medium: tier for tier, media in _TIERS.items() for medium in media}
+
+_IMAGE_NAME = re.compile("[0-9a-f]{64}")
+"""The key of an image, in hex."""
 
 _WINDOWED = ("sliding_window", "chunked_local_attention", "mamba", "linear_attention", "short_conv")
 """Kinds of KV cache that keep only the end of a prefix, or a state. Their events do not say how much of a prefix is
@@ -59,8 +63,11 @@ class StoredEvent(Struct, frozen=True):
     salt: str
     """The salt of the chain; known only if the run begins the chain."""
     routable: int
-    """Number of leading blocks that depend on their tokens, LoRA and salt alone. The other blocks also contain images
-    or embeddings, which routing hashes do not cover."""
+    """Number of leading blocks that depend on their tokens, images, LoRA and salt alone. The other blocks also contain
+    embeddings, or images that are named in another way than frontends do, which routing hashes do not cover."""
+    extras: Mapping[int, bytes] = NO_EXTRAS
+    """What the hashes of routable blocks cover next to their tokens, as `image_extras` has it, by the block's number
+    in the run."""
 
 
 class RemovedEvent(Struct, frozen=True):
@@ -190,7 +197,7 @@ def _stored(event: _StoredMap | _StoredArray, tier: int) -> StoredEvent:
     except OverflowError:
         raise ProtocolError("BlockStored: a token id is not a u32") from None
     lora = event.lora_name if isinstance(event.lora_name, str) else ""
-    salt, routable = _read_keys(event, lora)
+    salt, routable, extras = _read_keys(event, lora)
     return StoredEvent(
         hashes=shortened(event.block_hashes),
         parent=None if event.parent_block_hash is None else shortened((event.parent_block_hash,))[0],
@@ -202,6 +209,7 @@ def _stored(event: _StoredMap | _StoredArray, tier: int) -> StoredEvent:
         lora=lora,
         salt=salt or _salt_field(event),
         routable=routable,
+        extras=extras,
     )
 
 
@@ -212,15 +220,17 @@ def _salt_field(event: _StoredMap | _StoredArray) -> str:
     return event.lora_name.cache_salt if isinstance(event.lora_name, _Metadata) else ""
 
 
-def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int]:
-    """(tenant salt, leading blocks that tokens, LoRA and salt alone decide).
+def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int, Mapping[int, bytes]]:
+    """Return the tenant salt, how many leading blocks tokens, images, LoRA and salt alone decide, and what these blocks
+    have of images.
 
-    vLLM's extra keys of a block: the LoRA's name, then what else its content depends on; a chain's first block ends
-    with the salt.
+    vLLM's extra keys of a block: the LoRA's name, the images in it, then what else its content depends on; a chain's
+    first block ends with the salt.
     """
     if event.lora_id is not None and not lora:
-        return "", 0  # the LoRA's name is missing
+        return "", 0, NO_EXTRAS  # the LoRA's name is missing
     salt = ""
+    extras: dict[int, bytes] = {}
     for number, keys in enumerate(event.extra_keys or ()):
         foreign = [key for key in keys or () if key != lora or not lora]
         if number == 0 and event.parent_block_hash is None and foreign:
@@ -229,5 +239,21 @@ def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int]:
                 salt = last
                 foreign.pop()
         if foreign:
-            return salt, number
-    return salt, len(event.block_hashes)
+            images = _read_images(foreign)
+            if images is None:
+                return salt, number, extras or NO_EXTRAS
+            extras[number] = images
+    return salt, len(event.block_hashes), extras or NO_EXTRAS
+
+
+def _read_images(keys: Sequence[object]) -> bytes | None:
+    """Return what a block's hash covers, if these keys are images that are named as frontends do: by 64 digits, each
+    with the index of its first token. None otherwise: older vLLMs give no index, and other names may mean anything."""
+    images: list[tuple[bytes, int]] = []
+    for one in keys:
+        match one:
+            case [str(name), int(start)] if _IMAGE_NAME.fullmatch(name) and abs(start) < 1 << 31:
+                images.append((bytes.fromhex(name), start))
+            case _:
+                return None
+    return join_extra(images)

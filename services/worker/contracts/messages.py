@@ -18,11 +18,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages.cards import KvLayout, Pooling
+from shared.messages.cards import ImageInput, KvLayout, Pooling
 from shared.messages.codec import Codec
 from shared.messages.control import Note
 from shared.messages.frames import Part
-from shared.messages.generate import Sampling
+from shared.messages.generate import Image, Sampling
 from shared.messages.kv_events import KvEvent, SnapshotBlock
 from shared.tracing.traceparent import TraceParent
 
@@ -50,6 +50,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     """The data-parallel rank that computes it, less than `Ready.ranks`."""
     prefill_only: bool = False
     """An attempt with this flag ends with its first token, as `Generate.prefill_only` says."""
+    images: tuple[Image, ...] = ()
+    """The images of the prompt, as `Generate.images` has them."""
     number: int = 0
     """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
     trace: str = ""
@@ -176,6 +178,12 @@ class Ready(Struct, frozen=True, tag="ready"):
     """Whether `Sampling.min_tokens` is kept."""
     prompt_logprobs: bool = False
     """Whether `Sampling.prompt_logprobs` is computed."""
+    images: ImageInput | None = None
+    """How images are prepared for the model. None if it takes none."""
+    most_images: int = 0
+    """Most images of a request."""
+    image_cost: int = 0
+    """How many tokens of a step take as long as an image."""
     allowed_tokens: bool = False
     """Whether `Sampling.allowed_tokens` is kept to."""
     forgets_output: bool = False
@@ -238,6 +246,17 @@ class EngineLoad(Struct, frozen=True):
     started."""
     offered_blocks: int = 0
     """Blocks offered to the kvbm since the engine started."""
+    encoder_hits: int = 0
+    """Images whose embeddings were in the encoder cache when a step computed their first token, since the engine
+    started."""
+    encoded_images: int = 0
+    """Images whose embeddings were computed, since the engine started."""
+    fetched_images: int = 0
+    """Images whose embeddings came from the kvbm, since the engine started."""
+    encoder_entries: int = 0
+    """Images whose embeddings are in the encoder cache."""
+    encoder_bytes: int = 0
+    """Bytes of these embeddings."""
     dropped_offers: int = 0
     """Blocks left out since the engine started, because too many waited to be offered."""
 

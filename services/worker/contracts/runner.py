@@ -10,7 +10,7 @@ from msgspec import Struct
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
 from services.worker.contracts.mover import Mover
 from shared.messages.frames import PromptLogprobs, TokenLogprob
-from shared.messages.generate import Sampling
+from shared.messages.generate import Image, Sampling
 
 
 class Work(Struct):
@@ -37,6 +37,9 @@ class Work(Struct):
     """State that the runner keeps from one step with this sequence to the next."""
     lora: str = ""
     """Id of the LoRA that computes it, which is loaded. Empty if there is none."""
+    images: Sequence[Image] = ()
+    """The images of the prompt, by their start. Their embeddings stand in for those of their tokens. Their keys are
+    those of embeddings: other ones for each tenant salt."""
     scored: int = 1
     """How many leading prompt tokens need no log-probability any longer. Nothing precedes the first, so it has none."""
 
@@ -89,6 +92,15 @@ class Drawn(Struct, frozen=True, gc=False):
     """The error is that numbers were not finite. Any block that they were computed from may be wrong."""
     prompt_logprobs: PromptLogprobs | None = None
     """The log-probabilities of the prompt tokens after the positions `Work.scoring`. None if that is empty."""
+
+
+class EmbeddingStore(Protocol):
+    """Embeddings of images outside of this process."""
+
+    def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
+        """Return the bytes of an image's embeddings, and whether they were stored already. Otherwise they are those of
+        `encode`, and are stored now, if that can be done."""
+        ...
 
 
 class Runner(Protocol):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import TypeGuard, assert_never
+from typing import Any, TypeGuard, assert_never
 
 from services.worker.config import EngineConfig
 from services.worker.contracts.messages import (
@@ -50,9 +50,11 @@ from services.worker.kv_connector.connector import Attachment, ExchangeTerms, KV
 from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
+from services.worker.scheduler.encoder_cache import EncoderCache
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.scheduler import Scheduler
+from services.worker.scheduler.step_images import StepImages
 from shared.kv_events import to_kv_events, to_snapshot
 from shared.messages.kv_events import AllBlocksCleared, KvEvent
 from shared.messages.kvbm import StoreLayout
@@ -127,9 +129,11 @@ class EngineCore:
         *,
         share_reader: ShareReader | None = None,
         sharer: Callable[[KVCacheManager], Sharer] | None = None,
+        encoder_cache: EncoderCache[Any] | None = None,
     ) -> EngineCore:
         """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
-        kvbm; with `share_reader`, or with what `sharer` makes for its blocks, also with other engines."""
+        kvbm; with `share_reader`, or with what `sharer` makes for its blocks, also with other engines. `encoder_cache`
+        is that of a runner whose model takes images."""
         settings = config.worker
         step_s = settings.step_s or STEP_S[settings.device]
         limits = SchedulerLimits(
@@ -149,6 +153,7 @@ class EngineCore:
             wait_s=settings.kvbm.wait_s,
         )
         scheduler = Scheduler(limits)
+        scheduler.images = StepImages(encoder_cache, facts.image_cost)
         if mover is None or attachment is None:
             return EngineCore(scheduler, facts.block_size, operations=facts.operations)
         own_sharer = None if sharer is None else sharer(scheduler.kv_cache)

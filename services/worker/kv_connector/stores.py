@@ -37,7 +37,7 @@ BATCH_BLOCKS = 64
 BATCH_BYTES = MOST_FRAME_BYTES // 2
 """Most bytes of one Store's blocks. A frame that is too large would cost the link."""
 _BLOCK_BYTES = 64
-"""Most bytes of a block in a Store, without its tokens, LoRA and salt."""
+"""Most bytes of a block in a Store, without its tokens, LoRA, salt and images."""
 COLLECT_S = 0.02
 """Seconds that the first of a Store's blocks waits for others, as a rule."""
 MOST_STORES = 8
@@ -189,7 +189,7 @@ class Stores:
         return actions
 
     def _send(self, now_s: float, blocks: list[Content], tries: int) -> KvbmAsk:
-        body = [StoreBlock(block.key, block.parent, block.tokens, block.lora, block.salt) for block in blocks]
+        body = [StoreBlock(one.key, one.parent, one.tokens, one.lora, one.salt, one.extra) for one in blocks]
         number = next(self._numbers)
         self._asked[number] = _AskedStore(now_s, blocks, tries)
         self._under_way += len(blocks)
@@ -300,7 +300,8 @@ def _fitting(blocks: Sequence[Content]) -> int:
     """Return how many of the blocks, from the first on, one Store can have."""
     left_bytes = BATCH_BYTES
     for count, block in enumerate(blocks):
-        left_bytes -= _BLOCK_BYTES + len(block.tokens) + len(block.lora.encode()) + len(block.salt.encode())
+        named = len(block.lora.encode()) + len(block.salt.encode()) + len(block.extra)
+        left_bytes -= _BLOCK_BYTES + len(block.tokens) + named
         if left_bytes < 0:
             return count
     return len(blocks)

@@ -61,10 +61,13 @@ class Architecture(Struct, frozen=True):
     fused: bool = False
     """Whether q, k and v are stored as one tensor, and gate and up too."""
     nested: bool = False
-    """Whether the settings are in `text_config`, because the model also takes images, which are not served."""
+    """Whether the settings are in `text_config`, because the model also takes images."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of their width."""
     sliding: Sliding = "none"
+    decoders: Mapping[str, str] = _NONE
+    """`model_type` of the text part → the architecture that its decoder has, in a model that takes images as LLaVA
+    does. Empty if images are not served."""
     gguf: str = ""
     """The architecture's name in GGUF files; empty if such files are refused."""
 
@@ -74,6 +77,7 @@ class Architecture(Struct, frozen=True):
         return {"rms_norm_eps": 1e-6, **dict(zip(_SHAPE, self.shape, strict=True)), **self.others}
 
 
+_LLAMA = Architecture(reads=("attention_bias", "mlp_bias"), gguf="llama")
 _GEMMA_3 = Architecture(
     reads=(
         *("attention_bias", "use_bidirectional_attention", "hidden_activation", "query_pre_attn_scalar"),
@@ -98,7 +102,7 @@ _GEMMA_3 = Architecture(
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "LlamaForCausalLM": Architecture(reads=("attention_bias", "mlp_bias"), gguf="llama"),
+        "LlamaForCausalLM": _LLAMA,
         "MistralForCausalLM": Architecture(
             reads=("sliding_window",),
             shape=(32_000, 4096, 14_336, 32, 32, 8, 131_072),
@@ -152,6 +156,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "Gemma3ForCausalLM": _GEMMA_3,
         "Gemma3ForConditionalGeneration": structs.replace(_GEMMA_3, nested=True),
+        "LlavaForConditionalGeneration": structs.replace(
+            _LLAMA,
+            gguf="",
+            nested=True,
+            decoders={"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"},
+        ),
         "Phi3ForCausalLM": Architecture(
             reads=("sliding_window", "partial_rotary_factor"),
             shape=(32_064, 3072, 8192, 32, 32, 0, 4096),
@@ -185,3 +195,16 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 """The architectures that the native engine serves, by their name in config.json; docs/models.md lists them."""
+
+
+def architecture_of(name: str, text: Mapping[str, Any] | None) -> Architecture | None:
+    """Return the architecture that a config.json names; None if it is not served. `text` is its `text_config`, which
+    says which decoder a LLaVA has. Raise ValueError if that is none of those that are served."""
+    described = ARCHITECTURES.get(name)
+    if described is None or not described.decoders or text is None:
+        return described
+    kind = text.get("model_type", "llama")
+    decoder = described.decoders.get(kind) if isinstance(kind, str) else None
+    if decoder is None:
+        raise ValueError(f"model_type is {kind}; {', '.join(described.decoders)} are supported in a {name}")
+    return structs.replace(ARCHITECTURES[decoder], gguf="", nested=True, decoders=described.decoders)

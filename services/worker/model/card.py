@@ -69,6 +69,7 @@ def card_of(
         prompt_logprobs=facts.prompt_logprobs,
         allowed_tokens=facts.allowed_tokens,
         forgets_output=facts.forgets_output,
+        images=facts.images,
         embedding_size=facts.embedding_size,
         generates=facts.generates,
         pooling=(facts.pooling or read_pooling(Path(model))) if facts.embedding_size else "",

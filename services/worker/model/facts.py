@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from services.worker.config import Natural, Positive, SamplingConfig
 from services.worker.contracts.messages import Ready
-from services.worker.model.architectures import ARCHITECTURES
+from services.worker.model.architectures import architecture_of
 from shared.errors import ModelError
 from shared.messages.cards import KvLayout, Pooling, SamplingDefaults
 from shared.model_file import CONFIG_LIMIT_BYTES, decode_model_json, read_model_file, read_model_json
@@ -42,7 +42,10 @@ def facts_of(directory: Path, *, block_size: int, capacity_blocks: int) -> Ready
     becomes 4096. Raise ModelError."""
     file = read_config_json(directory)
     named = file.outer.get("architectures")
-    described = ARCHITECTURES.get(str(named[0])) if isinstance(named, list) and named else None
+    try:
+        described = architecture_of(str(named[0]), file.text) if isinstance(named, list) and named else None
+    except ValueError as wrong:
+        raise ModelError(f"{file.path}: text_config.{wrong}") from None
     defaults = {} if described is None else described.defaults
     said = {name: value for name, value in file.settings.items() if value is not None}
     try:

@@ -19,8 +19,10 @@ from services.worker.model.architectures import (
     Architecture,
     NormPlaces,
     QueryNorm,
+    architecture_of,
 )
 from services.worker.native.rope import LongRope, NoRope, Rope, parse_rope
+from services.worker.native.vision_config import VisionConfig, read_vision
 from shared.errors import ModelError
 from shared.model_file import decode_model_json
 from shared.model_files.config_json import FULL, SLIDING, ConfigJson, read_config_json, rope_parameters
@@ -133,6 +135,8 @@ class ModelConfig(Struct, frozen=True):
     residual_scale: float = 1.0
     """The factor of what attention and the feed-forward part add to the residual stream."""
     logit_scale: float = 1.0
+    vision: VisionConfig | None = None
+    """How the model sees. None if it takes no images, or they are not served."""
 
     @property
     def queries(self) -> int:
@@ -169,8 +173,7 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read config.json, and the tokens that end an answer from the files next to it. Raise ModelError naming file and
-    field."""
+    """Read config.json, and what counts of the files next to it. Raise ModelError naming file and field."""
     file = read_config_json(directory)
     path = file.path
     architecture = _architecture(file)
@@ -225,6 +228,7 @@ def read_config(directory: Path) -> ModelConfig:
         embedding_scale=raw.hidden_size**0.5 if architecture.scaled_embedding else raw.embedding_multiplier,
         residual_scale=raw.residual_multiplier,
         logit_scale=1 / raw.logits_scaling,
+        vision=read_vision(directory, file, raw.vocab_size) if architecture.decoders else None,
     )
     _check(path, config)
     return config
@@ -249,7 +253,10 @@ def _architecture(file: ConfigJson) -> Architecture:
     """Return the architecture that config.json names. Raise ModelError if it is not supported."""
     path = file.path
     name = ", ".join(decode_model_json(path, file.content, _Named).architectures) or "none"
-    architecture = ARCHITECTURES.get(name)
+    try:
+        architecture = architecture_of(name, file.text)
+    except ValueError as wrong:
+        raise ModelError(f"{path}: text_config.{wrong}") from None
     if architecture is None:
         raise ModelError(
             f"{path}: architecture {name} is not supported; {', '.join(ARCHITECTURES)} are. docs/models.md lists them;"
@@ -265,7 +272,8 @@ def _settings(file: ConfigJson, architecture: Architecture) -> _AllJson:
         raise ModelError(f"{file.path}: text_config is missing; it has the settings of the model's text part")
     stored = {**(file.settings if architecture.nested else file.outer)}
     if architecture.nested:
-        stored["tie_word_embeddings"] = file.tied
+        text_tied = file.settings.get("tie_word_embeddings") if architecture.decoders else None
+        stored["tie_word_embeddings"] = file.tied or text_tied  # LLaVA's classes let either say so
     said = {name: value for name, value in stored.items() if name in read and (value is not None or name in _NULL_SAYS)}
     try:
         return msgspec.convert({**architecture.defaults, **said}, _AllJson)

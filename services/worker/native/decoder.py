@@ -85,10 +85,15 @@ class Decoder:
         return logits
 
     def pool(
-        self, works: Sequence[StepWork], spans: Sequence[RowSpan], loras: Sequence[LoraRows] = ()
+        self,
+        works: Sequence[StepWork],
+        spans: Sequence[RowSpan],
+        loras: Sequence[LoraRows] = (),
+        placed: Sequence[tuple[int, Array]] = (),
     ) -> tuple[Array, Sums, Array]:
         """Compute a step, as `step` does, with these LoRAs. Return its logits, the sum of the hidden states of each of
-        these spans of rows, and what `logits` takes: the states of all rows (rows, hidden) before the final norm."""
+        these spans of rows, and what `logits` takes: the states of all rows (rows, hidden) before the final norm.
+        `placed` has a first row, and the embeddings that stand in for those of the tokens from there on."""
         config, weights = self._config, self._weights
         step = lay_out(works, self._cache.layout.block_size, self._group_limit)
         positions = step.positions
@@ -96,6 +101,8 @@ class Decoder:
         hidden = weights.embedding[step.tokens]
         if config.embedding_scale != 1:
             hidden *= np.float32(config.embedding_scale)
+        for first, embeddings in placed:
+            hidden[first : first + len(embeddings)] = embeddings
         for number, layer in enumerate(weights.layers):
             attended = self._attend(number, layer, self._normed(hidden, layer.input_norm), step, turns, loras)
             self._add(hidden, attended, layer.attended_norm)

@@ -39,10 +39,11 @@ from services.worker.native.gguf_tokenizer import as_json
 from services.worker.native.tensor_file import Floats, write_tensors
 from services.worker.native.weights import Checkpoint, checkpoint_files, tensor_shapes
 from shared.errors import ModelError
-from shared.model_file import FILES, read_model_file
+from shared.model_file import FILES, IMAGE_FILES, read_model_file
 
 _FORMAT = b"headrace 2"
 """A part of every key. Change it whenever a conversion writes something else."""
+_COPIED = {**FILES, **IMAGE_FILES}
 WEIGHTS = "model.safetensors"
 CACHE_LIMIT_BYTES = 64 << 30
 MOST_FILES = 64
@@ -101,7 +102,7 @@ def _source_files(source: Path) -> list[Path]:
     """Return the files that a conversion reads."""
     if not source.is_dir():
         return [source]
-    return [*checkpoint_files(source), *(source / name for name in FILES if (source / name).exists())]
+    return [*checkpoint_files(source), *(source / name for name in _COPIED if (source / name).exists())]
 
 
 def prepare_files(source: Path, cache: Path) -> Path:
@@ -225,7 +226,7 @@ def _target(source: Path, files: list[Path], cache: Path) -> Path:
 
 
 def _convert_directory(source: Path, checkpoint: Checkpoint, target: Path, progress: Progress) -> None:
-    for name, limit_bytes in FILES.items():
+    for name, limit_bytes in _COPIED.items():
         if (source / name).exists():
             content = read_model_file(source / name, limit_bytes)
             (target / name).parent.mkdir(exist_ok=True)

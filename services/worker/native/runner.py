@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from services.worker.config import LORA_BYTES, LORA_RANK, Dtype, WorkerConfig
+from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, MOST_IMAGES, Dtype, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
-from services.worker.contracts.runner import Drawn, Work
+from services.worker.contracts.runner import Drawn, EmbeddingStore, Work
 from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
+from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, calibrate_linear
 from services.worker.native.logprobs import score
@@ -35,7 +36,9 @@ from services.worker.native.prepare import prepare
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.sampler import sample
 from services.worker.native.shared_weights import SharedWeights, shared_weights
+from services.worker.native.vision_tower import VisionTower
 from services.worker.native.weights import check_digest, load_weights, weights_digest
+from services.worker.scheduler.encoder_cache import EncoderCache
 from services.worker.sharing.host_pages import HostMapper, SharedHostCopier
 from services.worker.sharing.memory import SharableMemory
 from services.worker.transfer.block_shape import BlockShape
@@ -68,27 +71,29 @@ class NativeRunner:
         shares_blocks: bool = False,
         weights: SharedWeights | None = None,
         group: GroupTerms | None = None,
+        most_images: int = MOST_IMAGES,
+        encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
     ) -> None:
         """Load the model. Raise ModelError, also if the cache would hold no block, and RankLost.
 
         `directory` is the result of `prepare`, or that of `weights`, which are mapped. `capacity_blocks` 0 means as
         many as `capacity_bytes` hold. With `verify` every loaded block is compared with the pool's, with
-        `shares_blocks` other engines can copy blocks. With `group` further processes compute a part of each layer.
+        `shares_blocks` other engines can copy blocks. With `most_images` 0 the model takes no images. With `group`
+        further processes compute a part of each layer, and the model takes no images.
         """
         config = read_config(directory)
         layout = KvLayout(kv_dtype, config.layers, config.kv_heads, config.head_dim, block_size)
-        capacity_blocks = capacity_blocks or capacity_bytes // layout.block_bytes
-        if capacity_blocks < 1:
-            raise ModelError(
-                f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes} bytes;"
-                " raise capacity_bytes"
-            )
+        capacity_blocks = capacity_blocks or _blocks(directory, layout, capacity_bytes)
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._shared = weights
         sizes = (capacity_blocks, context_length)
         self._group = RankGroup(directory, config, layout, sizes, group) if group is not None else None
         self._cache = self._group.cache if self._group else KvCache(layout, capacity_blocks, shared=shares_blocks)
+        vision = config.vision if most_images and group is None else None
+        self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
+        self._images: ImageEncoder | None = None
+        self._store: EmbeddingStore | None = None
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
@@ -111,10 +116,16 @@ class NativeRunner:
             embedding_size=config.hidden,
             weights=weights_digest(directory, config, self._file),
             operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
+            images=None if vision is None else vision.input,
+            most_images=most_images,
+            image_cost=0 if vision is None else image_cost(config),
         )
 
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
         weights = load_weights(directory, self._config, self._file)
+        if self.encoder_cache is not None:
+            tower = VisionTower.load(directory, self._config, self._file)
+            self._images = None if tower is None else ImageEncoder(tower, self.encoder_cache, self._store)
         if self._group is not None:
             return self._group.decoder(weights)
         linear = calibrate_linear([layer.up for layer in weights.layers])
@@ -143,7 +154,8 @@ class NativeRunner:
         with np.errstate(
             over="ignore", invalid="ignore"
         ):  # numbers that are not finite are found later, in the logits or the sums
-            logits, sums, hidden = self._decoder.pool(works, pooling_spans(works), self._loras.of(works))
+            placed = [] if self._images is None else self._images.place(works)
+            logits, sums, hidden = self._decoder.pool(works, pooling_spans(works), self._loras.of(works), placed)
             prompts = [self._score(rows, hidden) for rows in scored_rows(works)]
         results = step_results(works, sample(logits, drawing, self._masks.end()), sums)
         return with_prompt_logprobs(works, results, prompts) if prompts else results
@@ -166,17 +178,30 @@ class NativeRunner:
             return refused
         match operation:
             case "clear":
+                self._forget_images()
                 return ""
             case "sleep":
                 self._cache.drop()
+                self._forget_images()
                 if level == 2:
                     del self._decoder
+                    self._images = None
                     self._release_weights()
                 return ""
             case "wake":
                 return self._wake()
             case "load_lora" | "unload_lora":
                 return operate_loras(self._loras, operation, name, path)
+
+    def use_store(self, store: EmbeddingStore) -> None:
+        """Share embeddings of images with other engines."""
+        self._store = store
+        if self._images is not None:
+            self._images.store = store
+
+    def _forget_images(self) -> None:
+        if self.encoder_cache is not None:
+            self.encoder_cache.clear()
 
     def _wake(self) -> str:
         if not hasattr(self, "_decoder"):
@@ -219,6 +244,17 @@ class NativeRunner:
         self._cache.close()
 
 
+def _blocks(directory: Path, layout: KvLayout, capacity_bytes: int) -> int:
+    """Return how many blocks the KV cache holds, at least one. Raise ModelError."""
+    blocks = capacity_bytes // layout.block_bytes
+    if blocks < 1:
+        raise ModelError(
+            f"{directory}: a KV cache of {capacity_bytes} bytes holds no block of {layout.block_bytes} bytes;"
+            " raise capacity_bytes"
+        )
+    return blocks
+
+
 def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> NativeRunner:
     """Return a runner for a worker's model, a directory or a GGUF file. Raise ModelError."""
     weights = shared_weights(settings, progress)
@@ -245,4 +281,6 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
         shares_blocks=settings.shares_blocks,
         weights=weights,
         group=group,
+        most_images=settings.most_images,
+        encoder_cache_bytes=settings.encoder_cache_bytes,
     )

@@ -20,6 +20,7 @@ from services.worker.model.tensor_header import ITEM_BYTES, Shape, TensorEntry
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.tensor_file import Floats, TensorFile
+from services.worker.native.vision_config import vision_shapes
 from shared.errors import ModelError
 from shared.model_file import LIST_LIMIT_BYTES, read_model_json
 
@@ -71,6 +72,16 @@ NORM_NAMES: dict[NormPlaces, dict[str, str]] = {
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.vision_model.": "vision_tower.",
+    "model.vision_tower.vision_model.": "vision_tower.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+"""Beginnings of names in files of models that take images → what stands there in the names of `tensor_shapes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +228,8 @@ def load_weights(directory: Path, config: ModelConfig, file: Path | None = None)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor that the decoder needs, by its Hugging Face name."""
+    """Return the shape of every tensor that the model needs, by its Hugging Face name: those of the decoder, and those
+    of its vision tower if it has one."""
     hidden, intermediate, queries, keys = config.hidden, config.intermediate, config.queries, config.keys
     layer: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in NORM_NAMES[config.norms].values()}
     if config.fused:
@@ -241,14 +253,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes[HEAD] = (config.vocab, hidden)
     for number in range(config.layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    if config.vision is not None:
+        shapes |= vision_shapes(config.vision, hidden)
     return shapes
 
 
 def text_name(stored: str) -> str:
-    """Return the name that a tensor has in a model of text alone; models that take images put it below another."""
-    for prefix in ("language_model.model.", "model.language_model."):
+    """Return the name that a tensor has in a model of text alone; models that take images put it below another. The
+    tensors of these models' other parts have one name, too, though files differ."""
+    for prefix, shown in _PREFIXES.items():
         if stored.startswith(prefix):
-            return f"model.{stored.removeprefix(prefix)}"
+            return shown + stored.removeprefix(prefix)
     return stored
 
 

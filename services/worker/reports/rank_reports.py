@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.worker.contracts.messages import EngineLoad, Stepped
-from shared.messages.load import KvState, RankLoad
+from shared.messages.load import EncoderState, KvState, RankLoad
 
 _COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name not in ("prefill_tokens_per_s", "step_s"))
 
@@ -46,6 +46,13 @@ class RankReports:
             prefill_tokens_per_s=_mean(load.prefill_tokens_per_s for load in loads),
             step_s=_mean(load.step_s for load in loads),
         )
+
+    @property
+    def encoder(self) -> EncoderState | None:
+        """The encoder cache of all ranks. None if no image has come."""
+        load = self.load
+        counts = load.encoder_hits, load.encoded_images, load.fetched_images
+        return EncoderState(load.encoder_entries, load.encoder_bytes, *counts) if any(counts) else None
 
     @property
     def rank_loads(self) -> list[RankLoad]:

@@ -11,7 +11,7 @@ import math
 from services.worker.contracts.messages import Ready
 from services.worker.limits import MAX_BIASES, MAX_TOP_LOGPROBS
 from shared import subjects
-from shared.hashing import token_array
+from shared.hashing import pack_tokens, token_array
 from shared.messages.generate import Generate, Sampling
 
 _MAX_REQUEST_CHARACTERS = 256
@@ -23,11 +23,17 @@ _MAX_BIAS = 100.0
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_PRIORITY = 1 << 31
 _MAX_GRAMMAR_CHARACTERS = 1 << 18
+_IMAGE_KEY_BYTES = 32
 
 
 def find_fault(generate: Generate, facts: Ready) -> str:
     """Return why the Generate cannot be computed here, beginning with the field. Empty if it can."""
-    return _envelope(generate, facts) or _tokens(generate, facts) or _sampling(generate.sampling, facts)
+    return (
+        _envelope(generate, facts)
+        or _tokens(generate, facts)
+        or _images(generate, facts)
+        or _sampling(generate.sampling, facts)
+    )
 
 
 def _envelope(generate: Generate, facts: Ready) -> str:
@@ -67,6 +73,32 @@ def _tokens(generate: Generate, facts: Ready) -> str:
         return f"prompt_tokens: {generate.prompt_tokens} of {count} tokens, but an embedding's tokens are all prompt"
     if generate.sampling.prompt_logprobs >= 0 and generate.prompt_tokens < count:
         return "sampling.prompt_logprobs: not for an answer that is continued"
+    return ""
+
+
+def _images(generate: Generate, facts: Ready) -> str:
+    images, takes = generate.images, facts.images
+    if not images:
+        return ""
+    if takes is None:
+        return "images: this engine takes none"
+    if len(images) > facts.most_images:
+        return f"images: {len(images)}; at most {facts.most_images} are allowed (worker.most_images)"
+    end = 0
+    for number, image in enumerate(images):
+        before, end = end, image.start + image.tokens
+        if len(image.key) != _IMAGE_KEY_BYTES:
+            return f"images: number {number} has a key of {len(image.key)} bytes, not {_IMAGE_KEY_BYTES}"
+        if image.tokens != takes.tokens:
+            return f"images: number {number} has {image.tokens} tokens; an image of this model has {takes.tokens}"
+        if not before <= image.start <= end <= generate.prompt_tokens:
+            return f"images: number {number} has the tokens {image.start} to {end - 1}: before {before}, or no prompt's"
+        if generate.tokens[4 * image.start : 4 * end] != pack_tokens([takes.token_id] * image.tokens):
+            return f"images: number {number} stands for other tokens than {takes.token_id}"
+        if len(image.pixels) != 3 * takes.width * takes.height:
+            return (
+                f"images: number {number} has {len(image.pixels)} bytes, not those of {takes.width} by {takes.height}"
+            )
     return ""
 
 

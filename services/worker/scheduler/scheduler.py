@@ -59,6 +59,7 @@ from services.worker.scheduler.kv_onboarding import MOST_EXPECTED
 from services.worker.scheduler.outcome import Outcome
 from services.worker.scheduler.queue_clock import Cause, describe_wait
 from services.worker.scheduler.sequence import Sequence, rank_of
+from services.worker.scheduler.step_images import StepImages
 from services.worker.scheduler.throughput import StepBudget
 from services.worker.scheduler.waiting_queue import WaitingQueue
 from shared.messages.frames import NOT_BEGUN, FinishReason, Part, PromptLogprobs
@@ -111,6 +112,8 @@ class Scheduler:
         self._step_began_s = 0.0
         self.step_tokens = 0
         """Tokens that the step under way computes for sequences, or the last one computed."""
+        self.images = StepImages()
+        """Which image a step encodes."""
         self._stalled_at: int | None = None
         """The KV cache manager's `changes` when a step could compute nothing. None if the last step did, or a command
         came since. While that number stays, all sequences wait for the kvbm, or for blocks that copies hold."""
@@ -207,6 +210,7 @@ class Scheduler:
         self._onboarding.give_up(now_s)
         self._consider_onboarding(now_s)
         self._step, self._step_began_s = [], now_s
+        self.images.begin()
         self.kv_cache.notes.now_s = now_s
         self._schedule_decodes()
         if self._probe_due:
@@ -226,7 +230,7 @@ class Scheduler:
         assert step is not None
         assert len(drawn) == len(step) + (self.probe.work is not None)
         size, probe, ended_s = self._limits.block_size, self.probe, self._step_began_s + elapsed_s
-        self.budget.record_step(self.step_tokens, len(step), elapsed_s, ended_s)
+        self.budget.record_step(self.step_tokens + self.images.tokens, len(step), elapsed_s, ended_s)
         for sequence, draw in zip(step, drawn, strict=False):  # a probe is beyond them
             work = sequence.work
             ends = work.end == len(sequence.tokens)
@@ -301,6 +305,7 @@ class Scheduler:
     def load(self) -> EngineLoad:
         """Return the counts as of now."""
         blocks, offloading = self.kv_cache.statistics(), self.kv_cache.offloading
+        encoder = self.images.cache
         return EngineLoad(
             waiting=len(self._queue.sequences),
             running=len(self._running),
@@ -319,6 +324,11 @@ class Scheduler:
             prefetched_blocks=self._onboarding.prefetched,
             offered_blocks=offloading.offered_blocks,
             dropped_offers=offloading.dropped_blocks,
+            encoder_hits=encoder.hits,
+            encoded_images=encoder.encoded,
+            fetched_images=encoder.fetched,
+            encoder_entries=len(encoder),
+            encoder_bytes=encoder.size_bytes,
         )
 
     # --- scheduling
@@ -433,15 +443,18 @@ class Scheduler:
         return True
 
     def _add_work(self, sequence: Sequence, most: int) -> int:
-        """Put the sequence into the step with at most `most` tokens; return how many."""
+        """Put the sequence into the step with at most `most` tokens; return how many, an image that it has encoded
+        counted. It stays out of the step if it waits for a second image."""
         assert self._step is not None
-        start, size = sequence.computed, self._limits.block_size
+        start, size, encodes = sequence.computed, self._limits.block_size, self.images.tokens
         end = min(start + most, len(sequence.tokens))
         if end < len(sequence.tokens) and 4 * (end % size) <= end - start:
             end -= end % size  # whole blocks, where that costs little: they are stored, and reused by others, at once
+        if sequence.work.images and (end := self.images.fit(sequence.work.images, start, end)) == start:
+            return 0
         sequence.work.end = end
         self._step.append(sequence)
-        return end - start
+        return end - start + self.images.tokens - encodes
 
     def _preempt(self, sequence: Sequence, grows: Sequence) -> None:
         self._preemptions += 1

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import inf
 from sys import intern
+
+from msgspec.structs import replace
 
 from services.worker.contracts.messages import Begun, Submit
 from services.worker.contracts.runner import Work
 from services.worker.limits import SchedulerLimits
 from services.worker.scheduler.queue_clock import NO_WAIT, WaitTimes
 from shared.blocks import Content
-from shared.hashing import ContentKey, content_key, content_keys, pack_tokens, root_key, token_array
+from shared.hashing import (
+    NO_EXTRAS,
+    ContentKey,
+    content_key,
+    content_keys,
+    image_extras,
+    pack_tokens,
+    root_key,
+    token_array,
+)
 from shared.messages.frames import FinishReason, Part
+from shared.messages.generate import Image
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,6 +83,8 @@ class Sequence:
     keys: list[ContentKey]
     """Content keys of the full blocks of the submitted tokens, and of the blocks stored since."""
     blocks: list[int]
+    extras: Mapping[int, bytes]
+    """What names the images in a block, by its index."""
     queued_at: WaitTimes = NO_WAIT
     """The clocks of the queue when it began to wait."""
     queued_s: float = 0.0
@@ -97,11 +113,16 @@ class Sequence:
         sampling, block_size = submit.sampling, limits.block_size
         root = root_key(limits.model, submit.lora, submit.salt)
         tokens, blocks = token_array(submit.tokens), list[int]()
+        named = [(image.key, image.start, image.tokens) for image in submit.images]
+        extras = image_extras(named, block_size) if named else NO_EXTRAS
+        images = _salted(submit.images, submit.salt)
         stop_tokens = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
         # As in vLLM, an end-of-sequence token is barred even where it would not end the sequence.
         barred = sorted(limits.eos_token_ids.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
         return Sequence(
-            work=Work(arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens, barred, lora=submit.lora),
+            work=Work(
+                arrival, tokens, 0, 0, blocks, sampling, submit.prompt_tokens, barred, lora=submit.lora, images=images
+            ),
             tokens=tokens,
             request=submit.request,
             attempt=submit.attempt,
@@ -118,8 +139,9 @@ class Sequence:
             due_s=-inf if len(tokens) > submit.prompt_tokens else now_s,
             block_size=block_size,
             root=root,
-            keys=_keys(root, submit.tokens, block_size, expected),
+            keys=_keys(root, submit.tokens, block_size, expected, extras),
             blocks=blocks,
+            extras=extras,
         )
 
     @property
@@ -190,9 +212,10 @@ class Sequence:
         if len(packed) < 4 * self.block_size:  # some of it was drawn here
             packed = pack_tokens(self.tokens[start : start + self.block_size])
         parent = self.keys[index - 1] if index else None
+        extra = self.extras.get(index, b"")
         if index == len(self.keys):
-            self.keys.append(content_key(parent or self.root, packed))
-        return Content(self.keys[index], parent, packed, self.submit.lora, self.submit.salt)
+            self.keys.append(content_key(parent or self.root, packed + extra))
+        return Content(self.keys[index], parent, packed, self.submit.lora, self.submit.salt, extra)
 
     def contents(self, first: int, count: int) -> list[Content]:
         """Return the contents of blocks first … first + count - 1, which are full and whose keys are known."""
@@ -202,10 +225,12 @@ class Sequence:
             packed = pack_tokens(self.tokens)
         keys = self.keys[first:last]
         parents = [self.keys[first - 1] if first else None, *keys]
-        starts = range(size * first, size * last, size)
+        numbers, extras = range(first, last), self.extras
         return [
-            Content(key, parent, packed[start : start + size], lora, salt)
-            for key, parent, start in zip(keys, parents, starts, strict=False)
+            Content(
+                key, parent, packed[size * at : size * at + size], lora, salt, extras.get(at, b"") if extras else b""
+            )
+            for key, parent, at in zip(keys, parents, numbers, strict=False)
         ]
 
     def begun_report(self, now_s: float) -> Begun:
@@ -241,10 +266,26 @@ def rank_of(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.rank
 
 
-def _keys(root: ContentKey, packed: bytes, block_size: int, expected: Sequence | None) -> list[ContentKey]:
+def _salted(images: tuple[Image, ...], salt: str) -> tuple[Image, ...]:
+    """Return the images with other keys for each tenant salt: how fast an answer comes must not say which images other
+    tenants have sent."""
+    if not salt:
+        return images
+    return tuple(replace(image, key=sha256(salt.encode() + image.key).digest()) for image in images)
+
+
+def _keys(
+    root: ContentKey, packed: bytes, block_size: int, expected: Sequence | None, extras: Mapping[int, bytes]
+) -> list[ContentKey]:
     """Return the content keys of the full blocks of packed tokens. To hash 8,192 tokens takes 1 ms."""
-    if expected is None or expected.root != root or not packed.startswith(expected.submit.tokens):
-        return content_keys(root, packed, block_size)
+    if (
+        expected is None
+        or extras
+        or expected.extras
+        or expected.root != root
+        or not packed.startswith(expected.submit.tokens)
+    ):
+        return content_keys(root, packed, block_size, extras)
     known = expected.keys
     rest = packed[4 * block_size * len(known) :]
     return known + content_keys(known[-1] if known else root, rest, block_size)

@@ -11,7 +11,7 @@ from shared.hashing import self_test
 from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
-from shared.messages.load import LoadReport, StandbyState
+from shared.messages.load import EncoderState, LoadReport, StandbyState
 from shared.messages.people import ModelState, RouterState, SourceState
 from shared.messages.turns import ModelTurn, TurnsState
 
@@ -181,6 +181,13 @@ def test_the_card_of_the_later_instance_is_the_refused_one() -> None:
     view = look(instance("worker", "a", NOW - 1), instance("worker", "b", NOW - 9), card("a", digest="x"), card("b"))
     assert [(row.model, row.instance) for row in view.refused] == [("m.x", "a")]
     assert "refused: m.x at a: tokenizer_digest: " in render(view)
+
+
+def test_the_encoder_cache_of_a_worker_that_has_seen_images_is_shown() -> None:
+    seeing = msgspec.structs.replace(report("w1"), encoder=EncoderState(3, 9_437_184, hits=7, encoded=4, fetched=2))
+    text = render(look(instance("worker", "w1"), instance("worker", "w2"), reports=(seeing, report("w2"))))
+    [said] = [line for line in text.splitlines() if line.startswith("encoder cache")]
+    assert said == "encoder cache of worker w1: 3 images, 9.44 MB; 7 found there, 2 in kvbm, 4 encoded"
 
 
 def test_what_cannot_be_read_is_named_and_harms_nothing_else() -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kvbm.disk.format import (
+    IMAGES_VERSION,
     PAGE_BYTES,
     VARIABLE_BYTES,
     VERSION,
@@ -23,7 +24,11 @@ KEYS = st.binary(min_size=16, max_size=16)
 U64 = st.integers(0, 2**64 - 1)
 HEADERS = st.builds(
     Header,
-    st.builds(Content, KEYS, st.none() | KEYS, st.binary(max_size=2048), st.text(max_size=80), st.text(max_size=80)),
+    st.builds(
+        Content,
+        *(KEYS, st.none() | KEYS, st.binary(max_size=2048), st.text(max_size=80), st.text(max_size=80)),
+        st.binary(max_size=576),
+    ),
     U64,
     U64,
 )
@@ -63,10 +68,15 @@ def test_a_record_of_another_layout_or_size_is_foreign() -> None:
 
 
 def test_a_record_of_another_version_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.kvbm.disk.format.VERSION", VERSION + 1)
+    monkeypatch.setattr("services.kvbm.disk.format.VERSION", IMAGES_VERSION + 1)
     page = page_of(Header(content(1), 1, 2))
     monkeypatch.undo()
     assert decode_header(page, SHAPE) == "version"
+
+
+def test_a_record_with_images_has_a_version_of_its_own_which_earlier_releases_refuse() -> None:
+    plain, image = (page_of(Header(Content(bytes(16), None, b"abcd", extra=extra), 1, 2)) for extra in (b"", b"x" * 36))
+    assert (int.from_bytes(plain[16:20], "little"), int.from_bytes(image[16:20], "little")) == (VERSION, VERSION + 1)
 
 
 def test_tokens_that_do_not_fit_are_refused_and_leave_the_page_alone() -> None:

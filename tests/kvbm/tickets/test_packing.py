@@ -36,6 +36,14 @@ def test_a_block_has_all_its_tokens() -> None:
         to_contents([block], 3)
 
 
+def test_a_block_names_at_most_an_image_a_token() -> None:
+    block = StoreBlock(b"k" * 16, None, bytes(8), extra=b"x" * 72)
+    assert to_contents([block], 2)[0].extra == block.extra
+    for extra in (b"x" * 108, b"x" * 35):
+        with pytest.raises(BadRequest, match=f"names its images with {len(extra)} bytes"):
+            to_contents([msgspec.structs.replace(block, extra=extra)], 2)
+
+
 @pytest.mark.parametrize("field", ["lora", "salt"])
 def test_the_names_in_a_block_are_bounded(field: str) -> None:
     block = StoreBlock(b"k" * 16, None, bytes(8))

@@ -25,9 +25,9 @@ from services.router.index.kv_events import (
     decode,
     shortened,
 )
-from shared.blocks import BlockPool, Content, PoolEvent
-from shared.hashing import content_keys, pack_tokens, root_key, seed_of, sequence_hashes
-from shared.kv_events import to_kv_events
+from shared.blocks import BlockPool, Content, ContentStored, PoolEvent
+from shared.hashing import content_keys, image_extras, pack_tokens, root_key, seed_of, sequence_hashes
+from shared.kv_events import to_kv_events, to_snapshot
 from shared.messages.kv_events import EVENT_BATCH, EventBatch, SnapshotBlock
 from shared.messages.select import Overlap
 from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
@@ -480,3 +480,31 @@ def test_a_source_that_contradicts_itself_leaves_no_state(
             index.validate()
     assert index.bytes == 0
     assert {slot.state for slot in slots} == {"freed"}
+
+
+@pytest.mark.parametrize("way", ["events", "a parent that comes late", "a snapshot"])
+def test_a_prompt_with_an_image_finds_its_blocks_and_no_other_images_do(way: str) -> None:
+    tokens, key = pack_tokens([9, 5, 5, 5, 5, 9, 9, 9]), b"k" * 32
+    extras = image_extras([(key, 1, 4)], 2)
+    names = content_keys(root_key("model"), tokens, 2, extras)
+    contents = [
+        Content(name, names[at - 1] if at else None, tokens[8 * at : 8 * at + 8], extra=extras.get(at, b""))
+        for at, name in enumerate(names)
+    ]
+    chains = chains_of(index := Index(limit_bytes=1 << 30))
+    if way == "a snapshot":
+        chains.restore_snapshot(to_snapshot(contents))
+    else:
+        runs = [contents] if way == "events" else [contents[1:], contents[:1]]
+        for run in runs:
+            events = to_kv_events([ContentStored(content) for content in run], 2)
+            for event in decode(EVENT_BATCH.encode(EventBatch(1.0, events))).events:
+                chains.apply(event)
+    chains.validate()
+
+    def found(extras: dict[int, bytes]) -> int:
+        return index.find(sequence_hashes(tokens, 2, extras=extras)).get(A, Overlap()).device
+
+    assert found(extras) == 4
+    assert found({}) == found(image_extras([(b"o" * 32, 1, 4)], 2)) == found(image_extras([(key, 0, 4)], 2)) == 0
+    assert found(image_extras([(key, 1, 4), (key, 5, 1)], 2)) == 2

@@ -20,7 +20,7 @@ from services.router.index.kv_events import (
     shortened,
 )
 from shared.errors import ProtocolError
-from shared.hashing import pack_tokens
+from shared.hashing import join_extra, pack_tokens
 from tests.router.captured import SESSIONS, payloads
 
 FULL: list[Any] = [
@@ -115,6 +115,30 @@ def test_extra_keys_give_the_salt_and_the_first_block_that_is_not_routable(
 ) -> None:
     found = stored(["BlockStored", [7, 8], parent, [1, 2, 3, 4], 2, None, "GPU", lora, keys])
     assert (found.lora, found.salt, found.routable) == (lora or "", salt, routable)
+
+
+A, B = b"\xaa" * 32, b"\xbb" * 32
+
+
+@pytest.mark.parametrize(
+    ("lora", "keys", "salt", "routable", "extras"),
+    [
+        (None, [None, [(A.hex(), 1)]], "", 2, {1: [(A, 1)]}),
+        ("l", [["l", (A.hex(), -3), (B.hex(), 1), "tenant"], ["l"]], "tenant", 2, {0: [(A, -3), (B, 1)]}),
+        (None, [[(A.hex(), 0)], [(A.hex(), -2), (b"embedding",)]], "", 1, {0: [(A, 0)]}),
+        (None, [[(A.hex().upper(), 0)], None], "", 0, {}),
+        (None, [[(A.hex(), 1 << 31)], None], "", 0, {}),
+        (None, [[(A.hex(), 0.5)], None], "", 0, {}),
+        (None, [[(A.hex(),)], None], "", 0, {}),
+        (None, [["words", A.hex()], [A.hex()]], A.hex(), 0, {}),
+    ],
+)
+def test_images_that_are_named_by_their_keys_are_routable(
+    lora: str | None, keys: list[Any], salt: str, routable: int, extras: dict[int, list[tuple[bytes, int]]]
+) -> None:
+    found = stored(["BlockStored", [7, 8], None, [1, 2, 3, 4], 2, None, "GPU", lora, keys])
+    assert (found.salt, found.routable) == (salt, routable)
+    assert found.extras == {number: join_extra(images) for number, images in extras.items()}
 
 
 def test_a_lora_without_a_name_is_not_routable() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import EngineLoad, Stepped
 from services.worker.reports.rank_reports import RankReports
-from shared.messages.load import KvState, RankLoad
+from shared.messages.load import EncoderState, KvState, RankLoad
 
 
 def stepped(rank: int, load: EngineLoad, *, progress: int = 1, sequence: int = 0, digest: int = 0) -> Stepped:
@@ -34,3 +34,17 @@ def test_counts_of_ranks_are_summed_and_speeds_are_means_of_the_measured() -> No
     assert reports.kv_states(1, 2) == [KvState(0, 1, 1, 6), KvState(1, 1, 1, 5)]
     reports.record_step(stepped(0, first, progress=3, sequence=2, digest=8))
     assert reports.kv_states(1, 3) == [KvState(0, 1, 2, 8), KvState(1, 1, 2, 5), KvState(2, 1, 2, 0)]
+
+
+def test_an_encoder_cache_is_reported_once_an_image_has_come() -> None:
+    reports = RankReports()
+    reports.record_step(stepped(0, EngineLoad(running=1)))
+    assert reports.encoder is None
+    reports.record_step(
+        stepped(
+            0,
+            EngineLoad(encoder_entries=2, encoder_bytes=300, encoder_hits=5, encoded_images=4, fetched_images=1),
+            progress=2,
+        )
+    )
+    assert reports.encoder == EncoderState(images=2, size_bytes=300, hits=5, encoded=4, fetched=1)

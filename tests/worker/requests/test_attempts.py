@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.worker.contracts.messages import Ready
 from services.worker.requests.attempts import Attempts
 from shared.hashing import pack_tokens
-from shared.messages.cards import KvLayout
+from shared.messages.cards import ImageInput, KvLayout
 from shared.messages.frames import FinishReason, Part
-from shared.messages.generate import Accepted, Generate, Refused, Sampling
+from shared.messages.generate import Accepted, Generate, Image, Refused, Sampling
 
 FACTS = Ready(
     context_length=64,
@@ -106,6 +108,44 @@ def test_a_grammar_is_refused_by_name_where_it_would_be_passed_over() -> None:
     for wrong in ({"ignore_eos": True}, {"grammar": "x" * 300_000}):
         sampling = msgspec.structs.replace(held.sampling, **wrong)
         assert code(attempts(), msgspec.structs.replace(asked, sampling=sampling), able) == "bad_request"
+
+
+PIXELS = ImageInput(token_id=9, tokens=3, width=2, height=1, resize=0, filter="BICUBIC")
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        ({}, ""),
+        ({"start": 5}, ""),
+        ({"start": -1}, "has the tokens -1 to 1: before 0, or no prompt's"),
+        ({"start": 6}, "has the tokens 6 to 8: before 0, or no prompt's"),
+        ({"tokens": 2}, "has 2 tokens; an image of this model has 3"),
+        ({"key": b"k"}, "has a key of 1 bytes, not 32"),
+        ({"pixels": bytes(7)}, "has 7 bytes, not those of 2 by 1"),
+        ({"start": 1}, "stands for other tokens than 9"),
+    ],
+)
+def test_an_image_is_within_the_prompt_and_stands_for_its_tokens(image: dict[str, Any], why: str) -> None:
+    given = msgspec.structs.replace(Image(b"k" * 32, 2, 3, bytes(6)), **image)
+    tokens = pack_tokens([7, 7, 9, 9, 9, *([9, 9, 9] if given.start > 4 else [7, 7, 7]), 7])
+    asked = msgspec.structs.replace(generate("a", tokens=9, prompt=8), tokens=tokens, images=(given,))
+    reply, _ = attempts().admit(asked, msgspec.structs.replace(FACTS, images=PIXELS, most_images=2))
+    assert (reply.reason if isinstance(reply, Refused) else "") == (why and f"images: number 0 {why}")
+
+
+def test_images_are_refused_where_there_are_too_many_or_they_overlap_or_the_model_takes_none() -> None:
+    one, two = (Image(b"k" * 32, start, 3, bytes(6)) for start in (0, 2))
+    able = msgspec.structs.replace(FACTS, images=PIXELS, most_images=2)
+    for images, facts, why in (
+        ((one,), FACTS, "images: this engine takes none"),
+        ((one, one, one), able, "images: 3; at most 2 are allowed (worker.most_images)"),
+        ((one, two), able, "images: number 1 has the tokens 2 to 4: before 3, or no prompt's"),
+    ):
+        asked = msgspec.structs.replace(generate("a"), tokens=pack_tokens([9] * 8), prompt_tokens=8, images=images)
+        reply, _ = attempts().admit(asked, facts)
+        assert isinstance(reply, Refused)
+        assert (reply.code, reply.reason) == ("bad_request", why)
 
 
 def test_what_is_embedded_is_a_prompt_alone_which_may_fill_the_context() -> None:

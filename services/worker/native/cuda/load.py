@@ -67,7 +67,7 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         use_gpu(cuda.gpu)
     # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
     directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
-    config = read_config(directory)
+    config = msgspec.structs.replace(read_config(directory), vision=None)  # its text part alone: the card says so
     with no_room_as_model_error(str(directory), "CUDA itself"):
         free_bytes, total_bytes = runtime.memGetInfo()
     shapes = Checkpoint(directory, config).shapes

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from tests.tiny_model import CLIP, IMAGE_TOKEN, SIGLIP
 
 GOLDEN = Path(__file__).parent
 CONTEXT_TOKENS = 200
@@ -146,6 +149,33 @@ CASES: dict[str, dict[str, Any]] = {
         "seed": 23,
     },
     "olmo2": {"architecture": "Olmo2ForCausalLM", "tied": False, "seed": 24},
+    "llava of CLIP and Llama": {"architecture": "LlavaForConditionalGeneration", "tied": False, "seed": 26},
+    "llava of SigLIP and Qwen2": {
+        "architecture": "LlavaForConditionalGeneration",
+        "decoder": "Qwen2ForCausalLM",
+        "tied": False,
+        "dtype": "bfloat16",
+        "llava": {
+            "vision_config": {**SIGLIP, "hidden_act": "gelu_pytorch_tanh"},
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+            "projector_hidden_act": "gelu_pytorch_tanh",
+        },
+        "seed": 27,
+    },
+    "llava of CLIP and Mistral with several layers' features": {
+        "architecture": "LlavaForConditionalGeneration",
+        "decoder": "MistralForCausalLM",
+        "tied": False,
+        "settings": {"sliding_window": 40},
+        "llava": {
+            "vision_config": {**CLIP, "hidden_act": "gelu"},
+            "vision_feature_layer": [-2, 0, 3],
+            "vision_feature_select_strategy": "full",
+            "multimodal_projector_bias": False,
+        },
+        "seed": 28,
+    },
 }
 """The arguments of `write_tiny_model` for each model, by its name in the golden file."""
 
@@ -156,6 +186,29 @@ QUESTIONS = (
     "Explain in two sentences why the sky is blue. 日本語 and émojis 🌊 are welcome.",
 )
 """The prompts that SmolLM2 answers."""
+
+
+LLAVAS = [name for name, case in CASES.items() if case.get("architecture") == "LlavaForConditionalGeneration"]
+"""The models that take images, of which `llava.npz` has answers too."""
+IMAGE_STARTS = (5, 38)
+"""Where the two images of `image_prompt` begin, each of at most 17 tokens."""
+ANSWER_TOKENS = 24
+"""How many tokens of an answer to `image_prompt`, or to CHAT, are stored."""
+CHAT = ("look at ", 0, " and then at ", 1, ": how do they differ?")
+"""A message of a user: texts, and the numbers of images."""
+
+
+def image_pixels(side: int, number: int) -> NDArray[np.uint8]:
+    """Return the pixels of an image, (side, side, 3)."""
+    return np.random.default_rng(100 + number).integers(0, 256, (side, side, 3), np.uint8)
+
+
+def image_prompt(tokens: int, starts: tuple[int, ...] = IMAGE_STARTS) -> list[int]:
+    """Return a prompt of 60 tokens with images of this many tokens at these places."""
+    prompt = [int(token) for token in np.random.default_rng(1).integers(3, 300, 60)]
+    for start in starts:
+        prompt[start : start + tokens] = [IMAGE_TOKEN] * tokens
+    return prompt
 
 
 def prompt_tokens() -> list[int]:

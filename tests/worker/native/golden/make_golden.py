@@ -4,8 +4,8 @@
     PYTHONPATH=. /tmp/oracle/bin/python tests/worker/native/golden/make_golden.py [SMOLLM2_DIRECTORY]
 
 SMOLLM2_DIRECTORY is the directory that `services.worker.native.prepare` makes from the default model's GGUF file. The
-program writes logits.npz (of random models) and, with the directory, smollm2.json (greedy answers of the real model) to
-its own directory.
+program writes logits.npz (of random models), llava.npz (of those that take images) and, with the directory,
+smollm2.json (greedy answers of the real model) to its own directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from typing import Any
 import numpy as np
 
 from tests.tiny_model import write_tiny_model
-from tests.worker.native.golden.cases import CASES, CHECKED_POSITIONS, GOLDEN, QUESTIONS, prompt_tokens
+from tests.worker.native.golden.cases import (
+    ANSWER_TOKENS,
+    CASES,
+    CHAT,
+    CHECKED_POSITIONS,
+    GOLDEN,
+    LLAVAS,
+    QUESTIONS,
+    image_pixels,
+    image_prompt,
+    prompt_tokens,
+)
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
@@ -36,6 +47,9 @@ def main(smollm2: Path | None) -> None:
             for number, (name, arguments) in enumerate(CASES.items())
         }
         np.savez_compressed(GOLDEN / "logits.npz", allow_pickle=False, **logits)
+        seen = [seeing_model(write_tiny_model(Path(scratch) / name, **CASES[name])) for name in LLAVAS]
+        images = {f"{name}: {part}": array for name, parts in zip(LLAVAS, seen, strict=True) for part, array in parts}
+        np.savez_compressed(GOLDEN / "llava.npz", allow_pickle=False, **images)
         if smollm2 is not None:
             answers = json.dumps(real_model(smollm2), ensure_ascii=False, indent=1)
             (GOLDEN / "smollm2.json").write_text(answers + "\n", encoding="utf-8")
@@ -44,10 +58,14 @@ def main(smollm2: Path | None) -> None:
 
 def load(directory: Path) -> Any:
     # eager: the other implementations of attention have no bound by tanh
-    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+    sees = "Llava" in (directory / "config.json").read_text()
+    kind = transformers.LlavaForConditionalGeneration if sees else transformers.AutoModelForCausalLM
+    model, loading = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    unseen = ("vision_tower", "multi_modal_projector")
+    unseen: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
+    if sees:  # what comes after the features that count
+        unseen = ("post_layernorm", "vision_tower.head.", "vision_tower.encoder.layers.2.")
     missing = [name for name in loading.pop("missing_keys") if not any(part in name for part in unseen)]
     assert not missing
     assert not any(loading.values()), loading
@@ -57,6 +75,29 @@ def load(directory: Path) -> Any:
 
 def random_model(directory: Path) -> Any:
     return load(directory)(torch.tensor([prompt_tokens()])).logits[0, list(CHECKED_POSITIONS)].numpy()
+
+
+def seeing_model(directory: Path) -> list[tuple[str, Any]]:
+    """Compute the embeddings of two images, and the greedy answers to a prompt and to a chat with both."""
+    model, settings = load(directory), json.loads((directory / "config.json").read_text())
+    side = settings["vision_config"]["image_size"]
+    processor = transformers.AutoImageProcessor.from_pretrained(directory)
+    pixels = processor([image_pixels(side, number) for number in range(2)], return_tensors="pt")["pixel_values"]
+    embeddings = torch.stack(list(model.get_image_features(pixel_values=pixels).pooler_output))
+    tokens = embeddings.shape[1]
+    shown = "".join(part if isinstance(part, str) else "<image>" * tokens for part in CHAT)
+    chat = f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    greedy = {"do_sample": False, "max_new_tokens": ANSWER_TOKENS, "min_new_tokens": ANSWER_TOKENS}
+
+    def answer(ids: list[int]) -> Any:
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+        output = model.generate(prompt, pixel_values=pixels, attention_mask=mask, eos_token_id=None, **greedy)
+        return output[0, prompt.shape[1] :].numpy()
+
+    asked = tokenizer(chat, add_special_tokens=False).input_ids
+    return [("embeddings", embeddings.numpy()), ("output", answer(image_prompt(tokens))), ("chat", answer(asked))]
 
 
 def real_model(directory: Path) -> list[dict[str, Any]]:

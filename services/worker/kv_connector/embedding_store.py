@@ -1,0 +1,193 @@
+"""KvbmEmbeddings: the embeddings of images in the machine's kvbm, so that other engines and later ones find them.
+
+    connect ─▶ Attach ─▶ Fetch ─┬─▶ there: copy, Release ──────────────────────────────▶ leave
+                                └─▶ not there: encode ─▶ Store ─▶ copy, Commit ────────▶ leave
+
+Embeddings have a layout of their own, in which a block is one image: all images of a model have as many embeddings. So
+kvbm keeps, evicts, writes to disk and lends them as it does blocks of KV. Their layout needs an arena of its own.
+
+An engine attaches for one image, with a lock of its own, and waits for the answers: they take some ms, and encoding
+takes seconds on a CPU. It holds no lock in between, since a kvbm that starts again grants nothing while former engines
+hold one. Where something fails, the image is encoded as without a kvbm, and kvbm is left alone for RETRY_S.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
+
+from services.worker.contracts.messages import KvbmOperation
+from services.worker.kv_connector.actions import unpack_slots
+from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
+from services.worker.kv_connector.pool_attachment import PoolAttachment
+from services.worker.kv_connector.socket_client import SocketClient
+from shared.errors import HeadraceError
+from shared.hashing import content_key, root_key
+from shared.messages.kvbm import (
+    ATTACH,
+    ATTACH_REPLY,
+    COMMIT,
+    FETCH,
+    FETCH_REPLY,
+    RELEASE,
+    SETTLED,
+    STORE,
+    STORE_REPLY,
+    Attach,
+    Commit,
+    Fetch,
+    Fetched,
+    KvbmRefused,
+    Release,
+    Store,
+    StoreBlock,
+    StoreLayout,
+)
+from shared.pool.format import PoolUnfit
+
+WAIT_S = 0.5
+"""Most seconds for each answer of kvbm, also from its disk: the engine's streams wait as long."""
+RETRY_S = 5.0
+"""Seconds for which kvbm is not asked after it has failed."""
+_TOKENS = bytes(4)
+"""The tokens of a block of embeddings: its layout has one, which says nothing."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Away(HeadraceError):
+    """The kvbm cannot be used now."""
+
+
+class KvbmEmbeddings:
+    """An `EmbeddingStore` in the kvbm of a pool's directory. Belongs to one thread."""
+
+    def __init__(self, directory: Path, worker: str, layout: StoreLayout) -> None:
+        """`layout` is that of embeddings: its `block_bytes` are the size of an image's."""
+        self._directory = directory
+        self._worker = worker
+        self._layout = layout
+        self._retry_s = 0.0
+        self._trouble = ""
+        """Why kvbm could not be used at the last try. Empty if it could."""
+
+    def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
+        """Return an image's embeddings, and whether they came from kvbm."""
+        name = content_key(root_key(self._layout.model), key)
+        with ExitStack() as opened:
+            session, found = self._fetch(opened, name)
+            if found is not None:
+                return found, True
+            embeddings = encode()
+            assert len(embeddings) == self._layout.kv.block_bytes
+            if session is not None:
+                try:
+                    session.store(name, embeddings)
+                except (HeadraceError, OSError) as wrong:
+                    self._note(str(wrong))
+            return embeddings, False
+
+    def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:
+        """Attach until `opened` is closed. Return the session, and the embeddings if they are there."""
+        if time.monotonic() < self._retry_s:
+            return None, None
+        try:
+            session = _Session(opened, self._directory, self._worker, self._layout)
+            found = session.fetch(name)
+        except (HeadraceError, OSError) as wrong:
+            self._note(str(wrong))
+            return None, None
+        self._trouble = ""
+        return session, found
+
+    def _note(self, trouble: str) -> None:
+        self._retry_s = time.monotonic() + RETRY_S
+        if trouble != self._trouble:
+            _log.warning("embeddings of images are not kept in the kvbm (kvbm.embeddings): %s", trouble)
+        self._trouble = trouble
+
+
+class _Session:
+    """An engine process at its kvbm, for one image."""
+
+    def __init__(self, opened: ExitStack, directory: Path, worker: str, layout: StoreLayout) -> None:
+        """Attach, until `opened` is closed. Raise HeadraceError, OSError."""
+        self._client = opened.enter_context(closing(SocketClient(directory)))
+        attachment = opened.enter_context(closing(PoolAttachment(directory, worker)))
+        self._numbers = count(1)
+        self._heard: deque[KvbmNews] = deque()
+        self._size_bytes = layout.kv.block_bytes
+        if not isinstance(self._hear(), KvbmUp):
+            raise _Away("it does not begin with its name")
+        self._owner = attachment.hold()
+        attached = ATTACH_REPLY.decode(self._ask("attach", ATTACH.encode(Attach(worker, self._owner, layout, WAIT_S))))
+        if isinstance(attached, KvbmRefused):
+            raise _Away(f"{attached.reason} ({attached.code})")
+        self._slots = attachment.map(attached)
+        if self._slots.arena.slot_bytes < self._size_bytes:
+            raise PoolUnfit(f"slots of {self._slots.arena.slot_bytes} bytes for {self._size_bytes} of an image")
+
+    def fetch(self, name: bytes) -> bytes | None:
+        """Return what is stored under this name. None if nothing is. Raise HeadraceError."""
+        fetched = FETCH_REPLY.decode(self._ask("fetch", FETCH.encode(Fetch(self._owner, name))))
+        while isinstance(fetched, Fetched) and fetched.found and not fetched.slots:  # it comes from disk
+            fetched = FETCH_REPLY.decode(self._answer())
+        if isinstance(fetched, KvbmRefused):
+            raise _Away(f"{fetched.reason} ({fetched.code})")
+        if not fetched.ticket:
+            return None
+        found: bytes | None = None
+        for slot in unpack_slots(fetched.slots, self._slots.arena.slots):
+            with self._slots.slot(slot) as memory:
+                found = bytes(memory[: self._size_bytes])
+            if self._slots.generations(fetched.slots) != fetched.generations:
+                found = None  # it became another block's meanwhile
+        SETTLED.decode(self._ask("release", RELEASE.encode(Release(self._owner, fetched.ticket))))
+        return found
+
+    def store(self, name: bytes, embeddings: bytes) -> None:
+        """Store under this name, if kvbm has room. Raise HeadraceError."""
+        block = StoreBlock(name, None, _TOKENS)
+        granted = STORE_REPLY.decode(self._ask("store", STORE.encode(Store(self._owner, [block]))))
+        if isinstance(granted, KvbmRefused) or not granted.ticket:
+            return  # another engine has just stored it, or every slot is in use
+        for slot in unpack_slots(granted.slots, self._slots.arena.slots):
+            with self._slots.slot(slot) as memory:
+                memory[: self._size_bytes] = embeddings
+        commit = Commit(self._owner, granted.ticket, granted.slots)
+        settled = SETTLED.decode(self._ask("commit", COMMIT.encode(commit)))
+        if isinstance(settled, KvbmRefused):
+            raise _Away(f"{settled.reason} ({settled.code})")
+
+    def _ask(self, operation: KvbmOperation, payload: bytes) -> bytes:
+        ask = KvbmAsk(next(self._numbers), operation, payload, WAIT_S)
+        self._heard.extend(self._client.send(ask, time.monotonic()))
+        return self._answer()
+
+    def _answer(self) -> bytes:
+        """Return the next answer to the one request that is under way. Raise _Away."""
+        reply = self._hear()
+        if not isinstance(reply, KvbmReply) or reply.failed:
+            raise _Away(reply.failed if isinstance(reply, KvbmReply) else "another kvbm has come")
+        return reply.payload
+
+    def _hear(self) -> KvbmUp | KvbmReply:
+        """Wait for what the kvbm says next. Raise _Away."""
+        until_s = time.monotonic() + WAIT_S
+        while not self._heard:
+            self._heard.extend(self._client.poll(time.monotonic()))
+            left_s = until_s - time.monotonic()
+            if not self._heard and left_s <= 0:
+                raise _Away(f"no answer in {WAIT_S:g} s")
+            if not self._heard:
+                select.select([self._client], [], [], left_s)
+        news = self._heard.popleft()
+        if isinstance(news, KvbmDown):
+            raise _Away(news.reason)
+        return news

@@ -1,0 +1,131 @@
+"""Embeddings of images in a real kvbm: found by other engines, and encoded where kvbm does not help."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig
+from services.kvbm.service import KvbmService, kvbm
+from services.worker.kv_connector import embedding_store
+from services.worker.kv_connector.embedding_store import KvbmEmbeddings
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.discovery.memory import MemoryStore
+from shared.messages.cards import KvLayout
+from shared.messages.kvbm import StoreLayout
+from shared.pool.lock import SOCKET
+from tests.fake_runtime import fake_runtime
+from tests.kvbm.store_rig import until
+
+SIZE_BYTES = 10_000
+EMBEDDINGS = StoreLayout(
+    model="m", weights="w", kv=KvLayout("float32", 1, 1, 1, 1, form="embeddings", form_bytes=SIZE_BYTES)
+)
+A, B = (bytes([number]) * SIZE_BYTES for number in (1, 2))
+
+
+@asynccontextmanager
+async def serving(pool: Path, *, size_bytes: int = 1 << 20, disk: str = "") -> AsyncIterator[KvbmService]:
+    broker, store = MemoryBroker(), MemoryStore()
+    async with fake_runtime("test", "kvbm", "k1", MemoryBus(broker), broker, store) as runtime:
+        config = PoolConfig(directory=str(pool), size_bytes=size_bytes, prefault_threads=1)
+        tier = DiskConfig(directory=disk, limit_bytes=64 << 20) if disk else DiskConfig()
+        async with kvbm(runtime, KvbmConfig(namespace="test", pool=config, disk=tier)) as served:
+            await until(lambda: served.prefault.complete)
+            yield served
+
+
+def unexpected() -> bytes:
+    raise AssertionError("it is encoded again")
+
+
+async def test_what_one_engine_has_encoded_another_one_finds_and_no_other_image(tmp_path: Path) -> None:
+    async with serving(tmp_path / "pool") as served:
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, lambda: A) == (A, False)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"b" * 32, lambda: B) == (B, False)
+        assert await asyncio.to_thread(one.fetch_or_encode, b"b" * 32, unexpected) == (B, True)
+        served.layouts.validate()
+        [layout] = served.layouts.open.values()
+        statistics = layout.tickets.statistics()
+        assert (statistics.stores, statistics.fetches) == (0, 0), "no ticket stays"
+
+
+async def test_the_least_used_embeddings_give_way_as_blocks_do(tmp_path: Path) -> None:
+    async with serving(tmp_path / "pool", size_bytes=128 << 10) as served:
+        store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
+        for number in range(20):
+            found, _ = await asyncio.to_thread(store.fetch_or_encode, bytes([number]) * 32, lambda: A)
+            assert found == A
+        [layout] = served.layouts.open.values()
+        assert 0 < layout.tiers.statistics().host.ready <= layout.slots.arena.slots < 20
+
+
+async def test_embeddings_come_from_disk_once_a_new_kvbm_has_looked_what_is_there(tmp_path: Path) -> None:
+    store, disk = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS), str(tmp_path / "disk")
+
+    def on_disk(served: KvbmService) -> int:
+        return sum(layout.tiers.statistics().disk.ready for layout in served.layouts.open.values())
+
+    async with serving(tmp_path / "pool", disk=disk) as served:
+        await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, lambda: A)
+        await until(lambda: on_disk(served) == 1)
+    async with serving(tmp_path / "pool", disk=disk) as served:
+        await asyncio.to_thread(store.fetch_or_encode, b"b" * 32, lambda: B)
+        await until(lambda: on_disk(served) >= 1)
+        assert await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+
+
+async def test_without_a_kvbm_images_are_encoded_and_it_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "RETRY_S", 0.0)
+    store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
+    for _ in range(3):
+        assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
+    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "embeddings of images are not kept in the kvbm (kvbm.embeddings): there is no" in said
+    async with serving(tmp_path / "pool"):
+        await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, lambda: A)
+        assert await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+
+
+async def test_without_an_arena_of_their_own_embeddings_are_not_kept_and_blocks_keep_theirs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path / "pool") as served:
+        blocks = StoreLayout(model="m", weights="w", kv=KvLayout("float32", 1, 1, 1, 16))
+        other = KvbmEmbeddings(tmp_path / "pool", "w1", blocks)
+        store = KvbmEmbeddings(tmp_path / "pool", "w2", EMBEDDINGS)
+
+        def encode_meanwhile() -> bytes:
+            assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
+            return bytes(blocks.kv.block_bytes)
+
+        await asyncio.to_thread(other.fetch_or_encode, b"x" * 32, encode_meanwhile)
+        assert [layout.layout for layout in served.layouts.open.values()] == [blocks]
+    assert "all 1 arenas of the pool are in use" in caplog.text
+
+
+def test_a_kvbm_that_says_nothing_is_not_waited_for_again_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "WAIT_S", 0.05)
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / SOCKET))
+        silent.listen()
+        store = KvbmEmbeddings(tmp_path, "w1", EMBEDDINGS)
+        assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
+        silent.accept()[0].close()
+        silent.settimeout(0.0)
+        assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
+        with pytest.raises(BlockingIOError):
+            silent.accept()
