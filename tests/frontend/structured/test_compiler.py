@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +340,7 @@ async def test_waiting_grammars_are_bounded_and_one_that_is_cancelled_leaves_not
     third = admission.reserve()
 
     def check(name: str, of: Permit) -> Coroutine[Any, Any, None]:
-        return grammars.check(lark(f'start: "{name}"'), "x", waiting=of.waiting_grammar)
+        return grammars.check(lark(f'start: "{name}"'), "x", waiting=partial(of.waiting, "grammars"))
 
     try:
         async with asyncio.TaskGroup() as tasks:
