@@ -35,9 +35,9 @@ class Prepared(Struct, frozen=True):
     """The image as its model takes it, or why there is none."""
 
     key: bytes = b""
-    """As `Image.key` of `shared.messages.generate`."""
+    """The image's key, which `Image.key` of `shared.messages.generate` explains."""
     pixels: bytes = b""
-    """As `Image.pixels`."""
+    """Its prepared pixels, in the form of `Image.pixels`."""
     wrong: str = ""
     """What is wrong with the image: the rest of a sentence. Empty if nothing is."""
 
