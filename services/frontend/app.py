@@ -22,6 +22,7 @@ import msgspec
 
 from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
+from services.frontend.images.reader import ImageReader
 from services.frontend.metrics import Metrics
 from services.frontend.models.encode_pool import EncodePool
 from services.frontend.models.fetched_files import ModelFiles
@@ -75,9 +76,9 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         models = _registry(runtime, config, threads)
         service = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
-        grammars = GrammarCompiler()
+        grammars, images = GrammarCompiler(), ImageReader(config.images)
         directory = ResponseDirectory(runtime, config.responses, metrics)
-        chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, config)
+        chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
         dispatcher, texts = Dispatcher(chat, directory), TextProxy(runtime, service, models, metrics, config)
         port = Port(with_files(config.http), metrics)
         keys = access.requires_key
@@ -103,7 +104,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         await service.start()
         await directory.start()
         readiness = await _informed(runtime, models)
-        async with aclosing(grammars), aclosing(texts), AsyncExitStack() as opened:
+        async with aclosing(grammars), aclosing(images), aclosing(texts), AsyncExitStack() as opened:
             urls = [await opened.enter_async_context(each.open(served)) for each, served in apps.items()]
             http.url, http.page_url = urls[0], urls[-1] if page is not None else ""
             await nats.start()

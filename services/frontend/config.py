@@ -12,6 +12,7 @@ from shared.config import ServiceConfig, check_hosts
 from shared.runtime.origin import ANY_ORIGIN
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{1,31}://([a-z0-9._-]{1,253}|\[[0-9a-f:.]{2,45}\])(:[0-9]{1,5})?")
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?")
 _INT32_MAX = (1 << 31) - 1
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -120,6 +121,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     many."""
     grammars: Natural = 64
     """Largest number of grammars that wait to be compiled at the same time; beyond it 429."""
+    images: Natural = 64
+    """Largest number of requests whose images wait to be fetched or decoded at the same time; beyond it 429."""
     wait_s: Seconds = 60.0
     """Seconds that a request may wait for earlier ones: it gets 429 if no worker is predicted to begin it by then, or
     if its worker has not. The time that its own prompt takes does not count. 0 disables the check."""
@@ -246,6 +249,28 @@ class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that a response is kept after it was made, continued or retrieved last."""
 
 
+class ImagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Images in requests, for models that take them (docs/images.md)."""
+
+    hosts: tuple[str, ...] = ()
+    """Hosts from which images are fetched whose URL is sent in place of their data: names, or names with a port. Their
+    addresses must be public. Empty means that images come as data alone."""
+    bytes: Positive = 16 << 20
+    """Largest number of bytes of one image's file. A request's body is bounded by itself."""
+    pixels: Annotated[int, Meta(ge=1, le=1 << 26)] = 1 << 25
+    """Largest number of pixels of one image, width times height."""
+    most: Positive = 16
+    """Largest number of images in one request."""
+    fetch_s: SomeSeconds = 10.0
+    """Seconds that fetching one image may take, redirects included."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for a host that is no name."""
+        for host in self.hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"hosts: {host!r} is neither a name such as img.example.org nor one with a port")
+
+
 class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     """The settings of one frontend process.
 
@@ -260,6 +285,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     ui: UiConfig = UiConfig()
     picker: PickerConfig = PickerConfig()
     text: TextServersConfig = TextServersConfig()
+    images: ImagesConfig = ImagesConfig()
     access_log: bool = False
     """Whether each request has a line in the log. Those that fail in the service, with 500 or more, always have one."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"

@@ -79,6 +79,8 @@ def _explained(model: str, decision: Decision, now_s: float) -> Explanation:
         lora=decision.request.lora,
         trace=decision.trace,
         passed_over=decision.passed_over,
+        images=decision.request.images,
+        image_tokens=decision.request.image_tokens,
     )
 
 

@@ -42,6 +42,10 @@ class Explanation(Struct, frozen=True):
     passed_over: dict[str, str] = {}
     """Worker → why it could not be chosen: at most as many as candidates. Empty also where an older router wrote
     this."""
+    images: int = 0
+    """The number of images in the prompt."""
+    image_tokens: int = 0
+    """How many of the prompt's tokens stand for them."""
 
 
 class Explanations(Struct, frozen=True):

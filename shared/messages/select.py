@@ -42,6 +42,10 @@ class Select(Struct, frozen=True, tag="select"):
     unreported: bool = False
     """Whether the worker's reports never have the attempt, because a gateway sends the request to the server that the
     worker is attached to. Finished releases its reservation, or the end of `time_left_s` or of the frontend's lease."""
+    images: int = 0
+    """The number of images in the prompt. Their keys are in `hashes`."""
+    image_tokens: int = 0
+    """How many of the prompt's tokens stand for them."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):

@@ -37,6 +37,7 @@ from shared.hashing import pack_tokens, self_test, unpack_tokens
 from shared.messages.cards import (
     INSTANCE,
     MODEL_CARD,
+    ImageInput,
     Instance,
     KvLayout,
     ModelCard,
@@ -114,8 +115,10 @@ def card_entry(
     lora: tuple[str, ...] = (),
     address: str = "",
     alias: str = "",
+    images: ImageInput | None = None,
 ) -> dict[str, bytes]:
     card = ModelCard(
+        images=images,
         address=address,
         alias=alias,
         lora=lora,
@@ -406,6 +409,7 @@ class World:
         prompt_logprobs: bool = False,
         embedding_size: int = 0,
         pooling: Pooling = "mean",
+        images: ImageInput | None = None,
     ) -> None:
         card = card_entry(
             *(instance, self.directory),
@@ -416,6 +420,7 @@ class World:
             prompt_logprobs=prompt_logprobs,
             embedding_size=embedding_size,
             pooling=pooling,
+            images=images,
         )
         entries = instance_entry("worker", instance) | card
         await self.announce(instance, entries)
@@ -464,6 +469,7 @@ async def world(
     prompt_logprobs: bool = False,
     embedding_size: int = 0,
     pooling: Pooling = "mean",
+    images: ImageInput | None = None,
     nats: NatsConfig | None = None,
     connected: Callable[[str], Bus] | None = None,
     settings: FrontendConfig | None = None,
@@ -472,8 +478,9 @@ async def world(
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `grammars`, `biases`, `min_tokens`, `allowed_tokens`, `prompt_logprobs`: their cards say that they can be held to
     one, add them, keep it, keep to them, compute them;
-    `embedding_size`, `pooling`: how they embed. `more` is in the address book from the start. `connected` makes
-    connections, which the caller closes. `trace`: requests are traced, and their spans are in the world."""
+    `embedding_size`, `pooling`: how they embed; `images`: how they take images. `more` is in the address book from the
+    start. `connected` makes connections, which the caller closes. `trace`: requests are traced, and their spans are in
+    the world."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
     await w.router.start()
     for worker in w.workers:
@@ -491,6 +498,7 @@ async def world(
                 prompt_logprobs=prompt_logprobs,
                 embedding_size=embedding_size,
                 pooling=pooling,
+                images=images,
             )
     if more:
         await w.announce("more", more)

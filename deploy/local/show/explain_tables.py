@@ -41,6 +41,7 @@ def _decision(one: Explanation) -> str:
             *_passed_over(one),
             "",
             f"cached tokens      {_cached(one)} of {one.prompt_tokens}",
+            *([f"images             {one.images}, with {one.image_tokens} tokens"] if one.images else []),
             f"first token after  {_first_token(one)}",
             f"ended              {'not yet' if one.ended_s is None else f'{_seconds(one.ended_s)} after the choice'}",
         )

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct
 
 from services.frontend.protocol.foreign import Hint, IgnoredPart
 from services.frontend.protocol.messages import CalledName, CallId
-from services.frontend.protocol.parts import PARTS_LIMIT
+from services.frontend.protocol.parts import PARTS_LIMIT, ImageUrl
 
 
 class TextBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -78,6 +78,33 @@ class ToolReferenceBlock(IgnoredPart, frozen=True, tag_field="type", tag="tool_r
     """The name of a tool, in the result of a search for tools."""
 
 
+class Base64Source(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    """An image's data."""
+
+    media_type: str
+    data: str
+
+
+class UrlSource(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    """Where an image is."""
+
+    url: str
+
+
+class ShownImage(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image"):
+    """An image that the user shows."""
+
+    source: Base64Source | UrlSource
+    cache_control: Hint = UNSET
+
+    @property
+    def part(self) -> ImageUrl:
+        """The image as a chat has it."""
+        if isinstance(self.source, UrlSource):
+            return ImageUrl(self.source.url)
+        return ImageUrl(f"data:{self.source.media_type};base64,{self.source.data}")
+
+
 class ImageBlock(IgnoredPart, frozen=True, tag_field="type", tag="image"):
     """An image, in the result of a tool. A text stands for it, and for a document."""
 
@@ -137,6 +164,7 @@ class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 Block = (
     TextBlock
+    | ShownImage
     | ThinkingBlock
     | ToolUseBlock
     | ToolResultBlock

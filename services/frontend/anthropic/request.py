@@ -22,6 +22,7 @@ from services.frontend.anthropic.blocks import (
     ImageBlock,
     ResultBlock,
     SearchResultBlock,
+    ShownImage,
     TextBlock,
     Texts,
     ThinkingBlock,
@@ -51,7 +52,15 @@ from services.frontend.protocol.messages import (
     CalledFunction,
     ChatMessage,
 )
-from services.frontend.protocol.parts import PARTS_LIMIT, joined, unseen
+from services.frontend.protocol.parts import (
+    PARTS_LIMIT,
+    ImageUrl,
+    ResultContent,
+    TextPart,
+    joined,
+    text_of_content,
+    unseen,
+)
 from services.frontend.protocol.structured import (
     JsonSchema,
     JsonSchemaFormat,
@@ -282,24 +291,26 @@ def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
         if isinstance(turn.content, str):
             yield ChatMessage(turn.role, turn.content)
             continue
-        texts, thoughts, calls = list[str](), list[str](), list[Call]()
+        parts, thoughts, calls = list[TextPart | ImageUrl](), list[str](), list[Call]()
         for number, block in enumerate(turn.content):
             where = f"messages[{at}].content[{number}]"
             match block:
                 case TextBlock():
-                    texts.append(block.text)
+                    parts.append(TextPart(block.text))
+                case ShownImage() if turn.role == "user":
+                    parts.append(block.part)
                 case ThinkingBlock() if turn.role == "assistant":
                     thoughts.append(block.thinking)
                 case ToolUseBlock() if turn.role == "assistant":
                     calls.append(Call(block.id, "function", CalledFunction(block.name, block.input)))
                 case ToolResultBlock() if turn.role == "user":
-                    if texts:
-                        yield ChatMessage("user", joined(texts, "user"))
-                        texts = []
+                    if parts:
+                        yield ChatMessage("user", _content(parts, "user"))
+                        parts = []
                     content = _joined(block.content or "", f"{where}.content")
                     yield ChatMessage("tool", content, tool_call_id=block.tool_use_id)
                 case CompactionBlock():
-                    texts.append(block.content or "")
+                    parts.append(TextPart(block.content or ""))
                 case IgnoredPart():
                     pass
                 case _:
@@ -307,9 +318,16 @@ def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:
         if turn.role == "assistant":
             yield ChatMessage(
                 "assistant",
-                joined(texts, "assistant"),
+                _content(parts, "assistant"),
                 tool_calls=calls or None,
                 reasoning_content="".join(thoughts) or None,
             )
-        elif texts:
-            yield ChatMessage(turn.role, joined(texts, turn.role))
+        elif parts:
+            yield ChatMessage(turn.role, _content(parts, turn.role))
+
+
+def _content(parts: Sequence[TextPart | ImageUrl], role: str) -> ResultContent:
+    """Return the content of a chat's message: one text, or parts if some are images."""
+    if any(isinstance(part, ImageUrl) for part in parts):
+        return [*parts]
+    return text_of_content(parts, role)

@@ -25,7 +25,8 @@ from msgspec.structs import replace
 from shared.errors import InvalidRequest
 
 Turn = dict[str, Any]
-"""A message in the form that chat templates read. The arguments of its calls are still a text."""
+"""A message in the form that chat templates read. The arguments of its calls are still a text. Its content is a text,
+or a list of parts if it has images."""
 
 BETWEEN = "\n\n"
 """What stands between the texts of messages that become one."""
@@ -140,8 +141,16 @@ def _as_one(role: str, run: list[Turn]) -> list[Turn]:
     return [{"role": role, "content": "", **joined, **({"tool_calls": calls} if calls else {})}]
 
 
-def _joined(turns: Iterable[Turn], field: str) -> str:
-    return BETWEEN.join(filter(None, (turn.get(field) for turn in turns)))
+def _joined(turns: Iterable[Turn], field: str) -> str | list[Turn]:
+    """Return the texts of a field as one; a list of parts if one of them is a list, because it has images."""
+    found = [value for turn in turns if (value := turn.get(field))]
+    if all(isinstance(value, str) for value in found):
+        return BETWEEN.join(found)
+    between, parts = [{"type": "text", "text": BETWEEN}], list[Turn]()
+    for value in found:
+        parts += between if parts else []
+        parts += value if isinstance(value, list) else [{"type": "text", "text": value}]
+    return parts
 
 
 def _results_after_calls(turns: list[Turn]) -> list[Turn]:
@@ -203,7 +212,7 @@ def _written(turn: Turn, rules: TemplateRules) -> Turn:
         turn["tool_call_id"] = _short_id(turn["tool_call_id"])
     if turn.get("tool_calls"):
         turn["tool_calls"] = [_call(call, rules) for call in turn["tool_calls"]]
-    if rules.content_parts and turn["content"] is not None:
+    if rules.content_parts and isinstance(turn["content"], str):
         turn["content"] = [{"type": "text", "text": turn["content"]}]
     return turn
 

@@ -61,6 +61,8 @@ class Prompt(Struct, frozen=True):
     tokens: bytes
     """Token ids, packed as u32."""
     max_tokens: int
+    images: tuple[int, ...] = ()
+    """Where the tokens of each image begin."""
 
     @property
     def count(self) -> int:

@@ -28,10 +28,12 @@ from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.foreign import Hint, ThinkingSupport, ignore, names, renaming, review
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import MESSAGES_LIMIT, CalledName
+from services.frontend.protocol.parts import PARTS_LIMIT
 from services.frontend.protocol.tools import TOOLS_LIMIT, Tools
 
 ModelName = Annotated[str, Meta(min_length=1)]
-Images = Annotated[NotBuilt, Harmless([])]
+Images = Annotated[list[str], Meta(max_length=PARTS_LIMIT)]
+"""Images in base64, which do not say their format."""
 
 
 class OllamaFunction(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +64,7 @@ class OllamaMessage(Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     """The former name of `tool_name`."""
     tool_call_id: str | None = None
-    images: Images = None
+    images: Images | None = None
 
 
 class OllamaBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -102,7 +104,7 @@ class OllamaGenerateRequest(OllamaBody, frozen=True, forbid_unknown_fields=True,
     system: str | None = None
     raw: bool | None = None
     """If true, the prompt is completed without a chat template."""
-    images: Images = None
+    images: Images | None = None
     template: Annotated[NotBuilt, Harmless("")] = None
     context: Annotated[NotBuilt, Harmless([])] = None
 
@@ -167,6 +169,7 @@ NAMES = names(
         r"^response_format(\.json_schema\.schema)?": "format",
         r"^(reasoning_effort|thinking_token_budget|chat_template_kwargs.*)$": "think",
         r"^messages$": "messages",
+        r"^(messages\[\d+\])\.content\[(\d+)\]\.(type|image_url)$": r"\1.images[\2]",
     }
 )
 """The names of a chat's fields in this body."""
@@ -200,14 +203,15 @@ def as_chat(
     fields["cache_salt"] = request.cache_salt
     with renaming(NAMES):
         if isinstance(request, OllamaGenerateRequest) and (request.raw or request.suffix):
-            for field in ("system", "think"):
+            for field in ("system", "think", "images"):
                 if getattr(request, field):
                     raise field_error(field, "cannot be combined with raw or suffix, which use no chat template")
             fields |= {"prompt": request.prompt or "", "suffix": request.suffix or None}
             return decode_completion(msgspec.json.encode(fields), ignored)
         if isinstance(request, OllamaGenerateRequest):
             system = [{"role": "system", "content": request.system}] if request.system else []
-            fields["messages"] = [*system, {"role": "user", "content": request.prompt or ""}]
+            content = _content(request.prompt, request.images)
+            fields["messages"] = [*system, {"role": "user", "content": content}]
         else:
             messages = list(_messages(request.messages or ()))
             for at, tool in enumerate(request.tools or ()):
@@ -263,6 +267,14 @@ def _think(asked: bool | str | None, support: ThinkingSupport) -> dict[str, Any]
     return {"chat_template_kwargs": support.switch or None, "reasoning_effort": None if asked is True else asked}
 
 
+def _content(text: str | None, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """Return the content of a chat's message. Ollama shows images before the text, too."""
+    if not images:
+        return text or ""
+    shown = [{"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images]
+    return [*shown, *([{"type": "text", "text": text}] if text else [])]
+
+
 def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """Return the messages of a chat."""
     named: dict[str, list[tuple[str | None, str | None]]] = {}
@@ -275,7 +287,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> Iterator[dict[str, Any]]:
     for at, message in enumerate(messages):
         if message.role == "assistant" and at and messages[at - 1].role != "assistant":
             latest.clear()
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        turn: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         for call in message.tool_calls or ():

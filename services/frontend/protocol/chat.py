@@ -23,7 +23,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
-from services.frontend.protocol.messages import ChatMessage, Messages, check_message
+from services.frontend.protocol.messages import ChatMessage, Messages, check_message, images_of
 from services.frontend.protocol.parts import PARTS_LIMIT, Unread
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
 from services.frontend.protocol.structured import (
@@ -254,6 +254,8 @@ def check_final_message(messages: Sequence[ChatMessage], begins: bool | None, co
         raise field_error(f"{where}.content", "continue_final_message needs a text to continue")
     if last.tool_calls:
         raise field_error(f"{where}.tool_calls", "a message with calls cannot be continued")
+    if images_of([last]):
+        raise field_error(f"{where}.content", "a message with images cannot be continued")
 
 
 def check_truncation(tokens: int | None) -> None:

@@ -16,7 +16,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.chat_chunks import Usage
 from services.frontend.protocol.decoding import Harmless, check_not_built, not_supported
-from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import Advisory, IgnoredFields, ItemCount
 from shared.errors import InvalidRequest
 
@@ -47,8 +46,6 @@ def review(request: Struct, ignored: IgnoredFields) -> None:
     """Refuse fields that are not built, in all Structs of a request, and note hints. Raise InvalidRequest, naming the
     field, and if there are more than ITEMS_LIMIT Structs in lists."""
     for struct, where in _nested(request, "", ItemCount()):
-        if getattr(struct, "images", None):
-            raise field_error(f"{where}images", "images are not served")
         if isinstance(struct, IgnoredPart):
             ignore(f"{where if ignored.refuse else _PLACE.sub('[]', where)}{struct.__struct_config__.tag}", ignored)
         check_not_built(struct, where, ignored)

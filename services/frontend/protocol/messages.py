@@ -16,10 +16,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from services.frontend.protocol.decoding import check_not_built, part_not_served
+from services.frontend.protocol.decoding import check_not_built, not_supported, part_not_served
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
-from services.frontend.protocol.parts import ResultContent, Unread, text_of_content, thinking_of_content, unseen_parts
+from services.frontend.protocol.parts import (
+    ImagePart,
+    ImageSource,
+    ResultContent,
+    Unread,
+    detail_of,
+    image_of,
+    text_of_content,
+    thinking_of_content,
+    unseen_parts,
+)
 from services.frontend.protocol.tools import TOOLS_LIMIT
 
 MESSAGES_LIMIT = 4096
@@ -125,7 +135,14 @@ def check_message(message: ChatMessage, where: str, ignored: IgnoredFields = REF
     for at, call in enumerate(message.tool_calls or ()):
         if call.function is None and call.custom is None:
             raise field_error(f"{where}.tool_calls[{at}].function", "the call names no function")
-    for at, kind in unseen_parts(message.content):
+    for at, part in unseen_parts(message.content):
+        kind = str(part.__struct_config__.tag)
+        if message.role == "user" and isinstance(part, ImagePart):
+            image_of(part, f"{where}.content[{at}]")
+            if detail_of(part) not in ("", "auto"):
+                field = f"{where}.content[].{kind}.detail"
+                ignored.add_or_raise(field, not_supported(f"{where}.content[{at}].detail"))
+            continue
         noted = ignored if message.role == "tool" else REFUSE
         noted.add_or_raise(f"{where}.content[].{kind}", part_not_served(f"{where}.content[{at}].type", kind))
     if message.content is None and message.role in ("system", "developer", "user"):
@@ -137,6 +154,17 @@ def text_of(message: ChatMessage) -> str:
     text = text_of_content(message.content, message.role)
     said = text or (message.audio.transcript if message.audio is not None else None) or ""
     return "\n".join(filter(None, (said, message.refusal)))
+
+
+def images_of(messages: Sequence[ChatMessage]) -> list[ImageSource]:
+    """Return the images that users show, in order."""
+    return [
+        image_of(part, f"messages[{at}].content[{place}]")
+        for at, message in enumerate(messages)
+        if message.role == "user"
+        for place, part in unseen_parts(message.content)
+        if isinstance(part, ImagePart)
+    ]
 
 
 def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -205,10 +233,21 @@ def _written(arguments: str | dict[str, Any] | None) -> str:
     return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""
 
 
+def _content(message: ChatMessage) -> str | list[dict[str, str]]:
+    """Return the content of a message: a text, or parts if a user shows images."""
+    parts = message.content if message.role == "user" and isinstance(message.content, list) else ()
+    if not any(isinstance(part, ImagePart) for part in parts):
+        return text_of(message)
+    return [
+        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": text_of_content([part], "user")}
+        for part in parts
+    ]
+
+
 def _turn(message: ChatMessage) -> dict[str, Any]:
     turn = {
         "role": _RENDERED_ROLES.get(message.role, message.role),
-        "content": text_of(message),
+        "content": _content(message),
         "name": message.name,
         "reasoning_content": message.reasoning_content or message.reasoning or thinking_of_content(message.content),
     }

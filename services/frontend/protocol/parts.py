@@ -1,8 +1,8 @@
 """The parts of a message's content, as OpenAI's APIs and their clients write them. Pure.
 
 Chats write texts as `text`, /v1/responses as `input_text` and `output_text`. A refusal is a text of the assistant.
-Images, sounds and files are not built. In the result of a tool, which agents send again with each later request, a text
-stands for one.
+Images of users are seen by models that take them. Sounds and files are not built. In the result of a tool, which agents
+send again with each later request, a text stands for an image or a file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from services.frontend.protocol.errors import field_error
+
 PARTS_LIMIT = 4096
 """Content parts of one message."""
 
 Unread = Annotated[msgspec.Raw, Meta(extra_json_schema={"description": "Anything; it is not read."})]
 """A field that clients add and that is not read. It stays undecoded, since 4 MiB of it could be a million objects."""
+
+
+ImageDetail = Annotated[str, Meta(max_length=64)]
+"""How closely an image is to be looked at. It has no effect: the model's processor decides that."""
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -56,12 +62,27 @@ class ThinkingPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
     signature: Unread | UnsetType = UNSET
 
 
-class ImageUrl(Struct, frozen=True, tag_field="type", tag="image_url"):
+class ImageLink(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an image is, in a chat."""
+
+    url: str
+    """A data URI, or the URL of a host that a setting names."""
+    detail: ImageDetail | None = None
+
+
+class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
     """An image, as chats write it."""
 
+    image_url: ImageLink | str | None = None
 
-class InputImage(Struct, frozen=True, tag_field="type", tag="input_image"):
+
+class InputImage(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
     """An image, as /v1/responses writes it."""
+
+    image_url: ImageLink | str | None = None
+    detail: ImageDetail | None = None
+    file_id: str | None = None
+    """The id of a file; there are none here."""
 
 
 class FilePart(Struct, frozen=True, tag_field="type", tag="file"):
@@ -72,24 +93,52 @@ class InputFile(Struct, frozen=True, tag_field="type", tag="input_file"):
     """A file, as /v1/responses writes it."""
 
 
-UnseenPart = ImageUrl | InputImage | FilePart | InputFile
+ImagePart = ImageUrl | InputImage
+UnseenPart = ImagePart | FilePart | InputFile
 Part = TextPart | InputText | PastText | RefusalPart | ThinkingPart
 Content = str | Annotated[list[Part], Meta(max_length=PARTS_LIMIT)]
 """A text, or its parts."""
+SeenContent = str | Annotated[list[Part | ImagePart], Meta(max_length=PARTS_LIMIT)]
+"""A text, or its parts, which may be images."""
 ResultContent = str | Annotated[list[Part | UnseenPart], Meta(max_length=PARTS_LIMIT)]
 """The result of a tool: a text, or its parts."""
 
 
+class ImageSource(Struct, frozen=True):
+    """An image of a request, before it is read."""
+
+    where: str
+    """Its place in the body."""
+    url: str
+    """A data URI, or a URL."""
+
+
+def image_of(part: ImagePart, where: str) -> ImageSource:
+    """Return the image of a part at this place. Raise InvalidRequest if it has none."""
+    given = part.image_url
+    url = given.url if isinstance(given, ImageLink) else given
+    if not url:
+        raise field_error(f"{where}.image_url", "needed: a data URI, or a URL")
+    return ImageSource(f"{where}.image_url", url)
+
+
+def detail_of(part: ImagePart) -> str:
+    """Return how closely an image is to be looked at. Empty if that is not said."""
+    given = part.image_url
+    own = part.detail if isinstance(part, InputImage) else None
+    return own or (given.detail if isinstance(given, ImageLink) else None) or ""
+
+
 def unseen(kind: str) -> str:
     """Return the text that stands for an image or a file in the result of a tool."""
-    return f"[{kind}: not shown, because this model reads text only]"
+    return f"[{kind}: not shown, because only text is read here]"
 
 
-def unseen_parts(content: ResultContent | None) -> Iterator[tuple[int, str]]:
-    """Yield the places and types of parts that the model does not see."""
+def unseen_parts(content: ResultContent | None) -> Iterator[tuple[int, UnseenPart]]:
+    """Yield the places of parts that are no texts, and these parts."""
     for at, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, UnseenPart):
-            yield at, str(part.__struct_config__.tag)
+            yield at, part
 
 
 def joined(texts: Iterable[str], role: str) -> str:

@@ -24,7 +24,14 @@ from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.foreign import Hint
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.messages import Call, CalledFunction, CalledName, ChatMessage
-from services.frontend.protocol.parts import PARTS_LIMIT, Content, ResultContent, Unread, text_of_content, unseen_parts
+from services.frontend.protocol.parts import (
+    PARTS_LIMIT,
+    ResultContent,
+    SeenContent,
+    Unread,
+    text_of_content,
+    unseen_parts,
+)
 from services.frontend.protocol.responses_tools import AnyTool, chat_name
 from services.frontend.protocol.tools import TOOLS_LIMIT
 
@@ -44,7 +51,7 @@ class InputMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """A message of the user or the assistant, or instructions."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content | None
+    content: SeenContent | None
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
@@ -263,8 +270,12 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
         refusal = field_error(f"{where}.type", f"items of type {item.type!r} are not supported", UNSUPPORTED)
         ignored.add_or_raise(f"input[].{item.type}", refusal)
     if isinstance(item, CallOutput | ClientCallOutput):
-        for at, kind in unseen_parts(_result(item)):
+        for at, part in unseen_parts(_result(item)):
+            kind = str(part.__struct_config__.tag)
             ignored.add_or_raise(f"input[].output[].{kind}", part_not_served(f"{where}.output[{at}].type", kind))
+    if isinstance(item, InputMessage) and item.role != "user":
+        for at, part in unseen_parts([*item.content] if isinstance(item.content, list) else None):
+            raise part_not_served(f"{where}.content[{at}].type", str(part.__struct_config__.tag))
     if isinstance(item, PastThought) and item.content and item.summary:
         ignored.add_or_raise("input[].summary", not_supported(f"{where}.summary"))
     return item

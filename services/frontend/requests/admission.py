@@ -35,7 +35,7 @@ from services.frontend.auth.accounts import NO_TOKENS, Account, TokenUse
 from services.frontend.config import LimitsConfig
 from shared.errors import Overloaded, Unavailable
 
-Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked", "grammars"]
+Bound = Literal["requests", "body_bytes", "tokenising_bytes", "tokens", "unasked", "grammars", "images"]
 """A limit, by its name in the settings; also a label of metrics."""
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
 Sums = dict[Bound, int]
@@ -119,6 +119,7 @@ class Admission:
             assert permit.admitted or not permit.taken["tokens"]
             assert permit.taken["unasked"] <= 1
             assert permit.taken["grammars"] <= 1
+            assert permit.taken["images"] <= 1
             if permit.account is not None:
                 held = by_key.setdefault(permit.account.name, _zero())
                 for bound, taken in permit.taken.items():
@@ -134,6 +135,7 @@ _FULL: dict[Bound, str] = {
     "unasked": "{taken} requests without `stream` run over NATS already; send the header Headrace-Probe, which lets "
     "the frontend ask whether the client still listens",
     "grammars": "{taken} grammars already wait to be compiled",
+    "images": "the images of {taken} requests already wait to be decoded",
 }
 """What an error says about each limit that is reached."""
 
@@ -244,13 +246,14 @@ class Permit:
             self._take({"requests": choices - 1})
 
     @contextmanager
-    def waiting_grammar(self) -> Iterator[None]:
-        """Count its grammar, while the context is open, as one that waits to be compiled."""
-        self._take({"grammars": 1})
+    def waiting(self, bound: Literal["grammars", "images"]) -> Iterator[None]:
+        """Count it, while the context is open, as one whose grammar waits to be compiled, or whose images to be
+        decoded."""
+        self._take({bound: 1})
         try:
             yield
         finally:
-            self._admission.count(self, "grammars", -1)
+            self._admission.count(self, bound, -1)
 
     def count_unasked(self) -> None:
         """Count it as one whose client cannot be asked whether it still wants an answer."""

@@ -156,6 +156,8 @@ class BusCalls:
             or request.prompt_only
             or request.prompt_entries is not None
             or self._is_forgotten(request),
+            images=len(request.images),
+            image_tokens=sum(image.tokens for image in request.images),
         )
 
     def _is_forgotten(self, request: InferenceRequest) -> bool:
@@ -228,6 +230,7 @@ class BusCalls:
             lora=request.lora,
             salt=request.salt,
             priority=request.priority,
+            images=request.images,
             prefill_by=action.prefill if isinstance(action, AnnounceAttempt) else "",
         )
 
@@ -237,9 +240,12 @@ class BusCalls:
         sampling = request.sampling
         with_prompt = sampling.prompt_logprobs >= 0
         masked = sampling.grammar or sampling.allowed_tokens
-        if not (masked or sampling.logit_bias or sampling.min_tokens or sampling.pooling or with_prompt):
+        more = sampling.logit_bias or sampling.min_tokens or sampling.pooling or request.images
+        if not (masked or with_prompt or more):
             return ""
         card = self._runtime.directory.cards.get((request.model, instance))
+        if request.images and not (card is not None and card.images == request.image_input):
+            return "it does not take images that are prepared in this way"
         if sampling.grammar and not (card is not None and card.grammars):
             return "it does not support grammars"
         if sampling.logit_bias and not (card is not None and card.biases):

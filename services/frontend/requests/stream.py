@@ -29,8 +29,9 @@ from services.frontend.requests.session import Session
 from services.frontend.requests.way import Way
 from services.frontend.tool_parsers.parse_result import join_pieces
 from shared.errors import HeadraceError
+from shared.messages.cards import ImageInput
 from shared.messages.frames import PromptLogprobs, TokenLogprob
-from shared.messages.generate import Sampling
+from shared.messages.generate import Image, Sampling
 
 T = TypeVar("T")
 
@@ -79,6 +80,10 @@ class InferenceRequest(Struct, frozen=True):
     """Where the log's sums of the whole request are. None if there is no log of it."""
     trace: RequestTrace | None = None
     """The trace of the whole request. None if it is not traced."""
+    images: tuple[Image, ...] = ()
+    """The images of the prompt, which all attempts carry."""
+    image_input: ImageInput | None = None
+    """How they were prepared, as the cards of the model's workers say."""
     prompt_only: bool = False
     """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
 

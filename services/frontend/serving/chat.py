@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.config import FrontendConfig
+from services.frontend.images.reader import ImageReader
 from services.frontend.metrics import Metrics
 from services.frontend.models.encode_pool import EncodePool
 from services.frontend.models.model import ModelLimits
@@ -28,6 +29,8 @@ from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.chat_chunks import AnswerEncoder, ChatEncoder, CompletionEncoder
 from services.frontend.protocol.completions import DEFAULT_TOKENS
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
+from services.frontend.protocol.messages import images_of
+from services.frontend.protocol.parts import ImageSource
 from services.frontend.protocol.reasoning import DEFAULT_REASONING
 from services.frontend.protocol.text_plan import OPENAI_DEFAULTS, TextPlan, TextRequest, plan_of
 from services.frontend.requests.admission import Permit
@@ -45,6 +48,7 @@ from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import RequestTimeout
 from shared.messages.cards import SamplingDefaults
+from shared.messages.generate import Image
 from shared.tracing.spans import AttributeValue
 
 
@@ -73,6 +77,7 @@ class ServingChat(Struct, frozen=True):
     pool: EncodePool
     metrics: Metrics
     grammars: GrammarCompiler
+    images: ImageReader
     config: FrontendConfig
 
     @asynccontextmanager
@@ -133,19 +138,39 @@ class ServingChat(Struct, frozen=True):
         self, asked: AskedText, default_tokens: int | None
     ) -> tuple[TokenisedText, AnswerGrammar | None]:
         trace, limits = asked.context.trace, self.service.limits
+        sources = images_of(asked.request.messages) if isinstance(asked.request, ChatRequest) else ()
+        if asked.limits.images is not None:
+            self.images.check(sources)
         with nullcontext() if trace is None else trace.span("tokenise"):
             pool = key_pool(self.pool, asked.context.permit)
             tokenised = await tokenise_text(asked, pool, default_tokens, min(limits.choices, limits.requests))
             grammar = await self._grammar(asked, tokenised.parsing)
-        return replace(tokenised, parsing=replace(tokenised.parsing, held=grammar is not None)), grammar
+            images = await self._images(asked, sources, tokenised.prompts[0])
+        parsing = replace(tokenised.parsing, held=grammar is not None)
+        return replace(tokenised, parsing=parsing, images=images), grammar
+
+    async def _images(self, asked: AskedText, sources: Sequence[ImageSource], prompt: Prompt) -> tuple[Image, ...]:
+        """Return the images of a prompt, prepared. Raise InvalidRequest, Overloaded and Unavailable."""
+        wanted, permit = asked.limits.images, asked.context.permit
+        if not sources or wanted is None:
+            return ()
+        limit = self.config.nats.payload_limit_bytes
+        size = 4 * (prompt.count + prompt.max_tokens) + len(sources) * 3 * wanted.width * wanted.height
+        if size > limit:
+            why = f"its images, prepared, and its tokens have {size} bytes, more than nats.payload_limit_bytes, {limit}"
+            raise field_error("messages", f"{why}; send fewer images", "request_too_large", status=413)
+        waiting = partial(permit.waiting, "images")
+        read = await self.images.read(sources, wanted, key=permit.key, waiting=waiting)
+        return tuple(
+            Image(one.key, start, wanted.tokens, one.pixels) for one, start in zip(read, prompt.images, strict=True)
+        )
 
     async def count_prompt(self, request: ChatRequest, context: RequestContext) -> int:
         """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         pool = key_pool(self.pool, context.permit)
         prompt = chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
-        tokens, _ = await until(deadline.at, TOKENISED, prompt)
-        return len(tokens) // 4
+        return len((await until(deadline.at, TOKENISED, prompt)).tokens) // 4
 
     @contextmanager
     def run(self, prepared: PreparedChat, context: RequestContext) -> Iterator[Choices]:
@@ -172,9 +197,8 @@ class ServingChat(Struct, frozen=True):
         if not asked.limits.grammars:
             raise field_error(grammar.param, f"not every worker of {model.name!r} supports grammars", UNSUPPORTED)
         if grammar.checked:
-            await self.grammars.check(
-                grammar.checked, grammar.param, grammar.parts, key=permit.key, waiting=permit.waiting_grammar
-            )
+            waiting = partial(permit.waiting, "grammars")
+            await self.grammars.check(grammar.checked, grammar.param, grammar.parts, key=permit.key, waiting=waiting)
         return grammar
 
 

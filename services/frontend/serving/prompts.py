@@ -1,6 +1,6 @@
 """The prompt of a chat: its template, the variables that the template gets, and its tokens.
 
-    ChatRequest ─▶ plan_of_reasoning ─▶ read_kwargs ─▶ render_chat ─▶ encode ─▶ tokens, and the plan to parse the answer
+    ChatRequest ─▶ plan_of_reasoning ─▶ read_kwargs ─▶ render_chat ─▶ encode ─▶ place_images ─▶ ChatPrompt
 
 A chat and /tokenize make prompts here, so that both accept the same fields and count the same tokens.
 """
@@ -11,22 +11,36 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.encode_pool import EncodePool, KeyPool
+from services.frontend.models.image_tokens import check_texts, place_images
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import TEXT_TOKENS_LIMIT
 from services.frontend.protocol import chat
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.ignored_fields import IgnoredFields
-from services.frontend.protocol.messages import messages_as_rendered, text_of
+from services.frontend.protocol.messages import images_of, messages_as_rendered, text_of
 from services.frontend.protocol.reasoning import ReasoningPlan, plan_reasoning
 from services.frontend.protocol.structured import offered
 from services.frontend.requests.admission import Permit
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import RequestTimeout
+
+
+class ChatPrompt(Struct, frozen=True):
+    """The prompt of a chat."""
+
+    tokens: bytes
+    """Token ids, packed as u32."""
+    parsing: ParsePlan
+    """What its answer is parsed for."""
+    images: tuple[int, ...] = ()
+    """Where the tokens of each image begin."""
 
 
 async def chat_prompt(
@@ -38,15 +52,21 @@ async def chat_prompt(
     *,
     special: bool = False,
     most: int = TEXT_TOKENS_LIMIT,
-) -> tuple[bytes, ParsePlan]:
-    """Return the packed tokens of a chat's prompt and what its answer is parsed for. `special`: with the tokens that
-    the tokenizer puts around a text. Raise InvalidRequest, also for more than `most` tokens."""
-    tools = chat.offered_tools(request)
+) -> ChatPrompt:
+    """Return the prompt of a chat. `special`: with the tokens that the tokenizer puts around a text. Raise
+    InvalidRequest, also for more than `most` tokens."""
+    tools, messages = chat.offered_tools(request), messages_as_rendered(request.messages)
     template = model.tool_template if tools else model.template
     more = read_kwargs(template, plan_of_reasoning(request, model, ignored).template_kwargs, ignored)
+    shown, takes = images_of(request.messages), limits.images
+    if takes is not None:
+        check_texts(model, takes, messages, {"tools": tools, "chat_template_kwargs": dict(more)})
+    elif shown:
+        why = f"images are not served by {model.name!r}, or not by all of its workers"
+        raise field_error(shown[0].where, why, "unsupported_value")
     text = await preprocess.render_chat(
         model,
-        messages_as_rendered(request.messages),
+        messages,
         pool,
         tools,
         more,
@@ -58,7 +78,10 @@ async def chat_prompt(
     plan = ParsePlan(model.tool_format if tools else None, model.thinks, is_open, reasoning.is_begun(continued))
     tokens = await preprocess.encode(model, text, pool, special=special, param="messages", most=most)
     preprocess.check_encoded(model, tokens, limits, param="messages")
-    return tokens, plan
+    if takes is None:
+        return ChatPrompt(tokens, plan)
+    tokens, starts = place_images(tokens, len(shown), takes, most)
+    return ChatPrompt(tokens, plan, starts)
 
 
 T = TypeVar("T")

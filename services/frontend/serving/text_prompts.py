@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
@@ -26,6 +27,7 @@ from services.frontend.serving.tokenize import detokenize
 from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens
+from shared.messages.generate import Image
 
 
 class AskedText(Struct, frozen=True):
@@ -49,6 +51,8 @@ class TokenisedText(Struct, frozen=True):
     """For each prompt the text before its answers, mostly empty."""
     parsing: ParsePlan
     """What the answers are parsed for."""
+    images: tuple[Image, ...] = ()
+    """The images of a chat's prompt."""
 
     @property
     def is_parsed(self) -> bool:
@@ -95,8 +99,8 @@ async def tokenise_text(
     most = limits.context_length if request.truncate_prompt_tokens is None else TEXT_TOKENS_LIMIT
     if isinstance(request, ChatRequest):
         special, ignored = bool(request.add_special_tokens), asked.context.ignored
-        tokens, parsing = await chat_prompt(request, asked.model, limits, pool, ignored, special=special, most=most)
-        found = [_fitted(asked, tokens, default_tokens, "messages")]
+        chat = await chat_prompt(request, asked.model, limits, pool, ignored, special=special, most=most)
+        found, parsing = [_fitted(asked, chat.tokens, default_tokens, "messages", chat.images)], chat.parsing
     else:
         found, parsing = [], ParsePlan()
         for param, given in prompts:
@@ -113,16 +117,18 @@ async def tokenise_text(
     return TokenisedText(found, echoed, parsing)
 
 
-def _fitted(asked: AskedText, tokens: bytes, default: int | None, param: str) -> Prompt:
+def _fitted(asked: AskedText, tokens: bytes, default: int | None, param: str, images: tuple[int, ...] = ()) -> Prompt:
     """Return a prompt that fits into the context together with its answer."""
     plan, limits = asked.plan, asked.limits
     max_tokens = 1 if plan.prompt_only else plan.max_tokens  # engines compute a token after each prompt; it is dropped
+    if images and asked.request.truncate_prompt_tokens is not None:
+        raise field_error("truncate_prompt_tokens", "a prompt with images is not cut")
     tokens = preprocess.truncate(tokens, asked.request.truncate_prompt_tokens, limits, max_tokens)
     prompt = preprocess.fit_context(
         tokens, limits, max_tokens=max_tokens, default=default, param=param, limit_param=plan.limit_param
     )
     check_least_tokens(asked.request, prompt.max_tokens)
-    return prompt
+    return replace(prompt, images=images)
 
 
 async def _tokens_of(

@@ -27,7 +27,7 @@ from services.frontend.serving.text_prompts import AskedText, TokenisedText
 from services.frontend.structured.grammar import AnswerGrammar
 from services.frontend.tool_parsers.parse_result import ParseResult
 from services.frontend.tool_parsers.parser import FORMATS, AnswerParser, FormatName, ParsePlan
-from shared.hashing import pack_hashes, seed_of, sequence_hashes
+from shared.hashing import image_extras, pack_hashes, seed_of, sequence_hashes
 from shared.messages.cards import SamplingDefaults
 from shared.messages.generate import Sampling
 
@@ -47,6 +47,7 @@ def text_requests(
     name, affinity_key = context.id.unique, asked.request.prompt_cache_key or context.session
     alone = count * len(tokenised.prompts) == 1
     outputs = _Outputs.of(asked, tokenised, tool_calls)
+    extras = image_extras([(one.key, one.start, one.tokens) for one in tokenised.images], model.block_size)
     for at, (prompt, text) in enumerate(zip(tokenised.prompts, tokenised.echoed, strict=True)):
         sampling = _sampling(asked, prompt, grammar, defaults)
         first = InferenceRequest(
@@ -55,7 +56,9 @@ def text_requests(
             lora=model.lora,
             prompt=prompt.tokens,
             prompt_tokens=prompt.count,
-            hashes=pack_hashes(sequence_hashes(prompt.tokens, model.block_size, seed_of(model.lora, salt))),
+            hashes=pack_hashes(
+                sequence_hashes(prompt.tokens, model.block_size, seed_of(model.lora, salt), extras=extras)
+            ),
             sampling=sampling,
             salt=salt,
             # The choices of a prompt share its blocks, so they prefer one worker.
@@ -67,6 +70,8 @@ def text_requests(
             prompt_entries=outputs.prompt_entries(prompt, text),
             trace=context.trace,
             prompt_only=plan.prompt_only,
+            images=tokenised.images,
+            image_input=asked.limits.images,
             grammar_param="" if grammar is None else grammar.param,
             is_follower=at > 0,
             priority=asked.priority,

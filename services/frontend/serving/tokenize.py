@@ -67,7 +67,7 @@ class ServingTokenize(Struct, frozen=True):
             check_encoded(model, packed, limits, param=param)
         else:
             asked = tokenize.chat_of(request, request.messages)
-            packed, _ = await chat_prompt(asked, model, limits, pool, ignored, special=special)
+            packed = (await chat_prompt(asked, model, limits, pool, ignored, special=special)).tokens
         tokens = token_array(truncate(packed, request.truncate_prompt_tokens, limits, None))
         if len(tokens) > tokenize.TOKENS_LIMIT:
             raise field_error(param, f"{len(tokens)} tokens, more than {tokenize.TOKENS_LIMIT}")

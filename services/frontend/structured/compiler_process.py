@@ -1,18 +1,14 @@
-"""Compiles grammars for a frontend, one per line as JSON: `python -m services.frontend.structured.compiler_process`.
+"""Compiles grammars for a frontend: `python -m services.frontend.structured.compiler_process`.
 
-Each answer is a line too: why the grammar does not compile, or an empty text. A grammar that takes more than
-CPU_LIMIT_S or MEMORY_LIMIT_BYTES ends the process. Ten lines of schema can do that, despite the library's own limits.
+Each answer says why the grammar does not compile, or is empty. A grammar that takes more than CPU_LIMIT_S or
+MEMORY_LIMIT_BYTES ends the process. Ten lines of schema can do that, despite the library's own limits.
 """
 
 from __future__ import annotations
 
-import resource
-import signal
-import sys
-
-import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from services.frontend.child_program import run_program
 from services.frontend.structured.compile_limits import CPU_LIMIT_S, MEMORY_LIMIT_BYTES
 
 _LIMITS = LLParserLimits(
@@ -56,15 +52,12 @@ def compile_error(tokenizer: LLTokenizer, grammar: str) -> str:
 
 def main() -> None:
     """Compile grammars from standard input until it ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # its signal ends the process
-        reason = compile_error(tokenizer, msgspec.json.decode(line, type=str))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(msgspec.json.encode(reason) + b"\n")
-        sys.stdout.buffer.flush()
+    run_program(
+        lambda grammar: compile_error(tokenizer, grammar.decode()).encode(),
+        cpu_limit_s=CPU_LIMIT_S,
+        memory_limit_bytes=MEMORY_LIMIT_BYTES,
+    )
 
 
 if __name__ == "__main__":

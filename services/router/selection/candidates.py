@@ -65,6 +65,10 @@ class RoutingRequest(Struct, frozen=True):
     """Requests of a higher priority are computed first; 0 is the usual one."""
     lora: str = ""
     """Id of the LoRA. Empty if there is none."""
+    images: int = 0
+    """Number of images in the prompt."""
+    image_tokens: int = 0
+    """How many of its tokens stand for them."""
     fleet: FleetAverage = FleetAverage()
     host_s: float = 0.0
     """Seconds to fetch one block from host memory; 0 if unknown."""

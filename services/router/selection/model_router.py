@@ -210,6 +210,8 @@ class ModelRouter:
             block_size=block_size,
             session=select.session,
             lora=select.lora,
+            images=select.images,
+            image_tokens=select.image_tokens,
             priority=priority,
             fleet=FleetAverage.of(states[: len(whole)]),
             host_s=block_bytes / HOST_BYTES_PER_S,

@@ -265,7 +265,7 @@ def test_a_text_stands_for_an_image_or_a_document_in_a_result_and_what_was_found
         {"role": "user", "content": [RESULT | {"content": [*blocks, found]}]},
     ]
     asked, ignored = chat(messages=turns)
-    not_shown = "not shown, because this model reads text only"
+    not_shown = "not shown, because only text is read here"
     assert asked.messages[-1].content == f"[image: {not_shown}]\n[document: {not_shown}]\nT\nhttp://x\na"
     assert ignored == tuple(f"messages[].content[].content[].{kind}" for kind in ("image", "document"))
     assert refused(messages=turns).param == "messages[2].content[0].content[0].image"
@@ -273,7 +273,7 @@ def test_a_text_stands_for_an_image_or_a_document_in_a_result_and_what_was_found
 
 @pytest.mark.parametrize(
     ("kind", "inside"),
-    [*((kind, False) for kind in ("image", "document", "search_result", "x")), ("x", True)],
+    [*((kind, False) for kind in ("document", "search_result", "x")), ("x", True)],
 )
 def test_blocks_that_are_not_served_are_refused_by_their_type(kind: str, inside: bool) -> None:
     block: Any = {"type": kind, "source": {}}
@@ -285,7 +285,7 @@ def test_blocks_that_are_not_served_are_refused_by_their_type(kind: str, inside:
         )
     wrong = refused(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, block]}])
     assert wrong.param == where
-    told = {"image": "images are not served", "document": "files are not served"}
+    told = {"document": "files are not served"}
     assert told.get(kind, repr(kind)) in str(wrong)
 
 

@@ -270,7 +270,7 @@ def test_inputs_are_those_of_embeddings() -> None:
         ({"think": True}, "think", "not known to think"),
         ({"logprobs": True}, "logprobs", "not supported"),
         ({"x": 1}, "x", "unknown field"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "messages[0].images", "are not served"),
+        ({"messages": [{"role": "system", "content": "x", "images": ["AAAA"]}]}, "messages[0].images[0]", "not served"),
         ({"messages": [called("x") | {"role": "user"}]}, "messages[0].tool_calls", "only role assistant"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "two tools"),
     ],
@@ -291,7 +291,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(fields: dict[str, Any], pa
         ({"suffix": "x", "think": True}, "think"),
         ({"template": "x"}, "template"),
         ({"context": [1]}, "context"),
-        ({"images": ["AAAA"]}, "images"),
+        ({"images": ["AAAA"], "raw": True}, "images"),
         ({"raw": True, "options": {"top_p": 2}}, "options.top_p"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_text_stands_for_an_image_that_a_tool_shows() -> None:
     raw = [msgspec.Raw(json.dumps(one).encode()) for one in (call("a"), custom, *results)]
     ignored = IgnoredFields()
     found = messages_of(decode_items(raw, ignored))
-    assert [one.content for one in found[1:]] == ["[image: not shown, because this model reads text only]\na"] * 2
+    assert [one.content for one in found[1:]] == ["[image: not shown, because only text is read here]\na"] * 2
     assert ignored.names == ("input[].output[].input_image",)
     with pytest.raises(InvalidRequest, match="images are not served") as refused:
         items(call("a"), results[0])

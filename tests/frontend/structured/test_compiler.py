@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from services.frontend import child_processes
+from services.frontend.child_processes import end_process
 from services.frontend.config import LimitsConfig
 from services.frontend.requests.admission import Admission, Permit
 from services.frontend.structured import compiler as grammars_module
-from services.frontend.structured.compiler import GrammarCompiler, _end
+from services.frontend.structured.compiler import GrammarCompiler
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 from shared.hashing import unpack_tokens
 from tests.frontend.peers import MODEL, World, clients, world
@@ -261,11 +264,11 @@ async def test_a_process_that_has_ended_is_started_again() -> None:
     grammars = GrammarCompiler()
     try:
         await grammars.check(lark('start: "a"'), "x")
-        [process] = grammars._idle
+        [process] = grammars._processes.idle
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         await grammars.check(lark('start: "b"'), "x")
-        assert grammars._idle != [process]
+        assert grammars._processes.idle != [process]
     finally:
         await grammars.aclose()
     grammars.validate()
@@ -275,10 +278,10 @@ async def test_a_process_killed_while_it_compiles_leaves_no_verdict() -> None:
     grammars = GrammarCompiler()
     try:
         await grammars.check(lark('start: "a"'), "x")
-        [process] = grammars._idle
+        [process] = grammars._processes.idle
         os.kill(process.pid, signal.SIGSTOP)
         compiled = asyncio.create_task(grammars.check(lark('start: "b"'), "x"))
-        while grammars._idle:  # noqa: ASYNC110 - nothing tells that the process was taken
+        while grammars._processes.idle:  # noqa: ASYNC110 - nothing tells that the process was taken
             await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="was killed"):
@@ -295,7 +298,7 @@ async def test_the_status_of_a_process_that_is_ended_while_it_ends_is_kept() -> 
         process = await asyncio.create_subprocess_exec("sh", "-c", "kill -PROF $$", stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         await process.stdout.read()
-        await _end(process)
+        await end_process(process)
         return process.returncode
 
     for _ in range(30):
@@ -337,7 +340,7 @@ async def test_waiting_grammars_are_bounded_and_one_that_is_cancelled_leaves_not
     third = admission.reserve()
 
     def check(name: str, of: Permit) -> Coroutine[Any, Any, None]:
-        return grammars.check(lark(f'start: "{name}"'), "x", waiting=of.waiting_grammar)
+        return grammars.check(lark(f'start: "{name}"'), "x", waiting=partial(of.waiting, "grammars"))
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -356,7 +359,7 @@ async def test_waiting_grammars_are_bounded_and_one_that_is_cancelled_leaves_not
 
 
 async def test_a_key_with_slow_grammars_waits_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars_module, "PROCESSES_LIMIT", 1)
+    monkeypatch.setattr(child_processes, "PROCESSES_LIMIT", 1)
     grammars, ended = GrammarCompiler(), list[str]()
 
     async def check(key: str, name: str, grammar: str) -> None:

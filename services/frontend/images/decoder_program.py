@@ -1,0 +1,118 @@
+"""Decodes and prepares images for a frontend: `python -m services.frontend.images.decoder_program`.
+
+    base64 ─▶ format by the first bytes ─▶ width and height ─▶ decoded ─▶ RGB ─▶ resized ─▶ cut ─▶ pixels
+                    └── other than stated      └── too many pixels
+
+The pixels are, byte for byte, those of transformers' CLIPImageProcessor on Pillow before it rescales and normalises.
+Like that processor, it does not turn a picture by its EXIF orientation.
+
+Only the decoder of the format that the first bytes show is tried, and only the first picture of a file is decoded.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import io
+
+import msgspec
+import PIL
+from PIL import Image
+
+from services.frontend.child_program import run_program
+from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, Prepare, Prepared
+from shared.messages.cards import ImageInput
+
+_STARTS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
+_STATED = {
+    **{"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"},
+    **dict.fromkeys(("", "application/octet-stream", "binary/octet-stream"), ""),
+}
+"""Each media type that may be stated, and the format that it means. Empty if it says nothing."""
+_SERVED = "PNG, JPEG, WebP and GIF are served"
+_SPACE = b" \t\r\n"
+
+
+class _Refused(Exception):
+    """The image is refused; the text says why, as `Prepared.wrong`."""
+
+
+def prepare(asked: Prepare) -> Prepared:
+    """Return the image as its model takes it, or why there is none."""
+    try:
+        source = _source(asked)
+        pixels = _pixels(source, _format(source, asked.stated), asked.wanted, asked.pixels_limit)
+    except _Refused as wrong:
+        return Prepared(wrong=str(wrong))
+    except MemoryError:
+        return Prepared(wrong=f"takes more than {MEMORY_LIMIT_BYTES >> 20} MiB to decode")
+    except Exception as wrong:  # noqa: BLE001  files may be anything, and so may what the library raises
+        return Prepared(wrong=f"cannot be decoded: {' '.join(str(wrong).split())[:200] or type(wrong).__name__}")
+    return Prepared(_key(source, asked.wanted), pixels)
+
+
+def _source(asked: Prepare) -> bytes:
+    """Return the bytes of the file. Raise _Refused."""
+    source = asked.source
+    if asked.base64:
+        try:
+            source = binascii.a2b_base64(source.translate(None, _SPACE), strict_mode=True)
+        except ValueError:
+            raise _Refused("has data that is not base64") from None
+    if len(source) > asked.bytes_limit:
+        raise _Refused(f"has {len(source)} bytes, more than the limit of {asked.bytes_limit} (images.bytes)")
+    return source
+
+
+def _format(source: bytes, stated: str) -> str:
+    """Return the format that the first bytes of a file show, by Pillow's name. Raise _Refused."""
+    is_webp = source[:4] == b"RIFF" and source[8:12] == b"WEBP"
+    found = "WEBP" if is_webp else next((name for start, name in _STARTS.items() if source.startswith(start)), "")
+    if stated not in _STATED:
+        raise _Refused(f"is stated to be {stated[:64]!r}; {_SERVED}")
+    if not found:
+        raise _Refused(f"is of another format by its first bytes; {_SERVED}")
+    if _STATED[stated] not in ("", found):
+        raise _Refused(f"is stated to be {stated}, but its first bytes are those of {found}")
+    return found
+
+
+def _pixels(source: bytes, kind: str, wanted: ImageInput, pixels_limit: int) -> bytes:
+    """Return the prepared pixels, in RGB. Raise _Refused, and whatever Pillow raises."""
+    with Image.open(io.BytesIO(source), formats=[kind]) as image:
+        width, height = image.size
+        if width * height > pixels_limit:
+            raise _Refused(f"has {width} by {height} pixels, more than the limit of {pixels_limit} (images.pixels)")
+        if kind == "WEBP" and getattr(image, "is_animated", False):
+            raise _Refused("is an animated WebP; only still ones are served")
+        size = wanted.width, wanted.height
+        if wanted.resize:
+            longer = int(wanted.resize * max(width, height) / min(width, height))
+            size = (wanted.resize, longer) if width <= height else (longer, wanted.resize)
+        if size[0] * size[1] > pixels_limit:
+            why = f"is so narrow that it would have more than {pixels_limit} pixels (images.pixels)"
+            raise _Refused(f"has {width} by {height} pixels, and {why} with a shorter side of {wanted.resize}")
+        rgb = image.convert("RGB")
+    resized = rgb.resize(size, Image.Resampling[wanted.filter])
+    left, top = (size[0] - wanted.width) // 2, (size[1] - wanted.height) // 2
+    return resized.crop((left, top, left + wanted.width, top + wanted.height)).tobytes()
+
+
+def _key(source: bytes, wanted: ImageInput) -> bytes:
+    """Return the key of an image: of its file and of all that has prepared it."""
+    how = f"headrace 1, Pillow {PIL.__version__}, {wanted.width} {wanted.height} {wanted.resize} {wanted.filter}\n"
+    return hashlib.sha256(how.encode() + source).digest()
+
+
+def main() -> None:
+    """Prepare images from standard input until it ends."""
+    Image.MAX_IMAGE_PIXELS = None  # the limit is that of the question
+    run_program(
+        lambda question: msgspec.msgpack.encode(prepare(PREPARE.decode(question))),
+        cpu_limit_s=CPU_LIMIT_S,
+        memory_limit_bytes=MEMORY_LIMIT_BYTES,
+    )
+
+
+if __name__ == "__main__":
+    main()

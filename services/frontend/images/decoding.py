@@ -1,0 +1,46 @@
+"""What a frontend asks the program that decodes images, and the program's limits. Pure.
+
+Apart from the program, so that no frontend loads its library.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from shared.messages.cards import ImageInput
+
+CPU_LIMIT_S = 10.0
+"""Seconds of processor time that one image may take."""
+MEMORY_LIMIT_BYTES = 1 << 30
+"""Bytes of address space; Python and the library take 100 MB of it."""
+
+
+class Prepare(Struct, frozen=True):
+    """Decode an image and prepare it."""
+
+    source: bytes
+    base64: bool
+    """Whether the source is in base64."""
+    stated: str
+    """The media type that its sender states. Empty if there is none."""
+    wanted: ImageInput
+    bytes_limit: int
+    """The largest number of bytes of the file."""
+    pixels_limit: int
+    """The largest number of pixels, decoded or resized."""
+
+
+class Prepared(Struct, frozen=True):
+    """The image as its model takes it, or why there is none."""
+
+    key: bytes = b""
+    """The image's key, which `Image.key` of `shared.messages.generate` explains."""
+    pixels: bytes = b""
+    """Its prepared pixels, in the form of `Image.pixels`."""
+    wrong: str = ""
+    """What is wrong with the image: the rest of a sentence. Empty if nothing is."""
+
+
+PREPARE = msgspec.msgpack.Decoder(Prepare)
+PREPARED = msgspec.msgpack.Decoder(Prepared)

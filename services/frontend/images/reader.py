@@ -1,0 +1,117 @@
+"""Reads the images of requests: each is taken from the body or fetched, and decoded once, or refused by name.
+
+data URI ─────────────────────────────┐
+                                      ├─▶ a turn of images/decoder_program.py ─▶ key and pixels, or InvalidRequest
+URL ─▶ a turn to fetch ─▶ fetcher.py ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import msgspec
+
+from services.frontend.auth.turnstile import Turnstile
+from services.frontend.child_processes import ChildProcesses
+from services.frontend.config import ImagesConfig
+from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARED, Prepare, Prepared
+from services.frontend.images.fetcher import FetchFailed, ImageFetcher
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.parts import ImageSource
+from shared.errors import InvalidRequest
+from shared.messages.cards import ImageInput
+
+FETCHES_LIMIT = 16
+"""Images that are fetched, or wait to be decoded after that, at the same time; one API key may have half of them."""
+_HEAD_CHARACTERS = 256
+"""The longest beginning of a data URI, before its data."""
+_DATA = "data:"
+
+
+class ImageReader:
+    """Reads the images of all requests."""
+
+    def __init__(self, config: ImagesConfig, fetcher: ImageFetcher | None = None) -> None:
+        """Create it; `fetcher` is one that reaches other addresses, for tests."""
+        self._config = config
+        self._fetcher = fetcher or ImageFetcher(config.hosts, bytes_limit=config.bytes, time_limit_s=config.fetch_s)
+        self._fetches = Turnstile(FETCHES_LIMIT, FETCHES_LIMIT // 2)
+        self._processes = ChildProcesses("services.frontend.images.decoder_program", "decoded the image")
+
+    def check(self, sources: Sequence[ImageSource]) -> None:
+        """Check the images of a request as far as their URLs say what they are. Raise InvalidRequest."""
+        if len(sources) > self._config.most:
+            why = f"{len(sources)} images in one request, more than {self._config.most} (images.most)"
+            raise field_error(sources[self._config.most].where, why)
+        for number, source in enumerate(sources, 1):
+            if source.url[: len(_DATA)].lower() == _DATA:
+                _split(source, number)
+                continue
+            try:
+                self._fetcher.check(source.url)
+            except FetchFailed as wrong:
+                raise _refusal(source, number, str(wrong)) from None
+
+    async def read(
+        self,
+        sources: Sequence[ImageSource],
+        wanted: ImageInput,
+        *,
+        key: str = "",
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Prepared]:
+        """Return the images of a request, prepared. `key` is the name of its API key. `waiting` counts the request
+        while it waits, and raises Overloaded at a limit. Raise InvalidRequest; Unavailable if an image cannot be
+        decoded now."""
+        found: dict[str, Prepared] = {}
+        with waiting():
+            for number, source in enumerate(sources, 1):
+                if source.url not in found:
+                    found[source.url] = await self._read(source, number, wanted, key)
+        return [found[source.url] for source in sources]
+
+    async def aclose(self) -> None:
+        """End the processes and wait until they have ended."""
+        await self._processes.aclose()
+
+    async def _read(self, source: ImageSource, number: int, wanted: ImageInput, key: str) -> Prepared:
+        if source.url[: len(_DATA)].lower() == _DATA:
+            stated, data = _split(source, number)
+            return await self._prepare(source, number, data.encode(), stated, wanted, key, base64=True)
+        await self._fetches.enter(key)
+        try:
+            try:
+                body, stated = await self._fetcher.fetch(source.url)
+            except FetchFailed as wrong:
+                raise _refusal(source, number, str(wrong)) from None
+            return await self._prepare(source, number, body, stated, wanted, key, base64=False)
+        finally:
+            self._fetches.leave(key)
+
+    async def _prepare(
+        self, source: ImageSource, number: int, data: bytes, stated: str, wanted: ImageInput, key: str, *, base64: bool
+    ) -> Prepared:
+        asked = Prepare(data, base64, stated, wanted, self._config.bytes, self._config.pixels)
+        async with self._processes.turn(key) as ask:
+            answer = await ask(msgspec.msgpack.encode(asked))
+        if answer is None:
+            limit = f"{CPU_LIMIT_S:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
+            raise _refusal(source, number, f"takes more than {limit} to decode")
+        prepared = PREPARED.decode(answer)
+        if prepared.wrong:
+            raise _refusal(source, number, prepared.wrong)
+        return prepared
+
+
+def _split(source: ImageSource, number: int) -> tuple[str, str]:
+    """Return the media type and the data of a data URI. Raise InvalidRequest."""
+    head, comma, _ = source.url[:_HEAD_CHARACTERS].partition(",")
+    stated, *more = head[len(_DATA) :].lower().split(";")
+    if not comma or "base64" not in more:
+        raise _refusal(source, number, "has a data URI that does not begin as data:image/png;base64,")
+    return stated.strip(), source.url[len(head) + 1 :]
+
+
+def _refusal(source: ImageSource, number: int, wrong: str) -> InvalidRequest:
+    return field_error(source.where, f"image {number} {wrong}")

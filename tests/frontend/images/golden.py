@@ -1,0 +1,85 @@
+"""Writes the folder golden: small images, and the SHA-256 of what transformers' CLIPImageProcessor makes of them.
+
+Run with a Python that has transformers, NumPy and Pillow: `PYTHONPATH=. python tests/frontend/images/golden.py`. It was
+run with transformers 5.19.0 and Pillow 13.0.0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "golden"
+SHAPES: dict[str, dict[str, Any]] = {
+    "clip": {"width": 14, "height": 14, "resize": 14, "filter": "BICUBIC"},
+    "odd": {"width": 11, "height": 15, "resize": 17, "filter": "BICUBIC"},
+    "small": {"width": 16, "height": 13, "resize": 7, "filter": "BILINEAR"},
+    "whole": {"width": 12, "height": 10, "resize": 0, "filter": "LANCZOS"},
+}
+"""How images are prepared, by the fields of an ImageInput."""
+
+
+def write_images() -> None:
+    """Write an image of each kind."""
+    from PIL import Image
+
+    def drawn(width: int, height: int) -> Any:
+        image = Image.new("RGB", (width, height))
+        image.putdata([(x * 7 % 256, y * 11 % 256, (x * y) % 256) for y in range(height) for x in range(width)])
+        return image
+
+    wide, tall = drawn(41, 23), drawn(19, 37)
+    clear = wide.convert("RGBA")
+    clear.putalpha(wide.convert("L"))
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by 90 degrees
+    wide.save(FOLDER / "rgb.png")
+    tall.save(FOLDER / "tall.jpg", quality=90)
+    wide.save(FOLDER / "turned.jpg", exif=turned)
+    wide.convert("CMYK").save(FOLDER / "cmyk.jpg")
+    clear.save(FOLDER / "clear.png")
+    clear.save(FOLDER / "clear.webp", lossless=True)
+    wide.save(FOLDER / "lossy.webp")
+    wide.convert("L").save(FOLDER / "grey.png")
+    wide.convert("1").save(FOLDER / "bits.png")
+    wide.convert("P", palette=Image.Palette.ADAPTIVE).save(FOLDER / "palette.png", transparency=3)
+    Image.frombytes("I;16", (8, 30), bytes(range(240)) * 2).save(FOLDER / "deep.png")
+    frames = [wide.convert("P"), tall.resize((41, 23)).convert("P")]
+    frames[0].save(FOLDER / "frames.gif", save_all=True, append_images=frames[1:])
+
+
+def expected(path: Path, shape: dict[str, Any]) -> bytes:
+    """Return what transformers makes of an image."""
+    import numpy as np
+    from PIL import Image
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    cut = {"height": shape["height"], "width": shape["width"]}
+    processor = CLIPImageProcessorPil(
+        size={"shortest_edge": shape["resize"]} if shape["resize"] else cut,
+        crop_size=cut,
+        resample=Image.Resampling[shape["filter"]],
+        do_rescale=False,
+        do_normalize=False,
+    )
+    [pixels] = processor(Image.open(path))["pixel_values"]
+    return np.asarray(pixels).transpose(1, 2, 0).astype(np.uint8).tobytes()
+
+
+def main() -> None:
+    """Write all of it."""
+    FOLDER.mkdir(exist_ok=True)
+    write_images()
+    found = {
+        f"{path.name} {name}": hashlib.sha256(expected(path, shape)).hexdigest()
+        for path in sorted(FOLDER.glob("*.*"))
+        if path.suffix != ".json"
+        for name, shape in SHAPES.items()
+    }
+    (FOLDER / "pixels.json").write_text(json.dumps(found, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Images for tests, and what is wrong with some."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+
+from PIL import Image
+
+
+def picture(kind: str = "PNG", size: tuple[int, int] = (8, 6), colour: int = 0) -> bytes:
+    """Return an image file of one colour."""
+    out = io.BytesIO()
+    Image.new("RGB", size, (colour, 128, 255 - colour)).save(out, kind)
+    return out.getvalue()
+
+
+def animated_webp() -> bytes:
+    out = io.BytesIO()
+    pictures = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
+    pictures[0].save(out, "WEBP", save_all=True, append_images=pictures[1:])
+    return out.getvalue()
+
+
+def gif_of(frames: int) -> bytes:
+    """Return a GIF with this many frames."""
+    file = picture("GIF")
+    begins = 13 + 3 * 2 ** ((file[10] & 7) + 1)  # after the table of colours
+    return file[:begins] + file[begins:-1] * frames + b";"
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """Return a PNG that says it has this size, and has some rows of it: a bomb has all, in as few bytes."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    rows = zlib.compress(bytes(1 + (width + 7) // 8) * min(height, 100))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def data_uri(file: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'

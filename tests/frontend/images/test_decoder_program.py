@@ -1,0 +1,104 @@
+"""Images are prepared as transformers does, and whatever is wrong with one is one line."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+
+import pytest
+from msgspec.structs import replace
+from PIL import Image
+
+from services.frontend.images.decoder_program import prepare
+from services.frontend.images.decoding import Prepare
+from shared.messages.cards import ImageInput
+from tests.frontend.images.golden import FOLDER, SHAPES
+from tests.frontend.images.samples import SVG, animated_webp, gif_of, picture, png_of_size
+
+WANTED = ImageInput(token_id=1, tokens=4, width=4, height=4, resize=4, filter="BICUBIC")
+GOLDEN: dict[str, str] = json.loads((FOLDER / "pixels.json").read_text())
+
+
+def asked(source: bytes, stated: str = "", wanted: ImageInput = WANTED, pixels: int = 1 << 25) -> Prepare:
+    return Prepare(source, False, stated, wanted, 1 << 20, pixels)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_pixels_are_those_of_transformers_byte_for_byte(case: str) -> None:
+    name, shape = case.split()
+    found = prepare(asked((FOLDER / name).read_bytes(), "", ImageInput(token_id=1, tokens=1, **SHAPES[shape])))
+    assert not found.wrong
+    assert len(found.pixels) == 3 * SHAPES[shape]["width"] * SHAPES[shape]["height"]
+    assert hashlib.sha256(found.pixels).hexdigest() == GOLDEN[case]
+
+
+def test_a_picture_is_not_turned_by_its_orientation_as_the_processor_does_not() -> None:
+    turned, plain = (prepare(asked((FOLDER / name).read_bytes())) for name in ("turned.jpg", "tall.jpg"))
+    assert turned.pixels
+    assert turned.pixels != plain.pixels
+
+
+def test_base64_may_have_line_ends_and_nothing_else() -> None:
+    file = picture()
+    plain = prepare(asked(file))
+    lines = replace(asked(base64.encodebytes(file)), base64=True)
+    assert prepare(lines) == plain
+    for bad in (b"????", base64.b64encode(file)[:-1], base64.b64encode(file) + b"AAAA"):
+        assert prepare(replace(lines, source=bad)).wrong in ("has data that is not base64",)
+
+
+def test_the_key_is_of_the_file_and_of_what_prepares_it() -> None:
+    file = picture()
+    keys = [
+        prepare(asked(file)).key,
+        prepare(asked(file + b"\0")).key,
+        *(
+            prepare(asked(file, "", replace(WANTED, **more))).key
+            for more in ({"width": 5}, {"height": 5}, {"resize": 5}, {"filter": "BILINEAR"})
+        ),
+    ]
+    assert len({*keys}) == len(keys)
+    assert all(len(key) == 32 for key in keys)
+    assert prepare(asked(file, "image/png", replace(WANTED, tokens=9, token_id=7))).key == keys[0]
+
+
+def test_of_a_gif_of_ten_thousand_frames_the_first_is_decoded_and_no_other() -> None:
+    file = gif_of(10_000)
+    first = prepare(asked(file, "image/gif"))
+    assert first.pixels == prepare(asked(gif_of(1))).pixels
+    cut = prepare(asked(file[: len(file) // 2], "image/gif"))
+    assert cut.pixels == first.pixels
+
+
+@pytest.mark.parametrize(
+    ("file", "stated", "why"),
+    [
+        (png_of_size(60_000, 60_000), "image/png", "has 60000 by 60000 pixels, more than the limit of 33554432"),
+        (picture("PNG")[:-30], "image/png", "cannot be decoded: "),
+        (picture("JPEG", (64, 64))[:-40], "image/jpeg", "cannot be decoded: "),
+        (picture("PNG")[:20], "image/png", "cannot be decoded: "),
+        (picture("PNG"), "image/jpeg", "is stated to be image/jpeg, but its first bytes are those of PNG"),
+        (picture("GIF") + b"PK\x03\x04", "image/png", "first bytes are those of GIF"),
+        (b"GIF89a/*" + picture("JPEG"), "image/gif", "cannot be decoded: "),
+        (SVG, "image/svg+xml", "is stated to be 'image/svg+xml'; PNG, JPEG, WebP and GIF are served"),
+        (SVG, "image/png", "is of another format by its first bytes; PNG, JPEG, WebP and GIF are served"),
+        (picture("TIFF"), "image/tiff", "is stated to be 'image/tiff'"),
+        (picture("TIFF"), "", "is of another format by its first bytes"),
+        (picture("BMP"), "", "is of another format by its first bytes"),
+        (animated_webp(), "image/webp", "is an animated WebP; only still ones are served"),
+        (picture("PNG", (1, 30_000)), "image/png", "more than 33554432 pixels (images.pixels) with a shorter side of"),
+        (bytes(2 << 20), "", "has 2097152 bytes, more than the limit of 1048576 (images.bytes)"),
+        (b"", "", "is of another format"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(
+    file: bytes, stated: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as in the program
+    wanted = replace(WANTED, resize=2000) if "shorter side" in why else WANTED
+    found = prepare(asked(file, stated, wanted))
+    assert why in found.wrong
+    assert len(found.wrong) < 300
+    assert "\n" not in found.wrong
+    assert (found.key, found.pixels) == (b"", b"")

@@ -1,0 +1,257 @@
+"""Images from a request to its worker: through a running frontend, real decoders and the official clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+
+from services.frontend.config import FrontendConfig, ImagesConfig
+from services.frontend.images.decoder_program import prepare
+from services.frontend.images.decoding import Prepare
+from shared.config import NatsConfig
+from shared.hashing import image_extras, pack_hashes, sequence_hashes, unpack_tokens
+from shared.messages.cards import ImageInput
+from shared.messages.generate import Refused
+from tests.frontend.images.samples import data_uri, gif_of, picture, png_of_size
+from tests.frontend.peers import BLOCK_SIZE, CONTEXT, DEADLINE_S, MODEL, World, clients, world
+from tests.tiny_model import write_tiny_model
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template as models for images have: it takes contents as parts, and writes a token for each image."""
+RED, BLUE = picture(colour=255), picture("JPEG", (30, 20), colour=0)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory whose tokenizer has <image>, and whose template places it."""
+    directory = write_tiny_model(tmp_path_factory.mktemp("seeing"), marks=("<image>",))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+WANTED = ImageInput(token_id=319, tokens=20, width=6, height=5, resize=6, filter="BICUBIC")
+
+
+@asynccontextmanager
+async def eyes(directory: Path, images: ImagesConfig | None = None, **more: Any) -> AsyncIterator[World]:
+    settings = FrontendConfig(images=images or ImagesConfig())
+    async with world(directory, images=WANTED, settings=settings, **more) as w:
+        assert w.tokenizer.token_to_id("<image>") == WANTED.token_id
+        w.say("fine")
+        yield w
+
+
+def shown(file: bytes, kind: str = "image/png", **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_uri(file, kind), **more}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def user(*parts: dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": [*parts]}]
+
+
+def prepared(file: bytes) -> tuple[bytes, bytes]:
+    found = prepare(Prepare(file, False, "", WANTED, 1 << 20, 1 << 20))
+    return found.key, found.pixels
+
+
+async def test_a_chat_with_images_reaches_the_worker_prepared_and_the_router_with_their_keys(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        messages = [
+            {"role": "system", "content": "Look."},
+            *user(text("first "), shown(RED, detail="low"), text(" then "), shown(BLUE, "image/jpeg"), text("?")),
+        ]
+        answer = await client.chat.completions.create(model=MODEL, messages=messages)
+        assert answer.choices[0].message.content == "fine"
+        [sent] = w.workers[0].generates.all
+        tokens = unpack_tokens(sent.tokens)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(tokens) == sent.prompt_tokens
+        assert [(one.key, one.pixels) for one in sent.images] == [prepared(RED), prepared(BLUE)]
+        assert all(tokens[one.start : one.start + one.tokens] == [319] * 20 for one in sent.images)
+        assert tokens.count(319) == 40
+        head = "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\nfirst "
+        assert w.tokenizer.decode(tokens[: sent.images[0].start], skip_special_tokens=False) == head
+        [select] = w.router.asked.all
+        extras = image_extras([(one.key, one.start, one.tokens) for one in sent.images], BLOCK_SIZE)
+        assert select.hashes == pack_hashes(sequence_hashes(sent.tokens, BLOCK_SIZE, extras=extras))
+        assert select.hashes != pack_hashes(sequence_hashes(sent.tokens, BLOCK_SIZE))
+        assert (select.images, select.image_tokens) == (2, 40)
+
+
+async def test_all_apis_show_the_same_image_to_the_worker(seeing: Path) -> None:
+    plain = base64.b64encode(RED).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": plain}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": user(shown(RED), text("What?"))}),
+        ("/v1/chat/completions", {"messages": user({"type": "image_url", "image_url": data_uri(RED)}, text("What?"))}),
+        (
+            "/v1/responses",
+            {"input": user({"type": "input_image", "image_url": data_uri(RED), "detail": "auto"}, text("What?"))},
+        ),
+        ("/v1/messages", {"max_tokens": 9, "messages": user({"type": "image", "source": source}, text("What?"))}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "What?", "images": [plain]}]}),
+        ("/api/generate", {"prompt": "What?", "images": [plain]}),
+    ]
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        for path, body in asked:
+            if path == "/v1/responses":
+                body["input"][0]["content"][1]["type"] = "input_text"
+            async with http.post(path, json={"model": MODEL, "stream": False, **body}) as answer:
+                assert answer.status == 200, (path, await answer.text())
+        sent = w.workers[0].generates.all
+        assert len(sent) == len(asked)
+        assert {(one.tokens, one.images) for one in sent} == {(sent[0].tokens, sent[0].images)}
+        for path, key, body in (
+            ("/tokenize", "count", {"messages": asked[0][1]["messages"]}),
+            ("/v1/messages/count_tokens", "input_tokens", {"messages": asked[3][1]["messages"]}),
+        ):
+            async with http.post(path, json={"model": MODEL, **body}) as answer:
+                assert (await answer.json())[key] == sent[0].prompt_tokens, path
+
+
+async def test_an_attempt_that_follows_carries_the_images_again_and_nothing_is_decoded_again(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        first, second = w.workers
+        first.answer = lambda one: Refused(one.request, one.attempt, "draining", "it leaves")
+        await client.chat.completions.create(model=MODEL, messages=user(shown(RED), text("x"), shown(RED)))
+        [refused], [taken] = first.generates.all, second.generates.all
+        assert (taken.images, taken.tokens) == (refused.images, refused.tokens)
+        assert [one.key for one in taken.images] == [prepared(RED)[0]] * 2
+
+
+async def test_the_choices_of_a_chat_share_its_images(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        await client.chat.completions.create(model=MODEL, messages=user(shown(RED)), n=2)
+        one, other = w.workers[0].generates.all
+        assert one.images == other.images != ()
+
+
+async def test_a_model_that_takes_no_images_refuses_them_by_name(directory: Path) -> None:
+    async with world(directory) as w, clients(w) as (client, http):
+        with pytest.raises(openai.BadRequestError, match=r"images are not served by 'tiny/model-1\.0'") as refused:
+            await client.chat.completions.create(model=MODEL, messages=user(text("x"), shown(RED)))
+        assert refused.value.param == "messages[0].content[1].image_url"
+        assert refused.value.code == "unsupported_value"
+        async with http.post("/tokenize", json={"model": MODEL, "messages": user(shown(RED))}) as answer:
+            assert answer.status == 400
+        assert not w.router.asked.all
+
+
+async def test_workers_that_want_images_in_two_ways_get_none(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (_, http):
+        await w.leave("w2")
+        await w.announce_worker("w2", images=msgspec.structs.replace(WANTED, resize=9))
+        body = {"model": MODEL, "messages": user(shown(RED))}
+        async with asyncio.timeout(DEADLINE_S):
+            status, answered = 200, ""
+            while status == 200:
+                async with http.post("/v1/chat/completions", json=body) as answer:
+                    status, answered = answer.status, await answer.text()
+        assert "or not by all of its workers" in answered
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a bomb": ([shown(png_of_size(60_000, 60_000))], "image 1 has 60000 by 60000 pixels, more than the limit of"),
+    "a file cut off": ([shown(RED[:-30])], "image 1 cannot be decoded: "),
+    "a wrong type": ([shown(RED), shown(RED, "image/jpeg")], "image 2 is stated to be image/jpeg, but its first bytes"),
+    "no base64": ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,????"}}], "is not base64"),
+    "no data": ([{"type": "image_url", "image_url": {"url": "data:image/png,x"}}], "does not begin as data:image/png"),
+    "no URL": ([{"type": "image_url"}], "needed: a data URI, or a URL"),
+    "a hundred": ([shown(RED)] * 100, "100 images in one request, more than 16 (images.most)"),
+    "this machine": ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}], "images.hosts does not"),
+    "the cloud": ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}], "images.hosts does not"),
+    "a named host here": ([{"type": "image_url", "image_url": {"url": "http://localhost/x"}}], "that is not public"),
+    "the token's text": ([shown(RED), text("an <image> here")], "the text '<image>' stands for an image in prompts"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+async def test_what_is_wrong_with_images_is_one_line_before_anything_is_asked_of_a_router(
+    case: str, seeing: Path
+) -> None:
+    parts, why = BAD[case]
+    async with eyes(seeing, ImagesConfig(hosts=("localhost",))) as w, clients(w) as (client, _):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(model=MODEL, messages=user(*parts))
+        assert why in refused.value.message
+        assert "\n" not in refused.value.message
+        assert str(refused.value.param).startswith("messages[0].content")
+        assert not w.router.asked.all
+
+
+async def test_images_count_for_the_context_and_for_the_largest_message(seeing: Path) -> None:
+    many = user(*[shown(RED)] * 16, text("x" * (CONTEXT - 16 * 20)))
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="does not fit the model's context of") as refused:
+            await client.chat.completions.create(model=MODEL, messages=many)
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="a prompt with images is not cut"):
+            await client.chat.completions.create(
+                model=MODEL, messages=user(shown(RED)), extra_body={"truncate_prompt_tokens": 9}
+            )
+    async with eyes(seeing, nats=NatsConfig(payload_limit_bytes=2048)) as w, clients(w) as (client, _):
+        with pytest.raises(openai.APIStatusError, match=r"more than nats\.payload_limit_bytes, 2048") as large:
+            await client.chat.completions.create(model=MODEL, messages=user(*[shown(RED)] * 16), max_tokens=9)
+        assert large.value.status_code == 413
+
+
+async def test_a_template_without_a_place_for_images_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "blind", marks=("<image>",))
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", ""))
+    async with eyes(directory) as w, clients(w) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="wrote 0 places for the 1 images"):
+            await client.chat.completions.create(model=MODEL, messages=user(shown(RED)))
+        answer = await client.chat.completions.create(model=MODEL, messages=user(text("x")))
+        assert answer.choices[0].message.content == "fine"
+
+
+async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        for role in ("system", "assistant"):
+            with pytest.raises(openai.BadRequestError, match="images are not served"):
+                await client.chat.completions.create(
+                    model=MODEL, messages=[{"role": role, "content": [shown(RED)]}, *user(text("x"))]
+                )
+        with pytest.raises(openai.BadRequestError, match="a message with images cannot be continued"):
+            await client.chat.completions.create(
+                model=MODEL, messages=user(shown(RED)), extra_body={"continue_final_message": True}
+            )
+
+
+async def test_a_decoder_that_is_killed_is_started_again(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        await client.chat.completions.create(model=MODEL, messages=user(shown(RED)))
+        [decoder] = children("decoder_program")
+        os.kill(decoder, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            while children("decoder_program"):  # noqa: ASYNC110  nothing tells that it was reaped
+                await asyncio.sleep(0.01)
+        await client.chat.completions.create(model=MODEL, messages=user(shown(gif_of(3), "image/gif")))
+        assert len(w.workers[0].generates.all) == 2
+    assert not children("decoder_program")
+
+
+def children(program: str) -> list[int]:
+    """Return the processes that this one has started of a program."""
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in found if program in Path(f"/proc/{pid}/cmdline").read_text()]
