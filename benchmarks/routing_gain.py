@@ -1,4 +1,4 @@
-"""What does KV routing bring over round robin, next to what Dynamo's brings, with engines of one timing in one run?
+"""What does KV routing bring over round robin, next to what Dynamo's brings, with engines of one timing, in one run?
 
     ours    kv, round-robin      frontend, router, NATS, etcd, four simulated workers each
     peer    kv, round-robin      Dynamo's frontend with its router inside, NATS, etcd, four of its mockers each
@@ -8,9 +8,9 @@ requests over HTTP from one client: prompts of 2,048 token ids that begin with o
 that, streamed answers of 32 tokens. A worker's cache holds less than half of the beginnings, all caches together twice
 as many.
 
-Timing    0.2 ms for each computed token of a prompt and 12 ms for a step's decodes, whatever else is in the step: what
-          both simulators can be told exactly. Before the rounds each fleet answers lone requests; if their time to the
-          first token, or between tokens, differs by more than a tenth between the two systems, the run does not count.
+Timing    0.2 ms for each computed token of a prompt and 12 ms for a step's decodes, whatever else is in the step: both
+          simulators can do that. Before the rounds each fleet answers lone requests; if their time to the first token,
+          or between tokens, differs by more than a tenth between the two systems, the run does not count.
 
 gain      a figure of kv over that of round-robin in the same round, of one system: requests a second, and (the other
           way round) the median time to the first token
@@ -241,7 +241,7 @@ def _turn(fleet: RunningStack, flags: BenchFlags, name: tuple[str, str], number:
 
 
 def main() -> None:
-    """Run it."""
+    """Measure, and print the gains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="the yardstick's directory")
     parser.add_argument("--peer-front", default="", help="more flags of the yardstick's frontend with kv")

@@ -1,4 +1,4 @@
-"""The engines' timing that two systems are told in one run."""
+"""One timing for the engines of two systems."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.worker.simulated.timing import Table, Timing
 from shared.messages.generate import Sampling
 
 
-def test_both_are_told_the_same_times(tmp_path: Path) -> None:
+def test_both_systems_get_the_same_times(tmp_path: Path) -> None:
     our_timing(tmp_path / "ours")
     peer_timing(tmp_path / "peer.npz")
     timing = Timing(SimulatedConfig(), Table.parse((tmp_path / "ours").read_bytes(), "ours"))
-    told = np.load(tmp_path / "peer.npz")
-    slope_ms = np.diff(told["prefill_ttft_ms"]) / np.diff(told["prefill_isl"])
+    theirs = np.load(tmp_path / "peer.npz")
+    slope_ms = np.diff(theirs["prefill_ttft_ms"]) / np.diff(theirs["prefill_isl"])
     assert slope_ms == pytest.approx(TOKEN_S * 1e3)
-    assert set(told["decode_itl"].flat) == {DECODE_S * 1e3}
+    assert set(theirs["decode_itl"].flat) == {DECODE_S * 1e3}
     sampling = Sampling(32)
     prompt = Work(0, (), 1000, 3048, (), sampling, 3048)
     decodes = [Work(number, (), 2000, 2001, (), sampling, 1990) for number in range(1, 5)]

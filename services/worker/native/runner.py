@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, MOST_IMAGES, Dtype, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
 from services.worker.contracts.runner import Drawn, EmbeddingStore, Work
-from services.worker.native.config import read_config
+from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.image_encoder import ImageEncoder, image_cost
@@ -100,26 +102,19 @@ class NativeRunner:
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
-        self._facts = Ready(
-            context_length=context_length,
-            vocab_size=config.vocab,
-            eos_token_ids=config.eos_token_ids,
-            block_size=block_size,
-            capacity_blocks=capacity_blocks,
-            kv_layout=layout,
+        self._facts = _facts_of(
+            config,
+            layout,
+            capacity_blocks,
             path=str(directory),
             grammars=grammars is not None,
-            biases=True,
-            min_tokens=True,
-            prompt_logprobs=True,
-            allowed_tokens=True,
-            embedding_size=config.hidden,
             weights=weights_digest(directory, config, self._file),
             operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
-            images=None if vision is None else vision.input,
-            most_images=most_images,
-            image_cost=0 if vision is None else image_cost(config),
         )
+        if vision is not None:
+            self._facts = replace(
+                self._facts, images=vision.input, most_images=most_images, image_cost=image_cost(config)
+            )
 
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
         weights = load_weights(directory, self._config, self._file)
@@ -242,6 +237,23 @@ class NativeRunner:
         if self._group is not None:
             self._group.close()
         self._cache.close()
+
+
+def _facts_of(config: ModelConfig, layout: KvLayout, capacity_blocks: int, **facts: Any) -> Ready:
+    return Ready(
+        context_length=min(config.context_length, capacity_blocks * layout.block_size),
+        vocab_size=config.vocab,
+        eos_token_ids=config.eos_token_ids,
+        block_size=layout.block_size,
+        capacity_blocks=capacity_blocks,
+        kv_layout=layout,
+        biases=True,
+        min_tokens=True,
+        prompt_logprobs=True,
+        allowed_tokens=True,
+        embedding_size=config.hidden,
+        **facts,
+    )
 
 
 def _blocks(directory: Path, layout: KvLayout, capacity_bytes: int) -> int:
