@@ -57,9 +57,12 @@ class ImageEncoder:
             self._cache.encoded += 1
             return self._tower.encode(image.pixels)
         stored, fetched = self.store.fetch_or_encode(image.key, lambda: self._tower.encode(image.pixels).tobytes())
+        embeddings = np.frombuffer(stored, np.float32).reshape(image.tokens, -1)
+        if fetched and not np.isfinite(embeddings).all():  # they were damaged there
+            fetched, embeddings = False, self._tower.encode(image.pixels)
         self._cache.fetched += fetched
         self._cache.encoded += not fetched
-        return np.frombuffer(stored, np.float32).reshape(image.tokens, -1)
+        return embeddings
 
 
 def image_cost(config: ModelConfig) -> int:

@@ -55,6 +55,11 @@ class EncoderCache(Generic[E]):
             _, (_, freed_bytes) = self._entries.popitem(last=False)
             self.size_bytes -= freed_bytes
 
+    def remove(self, key: bytes) -> None:
+        """Forget an image's embeddings, if they are there."""
+        _, size_bytes = self._entries.pop(key, (None, 0))
+        self.size_bytes -= size_bytes
+
     def clear(self) -> None:
         """Forget all embeddings."""
         self._entries.clear()

@@ -32,9 +32,10 @@ so that none is computed again after a preemption. Each step:
 All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each other; one block
 for each running sequence is left free for it to grow into. `waiting_queue` explains the rank.
 
-Numbers that are not finite fail their own sequence, and no other. The cause may be a cached block that it used. So all
-its full blocks are forgotten, here and at the kvbm, and it is computed once more from its tokens alone. If that fails,
-too, it ends with an error. `device_probe` decides whether the device is at fault.
+Numbers that are not finite fail their own sequence, and no other. The cause may be a cached block that it used, or the
+cached embeddings of an image. So all its full blocks are forgotten, here and at the kvbm, and the embeddings here, and
+it is computed once more from its tokens and images alone. If that fails, too, it ends with an error. `device_probe`
+decides whether the device is at fault.
 
 Where two sequences prefill the same prefix, the second takes over the first one's blocks chunk by chunk as they are
 stored. Every attempt that was submitted ends with exactly one Part that has a finish reason.
@@ -478,6 +479,8 @@ class Scheduler:
         """The sequence's numbers were not finite: no sequence uses its blocks any longer, and it begins once more, or
         ends."""
         self.kv_cache.forget(sequence)
+        for image in sequence.work.images:
+            self.images.cache.remove(image.key)
         if not sequence.no_reuse:
             self._recomputed += 1
             sequence.no_reuse = True

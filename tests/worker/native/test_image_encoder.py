@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -219,3 +220,29 @@ def test_an_image_costs_as_many_tokens_as_its_arithmetic(tmp_path: Path) -> None
     config = read_config(written(tmp_path, LLAVA_7B, PROCESSOR_7B))
     # 577 positions of 289.7 million weights and 576 of 21.0 million; a token has 6,476 million.
     assert image_cost(config) == 28
+
+
+def test_embeddings_whose_numbers_are_not_finite_are_computed_once_more(tmp_path: Path) -> None:
+    seeing = Seeing(tmp_path, LLAMA)
+    broken = seeing.images()[0]
+    seeing.cache.add(broken.key, np.full((16, 64), np.nan, np.float32), 4096)
+    seeing.submit("a", image_prompt(16), seeing.images())
+    answers, _ = seeing.run()
+    assert answers["a"] == expected(LLAMA)
+    assert seeing.cache.encoded == 3
+
+
+class Damaged:
+    """A store whose embeddings are not finite."""
+
+    def fetch_or_encode(self, _key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
+        return np.full(len(encode()) // 4, np.inf, np.float32).tobytes(), True
+
+
+def test_embeddings_that_were_damaged_in_a_store_are_not_used(tmp_path: Path) -> None:
+    seeing = Seeing(tmp_path, LLAMA)
+    seeing.runner.use_store(Damaged())
+    seeing.submit("a", image_prompt(16), seeing.images())
+    answers, _ = seeing.run()
+    assert answers["a"] == expected(LLAMA)
+    assert (seeing.cache.encoded, seeing.cache.fetched) == (2, 0)

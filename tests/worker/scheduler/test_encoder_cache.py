@@ -17,6 +17,10 @@ def test_the_least_recently_used_go_until_the_rest_fits() -> None:
     assert [key in cache for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
     cache.add(b"e", "larger than all", 11)
     assert (len(cache), cache.size_bytes, cache.find(b"e")) == (1, 11, "larger than all")
+    cache.add(b"f", "f", 1)
+    cache.remove(b"f")
+    cache.remove(b"never there")
+    assert (len(cache), cache.size_bytes) == (0, 0)
     cache.clear()
     assert (len(cache), cache.size_bytes, cache.find(b"e")) == (0, 0, None)
 
