@@ -30,7 +30,7 @@ QUICK = ("--set", "turns.turn_s=1", "--set", "turns.least_awake_s=0.2")
 def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three models whose answers differ, as --models names them."""
     folder = tmp_path_factory.mktemp("models")
-    return ",".join(str(write_tiny_model(folder / name, seed=seed)) for seed, name in enumerate(MODELS))
+    return ",".join(str(write_tiny_model(folder / name, seed=seed)) for seed, name in enumerate(MODELS, 2))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def ask(client: OpenAI, model: str, tokens: int = TOKENS) -> str:
         model=model,
         prompt="The mill at the river turns",
         max_tokens=tokens,
-        temperature=0.9,
+        temperature=2.0,
         seed=7,
         stream=True,
         extra_body={"ignore_eos": True},

@@ -56,6 +56,9 @@ from shared.rate_limited_log import RateLimitedLog
 
 RETRY_S = 5.0
 """Seconds between two attempts to load a model."""
+RESTART_S = 30.0
+"""Seconds for which a model that takes turns stays known after its worker has gone: another one is likely to start, and
+requests wait for it."""
 MODELS_LIMIT = 256
 """The number of known models, with or without workers. Cards of further models are ignored with an error."""
 FAULTS_LISTED = 32
@@ -77,7 +80,7 @@ class _Entry:
     awake: dict[str, ModelCard] = field(default_factory=dict)
     """The model's cards by the worker's instance id."""
     by_turns: dict[str, ModelCard] = field(default_factory=dict)
-    """The cards of workers that take turns, awake or asleep."""
+    """The cards of workers that take turns, awake or asleep, or gone for less than RESTART_S."""
     model: Model | None = None
     reason: str = _LOADING
     """Why `model` is None."""
@@ -307,12 +310,24 @@ class ModelRegistry:
                 self._reload(change.card.model, entry)
             case InstanceUp(Instance(turns=TurnTaker(card=card))):
                 self._take(card, awake=False)
+            case InstanceDown(Instance(turns=TurnTaker(card=card))):
+                asyncio.get_running_loop().call_later(RESTART_S, self._forget_turn, card)
             case InstanceUp() | InstanceDown():  # a card may be known before its worker is, and after it
                 for name, entry in self._entries.items():
-                    if entry.by_turns.pop(change.instance.instance, None) or change.instance.instance in entry.cards:
+                    if change.instance.instance in entry.cards:
                         self._reload(name, entry)
             case _:
                 pass
+
+    def _forget_turn(self, card: ModelCard) -> None:
+        """Forget a model's worker that has gone, unless it has come back."""
+        entry = self._entries.get(card.model)
+        if (
+            entry is not None
+            and card.instance not in self._instances
+            and entry.by_turns.pop(card.instance, None) is not None
+        ):
+            self._reload(card.model, entry)
 
     def _take(self, card: ModelCard, *, awake: bool) -> None:
         if card.model not in self._entries and len(self._entries) >= MODELS_LIMIT:

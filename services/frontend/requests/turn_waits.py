@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from services.frontend.metrics import Metrics
+from services.frontend.models.registry import MODELS_LIMIT
 from shared import subjects
-from shared.discovery.directory import CardDown, CardUp, DirectoryChange, InstanceDown, InstanceUp
+from shared.discovery.directory import CardDown, CardUp, DirectoryChange, InstanceUp
 from shared.errors import ProtocolError, RequestTimeout, Unavailable
+from shared.messages.cards import Instance, TurnTaker
 from shared.messages.turns import MODEL_TURN, WANT_MODEL, ModelTurn, WantModel
 from shared.runtime.runtime import Runtime
 
@@ -55,10 +57,8 @@ class TurnWaits:
         self._limit_s = limit_s
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
-        self._takers: dict[str, tuple[str, str]] = {}
-        """Worker → its model, and the device on which that takes turns."""
         self._devices: dict[str, str] = {}
-        """Model that takes turns → its device."""
+        """Model that takes turns, or has done so → its device."""
         self._awake: dict[str, set[str]] = {}
         """Model → its workers that are awake."""
         self._sleeping: dict[str, _SleepingModel] = {}
@@ -132,12 +132,9 @@ class TurnWaits:
                 workers.discard(card.instance)
                 if not workers:
                     self._awake.pop(card.model, None)
-            case InstanceUp(instance) if instance.turns is not None:
-                self._takers[instance.instance] = instance.turns.card.model, instance.turns.device
-                self._devices = dict(self._takers.values())
-            case InstanceDown(instance) if instance.instance in self._takers:
-                del self._takers[instance.instance]
-                self._devices = dict(self._takers.values())
+            case InstanceUp(Instance(turns=TurnTaker(device, card))):
+                if card.model in self._devices or len(self._devices) < MODELS_LIMIT:
+                    self._devices[card.model] = device
             case _:
                 pass
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
-import openai
 import pytest
 from msgspec.structs import replace
 
@@ -200,10 +199,19 @@ async def test_a_request_that_comes_as_its_worker_falls_asleep_waits_for_the_nex
         assert await asking == (200, "one")
 
 
-async def test_a_model_whose_worker_is_gone_is_unknown_to_new_requests(directory: Path) -> None:
+async def test_a_model_whose_worker_has_gone_is_waited_for_until_it_is_not_expected_any_more(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with sleeping(directory) as turns, asyncio.timeout(DEADLINE_S):
-        await turns.w.leave("w1")
-        await turns.w.until("/health", lambda health: not health["ready"])
-        async with clients(turns.w) as (client, _):
-            with pytest.raises(openai.InternalServerError, match="no worker serves the model"):
-                await client.completions.create(model=MODEL, prompt="count", max_tokens=1)
+        w = turns.w
+        w.say("one")
+        await w.leave("w1")
+        asking = asyncio.ensure_future(ask(w))
+        await turns.decider.waited_for(1)
+        await w.announce("w1", turns.published)
+        await turns.show(awake=True)
+        assert await asking == (200, "one")
+        monkeypatch.setattr("services.frontend.models.registry.RESTART_S", 0.05)
+        await w.leave("w1")
+        await w.until("/health", lambda health: not health["ready"])
+        assert await ask(w) == (503, f"no worker serves the model '{MODEL}' now")

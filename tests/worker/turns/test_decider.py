@@ -309,19 +309,19 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @initialize(awake_at_once=st.integers(1, 3))
     def begin(self, awake_at_once: int) -> None:
-        self.rules = TurnsConfig(awake=awake_at_once, turn_s=5.0, least_awake_s=1.0)
+        self.config = TurnsConfig(awake=awake_at_once, turn_s=5.0, least_awake_s=1.0)
         self.now_s = 0.0
         self.workers = {model: _Worker() for model in MODELS}
         self.waiting: dict[tuple[str, str], float] = {}
         self.forgetful_s = 0.0
         """Since when the decider has seen all."""
-        self.turns = DeviceTurns(self.rules)
+        self.turns = DeviceTurns(self.config)
         self.start_again()
 
     @rule()
     def start_again(self) -> None:
         """The decider is killed, and learns from discovery what is so; orders that are under way have no owner."""
-        self.turns, self.forgetful_s = DeviceTurns(self.rules), self.now_s
+        self.turns, self.forgetful_s = DeviceTurns(self.config), self.now_s
         for model, worker in self.workers.items():
             self.show(model, worker)
 
@@ -401,9 +401,9 @@ class TurnsMachine(RuleBasedStateMachine):
             assert any(model == one.model for model, _ in self.waiting), "nothing waits for it"
         else:
             assert worker.stage == "awake"
-            assert held_s >= self.rules.least_awake_s - 1e-6, "it has just woken"
+            assert held_s >= self.config.least_awake_s - 1e-6, "it has just woken"
             used = worker.used_since_s
-            assert used is None or self.now_s - used <= IDLE_S or held_s >= self.rules.turn_s - 1e-6, "it is in use"
+            assert used is None or self.now_s - used <= IDLE_S or held_s >= self.config.turn_s - 1e-6, "it is in use"
         worker.stage, worker.since_s = ("waking" if one.operation == "wake" else "falling asleep"), self.now_s
         worker.orders.append(one)
 
@@ -412,7 +412,7 @@ class TurnsMachine(RuleBasedStateMachine):
         if not hasattr(self, "turns"):
             return
         self.turns.validate()
-        assert sum(worker.stage != "asleep" for worker in self.workers.values()) <= self.rules.awake
+        assert sum(worker.stage != "asleep" for worker in self.workers.values()) <= self.config.awake
 
 
 TurnsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -91,8 +91,8 @@ class Device:
         self.bus = MemoryBus(self.broker)
         self.runtime: Runtime | None = None
 
-    async def worker(self, model: str, instance: str = "", **fields: float) -> SleepyWorker:
-        worker = SleepyWorker(self, model, instance or f"worker-{model}", **fields)
+    async def worker(self, model: str, instance: str = "", started: float = 0.0) -> SleepyWorker:
+        worker = SleepyWorker(self, model, instance or f"worker-{model}", started)
         await worker.start()
         return worker
 
