@@ -251,11 +251,19 @@ class Sweep:
         self._overhead_s = max(0.0, median(firsts) - step_s)
 
     async def _point(self, kind: Kind, place: Place, timed: Timed) -> MeasuredPoint:
-        """Measure a point at one worker, and at all of them if they are several."""
-        alone = await _repeated(lambda: timed(place, self._clients[:1]))
-        busy = await _repeated(lambda: timed(place, self._clients)) if self._several else []
-        busy_s, busy_spread = (median(busy), _spread(busy)) if busy else (0.0, 0.0)
-        return MeasuredPoint(kind, *place, median(alone), _spread(alone), len(alone), busy_s, busy_spread)
+        """Measure a point a few times, as often as its spread and its length ask for: at one worker and, if they are
+        several, at all of them in turn, so that other programs disturb both alike."""
+        began_s, groups = time.monotonic(), [self._clients[:1], self._clients][: 2 if self._several else 1]
+        times: list[list[float]] = [[] for _ in groups]
+        while len(times[0]) < MORE_REPETITIONS:
+            for group, seconds in zip(groups, times, strict=True):
+                seconds.append(max(1e-6, await timed(place, group)))
+            steady = len(times[0]) >= REPETITIONS and all(_spread(each) <= UNSTEADY for each in times)
+            if steady or time.monotonic() - began_s > LONG_S * len(groups):
+                break
+        alone, busy = times[0], times[-1] if self._several else None
+        more = () if busy is None else (median(busy), _spread(busy))
+        return MeasuredPoint(kind, *place, median(alone), _spread(alone), len(alone), *more)
 
     # --- what is timed
 
@@ -312,17 +320,6 @@ class Sweep:
                 f"of {before} tokens that were sent before, {answer.cached_tokens} were cached: "
                 "is prefix caching on, and is there room for them? A shorter --longest needs less"
             )
-
-
-async def _repeated(timed: Callable[[], Awaitable[float]]) -> list[float]:
-    """Measure a few times, as often as the spread and the length ask for."""
-    began_s, times = time.monotonic(), list[float]()
-    while len(times) < MORE_REPETITIONS:
-        times.append(max(1e-6, await timed()))
-        steady = len(times) >= REPETITIONS and _spread(times) <= UNSTEADY
-        if steady or time.monotonic() - began_s > LONG_S:
-            break
-    return times
 
 
 def _spread(times: Sequence[float]) -> float:
