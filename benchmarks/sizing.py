@@ -1,15 +1,14 @@
 """What `headrace profile` and a simulated fleet predict, against two real workers under the same requests.
 
-    profile of a worker, alone and next to another ─▶ virtual fleet of two ─▶ predicted ─┐
-                     └─▶ rate at 0.5 and 0.8 of its capacity ─┐  ├─▶ table, goals
-                                `up` with two workers ◀─ replay ─▶ measured
+    profile of a worker, alone and next to another ─▶ virtual fleet of two ─▶ predicted ──┐
+                                                        └─▶ 0.5 and 0.8 of its capacity   ├─▶ table, goals
+                                           `up` with two workers ◀─ replay ─▶ measured ───┘
 
     python -m benchmarks.sizing [--quick] [--json] [--profile FILE] [--minutes M] [--loads 0.5,0.8] [-- FLAGS of up]
 
 The capacity is what the virtual fleet does of requests that all come at once. Prompts are tokens, made of the names of
 their blocks, so that equal names are cached. Without FLAGS the workers are native ones with the bundled model on the
-CPU. --quick: half a minute a load, few points. Run it on a quiet
-machine.
+CPU. --quick: half a minute a load, and two minutes of the profile. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from deploy.local.size.token_client import TimedAnswer, TokenClient, token_clien
 from deploy.local.size.traffic import MADE_BLOCK, Lengths, Traffic, TrafficRow, drawn_traffic
 from deploy.local.terminal import Terminal
 from services.virtual.run import percentiles, run
+from shared.errors import ConfigError
 from shared.messages.virtual import Percentiles, VirtualResult, VirtualRun
 
 WORKERS = 2
@@ -143,9 +143,8 @@ def measurement_of(answers: Sequence[TimedAnswer], seconds: float) -> Measuremen
 
 def make_profile(file: Path, words: Sequence[str], *, quick: bool) -> None:
     """Run `headrace profile`; a file that is there already goes on."""
-    size = ("--longest", "512", "--most", "4") if quick else ("--longest", "1024", "--most", "16")
-    more = ("--workers", str(WORKERS), "--limit-s", "120" if quick else "1800")
-    subprocess.run(command("profile", *size, *more, "--out", str(file), "--", *words), check=False)
+    more = ("--longest", "512", "--most", "8", "--workers", str(WORKERS), "--limit-s", "120" if quick else "1800")
+    subprocess.run(command("profile", *more, "--out", str(file), "--", *words), stdout=sys.stderr, check=False)
 
 
 def main() -> None:
@@ -153,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--quick", action="store_true", help="half a minute a load, few points")
+    parser.add_argument("--quick", action="store_true", help="half a minute a load, two minutes of the profile")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--profile", type=Path, help="a profile to use, or to make")
     parser.add_argument("--minutes", type=float, help="minutes of each load (10)")
@@ -168,7 +167,10 @@ def main() -> None:
         file = (flags.profile or folder / "profile.json").absolute()
         if not file.exists():
             make_profile(file, words, quick=flags.quick)
-        profile = read_profile(file)
+        try:
+            profile = read_profile(file)
+        except ConfigError as wrong:
+            sys.exit(str(wrong))
         capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
         terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
         with running_up((*FLEET, *words), terminal, "this comparison") as (url, _):

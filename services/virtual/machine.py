@@ -25,8 +25,8 @@ class _Step:
     busy_s: float
     end: Callable[[float], None]
     began_s: float
-    seconds: float = 0.0
-    """How long the whole step would take as it goes on now. 0 before it goes on."""
+    seconds: float = -1.0
+    """How long the whole step would take as it goes on now. -1 before it goes on."""
     since_s: float = 0.0
     """Since when it goes on so."""
     left: float = 1.0
@@ -60,7 +60,7 @@ class SimulatedMachine:
             seconds = step.alone_s + (step.busy_s - step.alone_s) * others
             if seconds == step.seconds:
                 continue
-            if step.seconds:
+            if step.seconds > 0:
                 step.left = max(0.0, step.left - (now_s - step.since_s) / step.seconds)
             step.seconds, step.since_s, step.due_s = seconds, now_s, now_s + step.left * seconds
             self._clock.at(step.due_s, partial(self._end, step, step.due_s))

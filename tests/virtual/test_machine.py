@@ -31,6 +31,7 @@ def took(begins: Begins, workers: int = 2, slower: float = 2.0) -> list[float]:
 
 def test_a_step_alone_takes_its_time_and_steps_side_by_side_take_longer() -> None:
     assert took([(0, 1), (5, 1)]) == [1, 1]
+    assert took([(0, 0), (0.5, 0)]) == [0, 0]
     assert took([(0, 1), (0.5, 10)])[0] == pytest.approx(1.5)  # half of it alone, half of it next to the other
     assert took([(0, 10), (1, 1)]) == pytest.approx([11, 2])
     assert took([(0, 1), (0.25, 1), (5, 1)], workers=3) == pytest.approx([1.375, 1.375, 1])  # one of two others: 1.5

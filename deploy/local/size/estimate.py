@@ -79,6 +79,8 @@ def estimate(flags: EstimateFlags) -> int:
     made = estimate_of(flags)
     if flags.out:
         check_parent("--out", flags.out)
+        if Path(flags.out).exists():
+            raise ConfigError(f"--out {flags.out}: there is such a file, maybe with measured times: give another name")
         Path(flags.out).write_bytes(encode_profile(estimated_profile(flags)))
     print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else _render(made))
     return 0

@@ -54,7 +54,7 @@ ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
 """The tokens of answers; the longer ones are for steps so short that an answer comes in one piece."""
 REPETITIONS, MORE_REPETITIONS = 3, 5
 LONG_S = 5.0
-"""A point that takes longer is measured once."""
+"""A point that takes longer is measured twice."""
 UNSTEADY = 0.1
 """The spread above which a point is measured more often."""
 TOLERANCE = 0.08
@@ -251,11 +251,23 @@ class Sweep:
         self._overhead_s = max(0.0, median(firsts) - step_s)
 
     async def _point(self, kind: Kind, place: Place, timed: Timed) -> MeasuredPoint:
-        """Measure a point at one worker, and at all of them if they are several."""
-        alone = await _repeated(lambda: timed(place, self._clients[:1]))
-        busy = await _repeated(lambda: timed(place, self._clients)) if self._several else []
-        busy_s, busy_spread = (median(busy), _spread(busy)) if busy else (0.0, 0.0)
-        return MeasuredPoint(kind, *place, median(alone), _spread(alone), len(alone), busy_s, busy_spread)
+        """Measure a point a few times, as often as its spread and its length ask for: at one worker and, if they are
+        several, at all of them in turn, so that other programs disturb both alike."""
+        groups = [self._clients[:1], self._clients][: 2 if self._several else 1]
+        times: list[list[float]] = [[] for _ in groups]
+        again_s = 0.0
+        while len(times[0]) < MORE_REPETITIONS:
+            for group, seconds in zip(groups, times, strict=True):
+                seconds.append(max(1e-6, await timed(place, group)))
+            if len(times[0]) == 1:  # it has also computed what is cached from now on
+                again_s = time.monotonic()
+                continue
+            steady = len(times[0]) >= REPETITIONS and all(_spread(each) <= UNSTEADY for each in times)
+            if steady or time.monotonic() - again_s > LONG_S * len(groups):
+                break
+        alone, busy = times[0], times[-1] if self._several else None
+        more = () if busy is None else (median(busy), _spread(busy))
+        return MeasuredPoint(kind, *place, median(alone), _spread(alone), len(alone), *more)
 
     # --- what is timed
 
@@ -277,7 +289,8 @@ class Sweep:
         """Return the time a token of answers that are all under way at once, `batch` at each of these workers. Raise
         Unavailable if they are not."""
         batch, context = place
-        asks = [(client, self._new_prompt(context)) for _ in range(batch) for client in clients]
+        prompts = [self._asked.prompt(f"{os.getpid()} decode {context} {number}", context) for number in range(batch)]
+        asks = [(client, prompt) for prompt in prompts for client in clients]
         await asyncio.gather(*(client.ask(prompt, 1) for client, prompt in asks))
         for tokens in (ANSWER_TOKENS, LONG_ANSWER_TOKENS):
             answers = await asyncio.gather(*(client.ask(prompt, tokens) for client, prompt in asks))
@@ -312,17 +325,6 @@ class Sweep:
                 f"of {before} tokens that were sent before, {answer.cached_tokens} were cached: "
                 "is prefix caching on, and is there room for them? A shorter --longest needs less"
             )
-
-
-async def _repeated(timed: Callable[[], Awaitable[float]]) -> list[float]:
-    """Measure a few times, as often as the spread and the length ask for."""
-    began_s, times = time.monotonic(), list[float]()
-    while len(times) < MORE_REPETITIONS:
-        times.append(max(1e-6, await timed()))
-        steady = len(times) >= REPETITIONS and _spread(times) <= UNSTEADY
-        if steady or time.monotonic() - began_s > LONG_S:
-            break
-    return times
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -169,6 +169,8 @@ def test_the_times_as_a_profile_are_what_plan_and_autoscale_read(
     assert "no such directory: none" in capsys.readouterr().err
     assert main([*words, "p.json", "--json"]) == 0
     made, profile = json.loads(capsys.readouterr().out), read_profile(Path("p.json"))
+    assert main([*words, "p.json"]) == 2
+    assert "there is such a file, maybe with measured times" in capsys.readouterr().err
     times = worker_times(profile, 1.0)
     assert times.step_s(8, 2176) == pytest.approx(made["loads"][1]["itl_s"], rel=1e-6)
     assert times.prefill.at(2048, 0) + profile.overhead_s == pytest.approx(made["ttft_s"])
