@@ -18,7 +18,7 @@ Begins = list[tuple[float, float]]
 
 
 def took(begins: Begins, workers: int = 2, slower: float = 2.0) -> list[float]:
-    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times as long beside all."""
+    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times as long next to all others."""
     clock, seconds = FleetClock(), dict[int, float]()
     alone = dict(begins)
     machine = SimulatedMachine(clock, workers, lambda _: slower * alone[clock.now_s])
@@ -56,7 +56,7 @@ def test_a_step_without_works_takes_no_time_and_slows_none() -> None:
     st.integers(1, 4),
     st.floats(0.5, 4),
 )
-def test_each_step_ends_between_its_times_alone_and_beside_all(begins: Begins, workers: int, slower: float) -> None:
+def test_each_step_ends_between_its_times_alone_and_next_to_all(begins: Begins, workers: int, slower: float) -> None:
     for (_, alone_s), seconds in zip(begins, took(begins, workers, slower), strict=True):
         least, most = sorted((alone_s, slower * alone_s))
         assert least - 1e-9 <= seconds <= most + 1e-9
