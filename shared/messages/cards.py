@@ -130,7 +130,7 @@ class ImageInput(Struct, frozen=True):
     height: int
     resize: int
     filter: str
-    """Pillow's name of a resampling filter: BICUBIC, BILINEAR, …"""
+    """Pillow's name of a resampling filter, such as BICUBIC."""
 
 
 class ModelCard(Struct, frozen=True):

@@ -224,11 +224,12 @@ async def test_a_template_without_a_place_for_images_is_named(tmp_path: Path) ->
 
 async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
     async with eyes(seeing) as w, clients(w) as (client, _):
-        for role in ("system", "assistant"):
+        by_role: dict[str, Any] = {
+            role: [{"role": role, "content": [shown(RED)]}, *user(text("x"))] for role in ("system", "assistant")
+        }
+        for role in by_role:
             with pytest.raises(openai.BadRequestError, match="images are not served"):
-                await client.chat.completions.create(
-                    model=MODEL, messages=[{"role": role, "content": [shown(RED)]}, *user(text("x"))]
-                )
+                await client.chat.completions.create(model=MODEL, messages=by_role[role])
         with pytest.raises(openai.BadRequestError, match="a message with images cannot be continued"):
             await client.chat.completions.create(
                 model=MODEL, messages=user(shown(RED)), extra_body={"continue_final_message": True}
