@@ -7,7 +7,7 @@ import base64
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -241,11 +241,11 @@ async def test_a_decoder_that_is_killed_is_started_again(seeing: Path) -> None:
         await client.chat.completions.create(model=MODEL, messages=user(shown(RED)))
         [decoder] = children("decoder_program")
         os.kill(decoder, signal.SIGKILL)
-        async with asyncio.timeout(DEADLINE_S):
-            while children("decoder_program"):  # noqa: ASYNC110  nothing tells that it was reaped
-                await asyncio.sleep(0.01)
-        await client.chat.completions.create(model=MODEL, messages=user(shown(gif_of(3), "image/gif")))
-        assert len(w.workers[0].generates.all) == 2
+        again: Any = {"model": MODEL, "messages": user(shown(gif_of(3), "image/gif"))}
+        with suppress(openai.InternalServerError):  # its end may not be known yet: then a client is to ask again
+            await client.chat.completions.create(**again)
+        await client.chat.completions.create(**again)
+        assert children("decoder_program") != [decoder]
     assert not children("decoder_program")
 
 
