@@ -447,11 +447,17 @@ BAD_BODIES = [
     ),
     _item("an item that only OpenAI can read, alone", "type", _NOT_BUILT, type="compaction", encrypted_content="x"),
     _item("an item whose type is no text", "type", type=5),
-    _item(
+    _response(
         "an input image",
+        "input",
+        code=_NOT_SERVED,
+        input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+    ),
+    _item(
+        "an image of the assistant",
         "content[0].type",
         _NOT_SERVED,
-        role="user",
+        role="assistant",
         content=[{"type": "input_image", "image_url": "x"}],
     ),
     _item("a part without text", "content[0].text", role="user", content=[{"type": "input_text"}]),

@@ -92,8 +92,8 @@ def _pixels(source: bytes, kind: str, wanted: ImageInput, pixels_limit: int) -> 
         if size[0] * size[1] > pixels_limit:
             why = f"is so narrow that it would have more than {pixels_limit} pixels (images.pixels)"
             raise _Refused(f"has {width} by {height} pixels, and {why} with a shorter side of {wanted.resize}")
-        rgb = image.convert("RGB")
-    resized = rgb.resize(size, Image.Resampling[wanted.filter])
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        resized = rgb.resize(size, Image.Resampling[wanted.filter])
     left, top = (size[0] - wanted.width) // 2, (size[1] - wanted.height) // 2
     return resized.crop((left, top, left + wanted.width, top + wanted.height)).tobytes()
 

@@ -1,4 +1,4 @@
-"""The tokens that stand for images in a prompt. Pure.
+"""The tokens that stand for images in a prompt.
 
     "USER: <image>\\nWhat is it?"  ─▶  USER : ▢ What …  ─▶  USER : ▢▢▢…▢ What …
       as the template renders it      one token each        as many as the image has embeddings

@@ -7,6 +7,7 @@ run with transformers 5.19.0 and Pillow 13.0.0.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,10 @@ def expected(path: Path, shape: dict[str, Any]) -> bytes:
     """Return what transformers makes of an image."""
     import numpy as np
     from PIL import Image
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+    clip = importlib.import_module("transformers.models.clip.image_processing_pil_clip")
     cut = {"height": shape["height"], "width": shape["width"]}
-    processor = CLIPImageProcessorPil(
+    processor = clip.CLIPImageProcessorPil(
         size={"shortest_edge": shape["resize"]} if shape["resize"] else cut,
         crop_size=cut,
         resample=Image.Resampling[shape["filter"]],

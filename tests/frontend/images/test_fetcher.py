@@ -50,7 +50,7 @@ class Site:
         if request.path == "/endless":
             await answer.prepare(request)
             while True:
-                await answer.write(bytes(1 << 16))  # type: ignore[attr-defined]
+                await answer.write(bytes(1 << 16))
         if request.path == "/slow":
             await asyncio.Event().wait()
         return answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +55,8 @@ def test_a_text_that_is_that_of_the_images_token_is_refused_where_it_is(model: M
     check_texts(model, of_model, [fine], {"tools": []})
     parts = [{"type": "image"}, {"type": "text", "text": "see <image>"}]
     call = {"function": {"name": "look", "arguments": '{"at": "<image>"}'}}
-    for at, message in enumerate(({"content": "<image>"}, {"content": parts}, {"content": "", "tool_calls": [call]})):
+    wrong: list[dict[str, Any]] = [{"content": "<image>"}, {"content": parts}, {"content": "", "tool_calls": [call]}]
+    for at, message in enumerate(wrong):
         with pytest.raises(InvalidRequest, match="'<image>' stands for an image") as refused:
             check_texts(model, of_model, [*[fine] * at, message], {})
         assert refused.value.param == f"messages[{at}].content"

@@ -275,3 +275,22 @@ def test_a_template_without_memory_for_a_trial_is_not_taken_for_strict() -> None
 
     with pytest.raises(MemoryError):
         find_rules(too_large)
+
+
+def test_messages_with_images_become_one_as_lists_of_parts() -> None:
+    def part(text: str) -> dict[str, str]:
+        return {"type": "text", "text": text}
+
+    image = {"type": "image"}
+    turns = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [image, part("what?")]},
+        {"role": "user", "content": "and this?"},
+        {"role": "user", "content": [image]},
+    ]
+    [user] = fit(turns, TemplateRules(system_in_user=True, alternating=True, content_parts=True))
+    between = part("\n\n")
+    assert user == {
+        "role": "user",
+        "content": [part("be brief"), between, image, part("what?"), between, part("and this?"), between, image],
+    }

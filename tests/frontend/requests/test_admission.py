@@ -183,7 +183,9 @@ def test_a_key_that_takes_all_it_can_get_keeps_no_other_key_out(others: int) -> 
 
 
 def test_no_key_can_have_all_of_a_limit() -> None:
-    limits = LimitsConfig(requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000, unasked=90, grammars=90)
+    limits = LimitsConfig(
+        requests=100, body_bytes=900, tokenising_bytes=90, tokens=9000, unasked=90, grammars=90, images=90
+    )
     for bound in ("body_bytes", "tokenising_bytes", "tokens", "unasked", "grammars", "images"):
         refused: Counter[str] = Counter()
         shared, greedy = admission(refused, limits), key("greedy")
@@ -211,6 +213,8 @@ def take(of: Admission, bound: str, account: Account) -> None:
         place.count_unasked()
     elif bound == "grammars":
         HELD.enter_context(place.waiting("grammars"))
+    elif bound == "images":
+        HELD.enter_context(place.waiting("images"))
 
 
 def test_a_keys_first_request_is_asked_only_whether_it_fits_however_large() -> None:

@@ -7,7 +7,7 @@ import base64
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ async def test_a_model_that_takes_no_images_refuses_them_by_name(directory: Path
     async with world(directory) as w, clients(w) as (client, http):
         with pytest.raises(openai.BadRequestError, match=r"images are not served by 'tiny/model-1\.0'") as refused:
             await client.chat.completions.create(model=MODEL, messages=user(text("x"), shown(RED)))
-        assert refused.value.param == "messages[0].content[1].image_url"
+        assert refused.value.param == "messages[0].content[1].type"
         assert refused.value.code == "unsupported_value"
         async with http.post("/tokenize", json={"model": MODEL, "messages": user(shown(RED))}) as answer:
             assert answer.status == 400
@@ -185,17 +185,14 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-async def test_what_is_wrong_with_images_is_one_line_before_anything_is_asked_of_a_router(
-    case: str, seeing: Path
-) -> None:
-    parts, why = BAD[case]
+async def test_what_is_wrong_with_images_is_one_line_before_anything_is_asked_of_a_router(seeing: Path) -> None:
     async with eyes(seeing, ImagesConfig(hosts=("localhost",))) as w, clients(w) as (client, _):
-        with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model=MODEL, messages=user(*parts))
-        assert why in refused.value.message
-        assert "\n" not in refused.value.message
-        assert str(refused.value.param).startswith("messages[0].content")
+        for case, (parts, why) in BAD.items():
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model=MODEL, messages=user(*parts))
+            assert why in refused.value.message, case
+            assert "\n" not in refused.value.message, case
+            assert str(refused.value.param).startswith("messages[0].content"), case
         assert not w.router.asked.all
 
 
@@ -227,11 +224,12 @@ async def test_a_template_without_a_place_for_images_is_named(tmp_path: Path) ->
 
 async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
     async with eyes(seeing) as w, clients(w) as (client, _):
-        for role in ("system", "assistant"):
+        by_role: dict[str, Any] = {
+            role: [{"role": role, "content": [shown(RED)]}, *user(text("x"))] for role in ("system", "assistant")
+        }
+        for role in by_role:
             with pytest.raises(openai.BadRequestError, match="images are not served"):
-                await client.chat.completions.create(
-                    model=MODEL, messages=[{"role": role, "content": [shown(RED)]}, *user(text("x"))]
-                )
+                await client.chat.completions.create(model=MODEL, messages=by_role[role])
         with pytest.raises(openai.BadRequestError, match="a message with images cannot be continued"):
             await client.chat.completions.create(
                 model=MODEL, messages=user(shown(RED)), extra_body={"continue_final_message": True}
@@ -243,11 +241,11 @@ async def test_a_decoder_that_is_killed_is_started_again(seeing: Path) -> None:
         await client.chat.completions.create(model=MODEL, messages=user(shown(RED)))
         [decoder] = children("decoder_program")
         os.kill(decoder, signal.SIGKILL)
-        async with asyncio.timeout(DEADLINE_S):
-            while children("decoder_program"):  # noqa: ASYNC110  nothing tells that it was reaped
-                await asyncio.sleep(0.01)
-        await client.chat.completions.create(model=MODEL, messages=user(shown(gif_of(3), "image/gif")))
-        assert len(w.workers[0].generates.all) == 2
+        again: Any = {"model": MODEL, "messages": user(shown(gif_of(3), "image/gif"))}
+        with suppress(openai.InternalServerError):  # its end may not be known yet: then a client is to ask again
+            await client.chat.completions.create(**again)
+        await client.chat.completions.create(**again)
+        assert children("decoder_program") != [decoder]
     assert not children("decoder_program")
 
 
