@@ -57,24 +57,27 @@ def _aligned(x: Array) -> Array:
 def calibrate_linear(weights: Sequence[Array]) -> Linear:
     """Return a Linear whose crossover is measured on the first of these weights, all of one shape.
 
-    The weights are read in turn, so that most of them come from memory and not from a cache, as in a step.
+    The weights are read in turn, so that most of them come from memory and not from a cache, as in a step. Numbers of
+    rows above one at which dot products have lost are tried too: they may have lost to another program.
     """
     weights = weights[: max(1, _CALIBRATION_BYTES // weights[0].nbytes)]
     dot_rows = 0
     for rows in (1, 2, 4, 6, 8):
         x = np.ones((rows, weights[0].shape[1]), np.float32)
-        if _fastest_s(Linear(rows), x, weights) > _fastest_s(Linear(0), x, weights):
-            break
-        dot_rows = rows
+        dots_s, matrices_s = _fastest_s((Linear(rows), Linear(0)), x, weights)
+        if dots_s <= matrices_s:
+            dot_rows = rows
     return Linear(dot_rows)
 
 
-def _fastest_s(linear: Linear, x: Array, weights: Sequence[Array]) -> float:
-    """Return the best of a few rounds, because other programs can only make a round slower."""
-    best = float("inf")
+def _fastest_s(linears: Sequence[Linear], x: Array, weights: Sequence[Array]) -> list[float]:
+    """Return each one's best of a few rounds, because other programs can only make a round slower; they take turns,
+    because these come and go."""
+    best = [float("inf")] * len(linears)
     for _ in range(3):
-        start = time.perf_counter()
-        for weight in weights:
-            linear(x, weight)
-        best = min(best, time.perf_counter() - start)
+        for number, linear in enumerate(linears):
+            start = time.perf_counter()
+            for weight in weights:
+                linear(x, weight)
+            best[number] = min(best[number], time.perf_counter() - start)
     return best

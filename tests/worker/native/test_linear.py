@@ -27,3 +27,17 @@ def test_calibration_chooses_a_way_that_multiplies() -> None:
     assert 0 <= linear.dot_rows <= 8
     x = np.ones((2, 64), np.float32)
     np.testing.assert_allclose(linear(x, weights[0]), x @ weights[0].T, atol=1e-4)
+
+
+def test_a_program_that_disturbs_one_number_of_rows_does_not_end_the_calibration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [np.ones((4, 4), np.float32)]
+    ticks = list[float]()
+    for rows in (1, 2, 4, 6, 8):
+        for dots_s, matrices_s in [(9.0 if rows == 2 else 1.0 if rows < 8 else 3.0, 2.0)] * 3:
+            ticks += [0.0, dots_s, 0.0, matrices_s]
+    with monkeypatch.context() as patched:
+        patched.setattr("services.worker.native.linear.time.perf_counter", iter(ticks).__next__)
+        linear = calibrate_linear(weights)
+    assert linear.dot_rows == 6
