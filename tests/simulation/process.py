@@ -264,6 +264,8 @@ class Process:
                     await self._serve_worker(runtime)
                 case "kvbm":
                     await self._serve_kvbm(runtime)
+                case "turns":
+                    raise AssertionError("no model takes turns in the simulation")
                 case _:
                     assert_never(self.service)
             raise _ProcessEnd
