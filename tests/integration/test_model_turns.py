@@ -156,6 +156,7 @@ def test_workers_that_are_killed_while_models_change_lose_no_answer(
     asked_together(client, texts, 3, kill_some)
 
 
+@pytest.mark.tier("long")
 def test_a_client_that_leaves_is_waited_for_no_more(up: Up, client: OpenAI, texts: dict[str, str]) -> None:
     assert ask(client, "one") == texts["one"]
     hasty = client.with_options(timeout=0.02)

@@ -265,7 +265,7 @@ class Process:
                 case "kvbm":
                     await self._serve_kvbm(runtime)
                 case "turns":
-                    raise NotImplementedError("no model takes turns in the simulation")
+                    raise AssertionError("no model takes turns in the simulation")
                 case _:
                     assert_never(self.service)
             raise _ProcessEnd

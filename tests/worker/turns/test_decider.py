@@ -265,7 +265,7 @@ TICK_S = 0.1
 
 
 @given(seed=st.integers(0, 1 << 30), awake_at_once=st.integers(1, 3))
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_no_model_starves_however_much_the_others_are_used(seed: int, awake_at_once: int) -> None:
     draw = Random(seed)
     rules, slowest_s = TurnsConfig(awake=awake_at_once, turn_s=5.0, least_awake_s=1.0), 2.0
@@ -415,5 +415,5 @@ class TurnsMachine(RuleBasedStateMachine):
         assert sum(worker.stage != "asleep" for worker in self.workers.values()) <= self.config.awake
 
 
-TurnsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TurnsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestTurnsMachine = TurnsMachine.TestCase
