@@ -282,7 +282,7 @@ def test_messages_with_images_become_one_as_lists_of_parts() -> None:
         return {"type": "text", "text": text}
 
     image = {"type": "image"}
-    turns = [
+    turns: list[dict[str, object]] = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [image, part("what?")]},
         {"role": "user", "content": "and this?"},
