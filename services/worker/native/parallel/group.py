@@ -9,7 +9,7 @@ So a block that is saved or loaded is that of all ranks at once: the pages are r
 step is there, which each rank adds to after it has written its keys and values.
 
 A rank that is lost ends the group, and with it the engine: nothing of a step can be computed without it.
-docs/decisions/0085 gives the reasons.
+docs/decisions/0083 gives the reasons.
 """
 
 from __future__ import annotations
