@@ -22,7 +22,7 @@ def taking(seconds: float) -> StepTime:
 
 
 def took(begins: Begins, workers: int = 2, slower: float = 2.0) -> list[float]:
-    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times as long beside all."""
+    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times as long next to all."""
     clock, seconds = FleetClock(), dict[int, float]()
     alone = dict(begins)
     machine = SimulatedMachine(clock, workers, lambda _: slower * alone[clock.now_s])
@@ -33,7 +33,7 @@ def took(begins: Begins, workers: int = 2, slower: float = 2.0) -> list[float]:
     return [seconds[number] for number in range(len(begins))]
 
 
-def test_a_step_alone_takes_its_time_and_steps_side_by_side_take_longer() -> None:
+def test_a_step_alone_takes_its_time_and_steps_at_once_take_longer() -> None:
     assert took([(0, 1), (5, 1)]) == [1, 1]
     assert took([(0, 0), (0.5, 0)]) == [0, 0]
     assert took([(0, 1), (0.5, 10)])[0] == pytest.approx(1.5)  # half of it alone, half of it next to the other
@@ -60,7 +60,7 @@ def test_a_step_without_works_takes_no_time_and_slows_none() -> None:
     st.integers(1, 4),
     st.floats(0.5, 4),
 )
-def test_each_step_ends_between_its_times_alone_and_beside_all(begins: Begins, workers: int, slower: float) -> None:
+def test_each_step_ends_between_its_times_alone_and_next_to_all(begins: Begins, workers: int, slower: float) -> None:
     for (_, alone_s), seconds in zip(begins, took(begins, workers, slower), strict=True):
         least, most = sorted((alone_s, slower * alone_s))
         assert least - 1e-9 <= seconds <= most + 1e-9
