@@ -22,7 +22,7 @@ def taking(seconds: float) -> StepTime:
 
 
 def took(begins: Begins, workers: int = 2, slower: float = 2.0) -> list[float]:
-    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times as long next to all."""
+    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times those next to all."""
     clock, seconds = FleetClock(), dict[int, float]()
     alone = dict(begins)
     machine = SimulatedMachine(clock, workers, lambda _: slower * alone[clock.now_s])
