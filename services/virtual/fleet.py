@@ -282,8 +282,7 @@ class SimulatedFleet:
         if works is None:
             self._rest(worker, self.clock.now_s if core.busy else core.wait_until_s)
         else:
-            alone_s = worker.step_s(works) if works else 0.0
-            worker.machine.begin(works, alone_s, partial(self._finish, worker, works))
+            worker.machine.begin(works, worker.step_s, partial(self._finish, worker, works))
             if self.store is not None:
                 self._rest_in_step(worker)
 

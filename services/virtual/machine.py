@@ -44,11 +44,12 @@ class SimulatedMachine:
         self._busy_s = busy_s
         self._steps: list[_Step] = []
 
-    def begin(self, works: Sequence[Work], alone_s: float, end: Callable[[float], None]) -> None:
-        """Begin a step that takes `alone_s` alone; `end` is called at its end with the seconds that it took."""
+    def begin(self, works: Sequence[Work], step_s: StepTime, end: Callable[[float], None]) -> None:
+        """Begin a step that takes `step_s` alone; `end` is called at its end with the seconds that it took."""
         if not works:
             self._clock.after(0.0, partial(end, 0.0))
             return
+        alone_s = step_s(works)
         busy_s = alone_s if self._busy_s is None else self._busy_s(works)
         self._steps.append(_Step(alone_s, busy_s, end, self._clock.now_s))
         self._go_on()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.virtual.machine import SimulatedMachine
+from services.virtual.machine import SimulatedMachine, StepTime
 from services.virtual.store import FleetClock
 from services.worker.contracts.runner import Work
 from shared.messages.generate import Sampling
@@ -17,20 +17,23 @@ WORKS = [Work(sequence=0, history=[1], start=0, end=1, blocks=[], sampling=Sampl
 Begins = list[tuple[float, float]]
 
 
+def taking(seconds: float) -> StepTime:
+    return lambda _: seconds
+
+
 def took(begins: Begins, workers: int = 2, slower: float = 2.0) -> list[float]:
-    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times as long if all workers
-    compute."""
+    """Return the seconds of steps that begin at times and take seconds alone, and `slower` times those next to all."""
     clock, seconds = FleetClock(), dict[int, float]()
     alone = dict(begins)
     machine = SimulatedMachine(clock, workers, lambda _: slower * alone[clock.now_s])
     for number, (begin_s, alone_s) in enumerate(begins):
-        clock.at(begin_s, partial(machine.begin, WORKS, alone_s, partial(seconds.__setitem__, number)))
+        clock.at(begin_s, partial(machine.begin, WORKS, taking(alone_s), partial(seconds.__setitem__, number)))
     while len(seconds) < len(begins):
         clock.step()
     return [seconds[number] for number in range(len(begins))]
 
 
-def test_a_step_alone_takes_its_time_and_steps_side_by_side_take_longer() -> None:
+def test_a_step_alone_takes_its_time_and_steps_at_once_take_longer() -> None:
     assert took([(0, 1), (5, 1)]) == [1, 1]
     assert took([(0, 0), (0.5, 0)]) == [0, 0]
     assert took([(0, 1), (0.5, 10)])[0] == pytest.approx(1.5)  # half of it alone, half of it next to the other
@@ -45,8 +48,8 @@ def test_more_steps_than_were_measured_at_once_take_no_longer() -> None:
 def test_a_step_without_works_takes_no_time_and_slows_none() -> None:
     clock, seconds = FleetClock(), list[float]()
     machine = SimulatedMachine(clock, 2, lambda _: 9.0)
-    machine.begin(WORKS, 1.0, seconds.append)
-    machine.begin([], 0.0, seconds.append)
+    machine.begin(WORKS, lambda _: 1.0, seconds.append)
+    machine.begin([], lambda _: 1.0, seconds.append)
     clock.step()
     clock.step()
     assert seconds == [0.0, 1.0]

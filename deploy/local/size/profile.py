@@ -50,6 +50,8 @@ WORKERS = 16
 """The most workers of a machine that are measured at once."""
 SHORTEST = 64
 """The tokens of the shortest prompt, and of the shortest context."""
+PIECE = 16
+"""The tokens of the shortest part of a prompt: steps often compute the rest of one."""
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
 """The tokens of answers; the longer ones are for steps so short that an answer comes in one piece."""
 REPETITIONS, MORE_REPETITIONS = 3, 5
@@ -186,7 +188,7 @@ class Sweep:
         self._primed: set[int] = set()
         self._until_s = time.monotonic() + options.limit_s
         longest = options.longest
-        self._prefill = self._grid("prefill", (SHORTEST, longest), (0, longest), (SHORTEST, SHORTEST))
+        self._prefill = self._grid("prefill", (PIECE, longest), (0, longest), (PIECE, SHORTEST))
         self._decode = self._grid("decode", (1, options.most), (SHORTEST, longest), (1, SHORTEST))
 
     def _grid(self, kind: str, xs: Place, ys: Place, step: Place) -> TimeGrid:
