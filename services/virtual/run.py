@@ -40,7 +40,7 @@ def run(wanted: VirtualRun) -> VirtualResult:
         ("prefill", wanted.prefill),
         ("decode", wanted.decode),
     ]
-    joining = [role for role, workers in roles for _ in range(workers)]
+    joining: list[Role] = [role for role, workers in roles for _ in range(workers)]
     for begin in range(0, len(joining), wanted.machine_workers):
         machine = SimulatedMachine(fleet.clock, wanted.machine_workers, busy_s)
         for role in joining[begin : begin + wanted.machine_workers]:

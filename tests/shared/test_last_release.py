@@ -21,6 +21,8 @@ RENAMED = {
 }
 """Codecs of the last release that have another name in this tree."""
 NEWER = {name: old for old, name in RENAMED.items()}
+LEFT_OUT = "instance: Invalid enum value 'turns' - at `$.service`"
+"""What the last release logs of an entry that only `up --models` makes, which it leaves out."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,8 @@ def test_the_last_release_reads_each_message_of_this_version(old: Path) -> None:
     asked = [message for message in asked if message[:2] in known]
     assert len(asked) > 100
     answers = last_release.messages(old, "read", json.dumps(asked))
-    assert [(message, failed) for message, (_, failed) in zip(asked, answers, strict=True) if failed] == []
+    failures = [(message, failed) for message, (_, failed) in zip(asked, answers, strict=True) if failed]
+    assert [each for each in failures if each[1] != LEFT_OUT] == []
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ from shared.messages.select import (
     Selected,
     SelectRefused,
 )
+from shared.messages.turns import MODEL_TURN, TURNS_STATE, WANT_MODEL, ModelTurn, TurnsState, WantModel
 
 MODULES = {
     found.name: import_module(f"{messages.__name__}.{found.name}") for found in pkgutil.iter_modules(messages.__path__)
@@ -212,6 +213,9 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
         ),
     ),
     (RESPONSE_STORE_REQUEST, Recall("resp_f.r", "alice", "conversation")),
+    (WANT_MODEL, WantModel("0f", "m", 2, 0.5)),
+    (MODEL_TURN, ModelTurn("m", "waking", 1.5, 2, 0.5, "b serves", "")),
+    (TURNS_STATE, TurnsState("0d", "cpu", 1, [ModelTurn("m", "asleep", failed="no memory")])),
     (RESPONSE_STORE_REQUEST, Forget("resp_f.r", "")),
     (RECALLED, Recalled(True, b"[]")),
     (
