@@ -7,8 +7,8 @@
 
 vLLM may store one block twice, when two requests compute it at once, and then removes it twice; so copies are counted.
 Left out is what cannot serve a prompt by its tokens, images, LoRA and salt alone: blocks of sliding windows and of
-state space layers, blocks of another size, blocks in other tiers, and all blocks of a chain from one with other extra
-keys on, such as images that are named in another way than frontends name them.
+state space layers, blocks of another size, and blocks in other tiers. So are all blocks of a chain from one with other
+extra keys on, such as images that are named in another way than frontends name them.
 """
 
 from __future__ import annotations

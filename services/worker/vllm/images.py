@@ -83,7 +83,8 @@ class ImagePrompts:
         vision, size = self._vision, self.input
         colours = np.frombuffer(pixels, np.uint8).reshape(size.height, size.width, 3)
         scaled = (colours.astype(np.float64) * vision.scale).astype(np.float32)
-        normal = (scaled - np.float32(vision.mean)) / np.float32(vision.std)
+        mean, std = (np.asarray(each, np.float32) for each in (vision.mean, vision.std))
+        normal = (scaled - mean) / std
         return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1))).to(self._dtype)
 
 

@@ -139,6 +139,10 @@ async def test_answers_are_those_of_vllm_alone_and_only_the_same_pictures_share_
     assert again == alone[1]
     assert engine.parts["again"][-1].cached_tokens == 3 * BLOCK
 
+    salted = await engine.answer("salted", prompt_of([0, 1]), GREEDY, images=images_of([0, 1]), salt="a")
+    assert (salted, engine.parts["salted"][-1].cached_tokens) == (alone[1], 0)
+    assert await engine.answer("p", prompt_of([0]), GREEDY, images=images_of([0]), prefill_only=True) == alone[0]
+
     snapshot = await engine.snapshot()
     known = {(block.tokens, block.extra) for block in snapshot.blocks}
     for pictures in PICTURES:
