@@ -6,18 +6,21 @@ shell publishes and replays them, since an engine in the middle of a long step c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import msgspec
 from msgspec import Raw, Struct
 
 from shared.blocks import Content, ContentEvicted, ContentStored, PoolEvent
-from shared.hashing import ContentKey, event_hash, event_hashes, split_extra, unpack_tokens
+from shared.hashing import ContentKey, event_hash, event_hashes, join_extra, split_extra, unpack_tokens
 from shared.messages.kv_events import BlockRemoved, BlockStored, KvEvent, SnapshotBlock, Tier
 
 MEDIA: dict[Tier, str] = {"device": "GPU", "host": "host_pinned", "disk": "disk"}
 """vLLM's word for each tier; GPU stands for any device."""
+_IMAGE_NAME = re.compile("[0-9a-f]{64}")
+"""The key of an image, in hex."""
 _encode = msgspec.msgpack.Encoder().encode
 _BLOCK_BYTES = 40
 """The maximum size of a block in a snapshot without its tokens and names, in bytes: two hashes and msgpack's
@@ -110,16 +113,32 @@ def _stored(chain: list[Content], block_size: int, medium: str) -> BlockStored:
         block_size=block_size,
         medium=medium,
         lora_name=first.lora or None,
-        extra_keys=_extra_keys(chain, salt) if salt or any(content.extra for content in chain) else None,
+        extra_keys=extra_keys([content.extra for content in chain], salt),
     )
 
 
-def _extra_keys(chain: list[Content], salt: str) -> list[list[object] | None]:
-    """Return the extra keys of each block, in vLLM's form."""
-    keys: list[list[object]] = [[[key.hex(), start] for key, start in split_extra(content.extra)] for content in chain]
+def extra_keys(extras: Sequence[bytes], salt: str) -> list[list[object] | None] | None:
+    """Return the extra keys of a run's blocks in vLLM's form, from what `image_extras` says of each. `salt` is empty
+    unless the run begins a chain. None if there are no keys."""
+    if not salt and not any(extras):
+        return None
+    keys: list[list[object]] = [[[key.hex(), start] for key, start in split_extra(extra)] for extra in extras]
     if salt:
         keys[0].append(salt)
     return [one or None for one in keys]
+
+
+def read_images(keys: Iterable[object]) -> bytes | None:
+    """Return what a block's hash covers, if these keys are images that are named as frontends do: by 64 digits, each
+    with the index of its first token. None otherwise: older vLLMs give no index, and other names may mean anything."""
+    images: list[tuple[bytes, int]] = []
+    for one in keys:
+        match one:
+            case [str(name), int(start)] if _IMAGE_NAME.fullmatch(name) and abs(start) < 1 << 31:
+                images.append((bytes.fromhex(name), start))
+            case _:
+                return None
+    return join_extra(images)
 
 
 def _event_hash(key: ContentKey | None) -> int | None:

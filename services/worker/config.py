@@ -332,7 +332,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """Most bytes of all LoRAs that the native engine has loaded, counted as float32. 0 if it loads none. On a GPU this
     memory is left free by KV."""
     most_images: Natural = MOST_IMAGES
-    """Most images of a request to the native engine, if its model takes images. 0 means that it takes none."""
+    """Most images of a request, if the model takes images. 0 means that it takes none."""
     encoder_cache_bytes: Natural = ENCODER_CACHE_BYTES
     """Most bytes of images' embeddings that the native engine keeps, for later requests with the same images. The
     newest always stay."""

@@ -11,14 +11,14 @@ Checks that need the model card (block size, vocabulary) are in `services.router
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec import Struct
 
 from shared.errors import ProtocolError
-from shared.hashing import NO_EXTRAS, join_extra, pack_tokens
+from shared.hashing import NO_EXTRAS, pack_tokens
+from shared.kv_events import read_images
 from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventHash
 
 EngineHash = int
@@ -38,9 +38,6 @@ _TIERS = {
     2: ("disk", "ssd", "nvme", "cpu_tier2"),
 }
 _MEDIA = {medium: tier for tier, media in _TIERS.items() for medium in media}
-
-_IMAGE_NAME = re.compile("[0-9a-f]{64}")
-"""The key of an image, in hex."""
 
 _WINDOWED = ("sliding_window", "chunked_local_attention", "mamba", "linear_attention", "short_conv")
 """Kinds of KV cache that keep only the end of a prefix, or a state. Their events do not say how much of a prefix is
@@ -239,21 +236,8 @@ def _read_keys(event: _StoredMap | _StoredArray, lora: str) -> tuple[str, int, M
                 salt = last
                 foreign.pop()
         if foreign:
-            images = _read_images(foreign)
+            images = read_images(foreign)
             if images is None:
                 return salt, number, extras or NO_EXTRAS
             extras[number] = images
     return salt, len(event.block_hashes), extras or NO_EXTRAS
-
-
-def _read_images(keys: Sequence[object]) -> bytes | None:
-    """Return what a block's hash covers, if these keys are images that are named as frontends do: by 64 digits, each
-    with the index of its first token. None otherwise: older vLLMs give no index, and other names may mean anything."""
-    images: list[tuple[bytes, int]] = []
-    for one in keys:
-        match one:
-            case [str(name), int(start)] if _IMAGE_NAME.fullmatch(name) and abs(start) < 1 << 31:
-                images.append((bytes.fromhex(name), start))
-            case _:
-                return None
-    return join_extra(images)

@@ -1,13 +1,14 @@
 """EngineBlocks: the blocks that vLLM has cached, as its KV events say, in the form that a worker publishes. Pure.
 
     vLLM's events                                        ours
-    BlockStored of a group, a tier, extra keys   ──▶     BlockStored of blocks that are new, with LoRA and salt
+    BlockStored of a group, a tier, extra keys   ──▶     BlockStored of blocks that are new, with LoRA, images and salt
     BlockRemoved, one for each copy              ──▶     BlockRemoved when the last copy has gone
     AllBlocksCleared                             ──▶     AllBlocksCleared, unless nothing was cached
 
 vLLM may store one block twice, when two requests compute it at once, and then removes it twice; so copies are counted.
-Left out is what cannot serve a prompt by its tokens, LoRA and salt alone: blocks of sliding windows and of state space
-layers, blocks of another size, blocks in other tiers, and all blocks of a chain from one with other extra keys on.
+Left out is what cannot serve a prompt by its tokens, images, LoRA and salt alone: blocks of sliding windows and of
+state space layers, blocks of another size, and blocks in other tiers. So are all blocks of a chain from one with other
+extra keys on, such as images that are named in another way than frontends name them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from msgspec import Struct
 from services.worker.contracts.messages import BlockExplained
 from services.worker.scheduler.block_notes import EVERY_BLOCK, BlockNotes
 from shared.hashing import pack_tokens
+from shared.kv_events import extra_keys, read_images
 from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, SnapshotBlock
 
 MEDIUM = "GPU"
@@ -109,7 +111,7 @@ class EngineBlocks:
         if not self._counts(event):
             self.left_out += len(event.block_hashes)
             return
-        salt, routable = _read_keys(event)
+        salt, routable, extras = _read_keys(event)
         self.left_out += len(event.block_hashes) - routable
         parent = None if event.parent_block_hash is None else _number(event.parent_block_hash)
         if not self._orphans and parent is not None and parent not in self._entries:
@@ -127,7 +129,9 @@ class EngineBlocks:
                     yield self._stored(run)
                     run = []
             else:
-                block = SnapshotBlock(key, parent, pack_tokens(tokens), event.lora_name or "", salt)
+                block = SnapshotBlock(
+                    key, parent, pack_tokens(tokens), event.lora_name or "", salt, extras.get(index, b"")
+                )
                 self._entries[key] = _Entry(block, 1)
                 self.notes.add(key.to_bytes(8, "big"), f"stored by {self._engine}")
                 self.digest ^= key
@@ -149,7 +153,6 @@ class EngineBlocks:
 
     def _stored(self, run: Sequence[SnapshotBlock]) -> BlockStored:
         first = run[0]
-        salted = first.parent is None and first.salt
         tokens: list[int] = []
         for block in run:
             tokens.extend(memoryview(block.tokens).cast("I"))
@@ -160,7 +163,7 @@ class EngineBlocks:
             block_size=self._block_size,
             medium=MEDIUM,
             lora_name=first.lora or None,
-            extra_keys=[[first.salt], *([None] * (len(run) - 1))] if salted else None,
+            extra_keys=extra_keys([block.extra for block in run], first.salt if first.parent is None else ""),
         )
 
     def _remove(self, event: BlockRemoved) -> list[int]:
@@ -195,15 +198,17 @@ def _number(name: int | bytes) -> int:
     return name & _MASK if isinstance(name, int) else int.from_bytes(name[-8:], "big")
 
 
-def _read_keys(event: BlockStored) -> tuple[str, int]:
-    """Return (tenant salt, number of leading blocks that tokens, LoRA and salt alone decide).
+def _read_keys(event: BlockStored) -> tuple[str, int, dict[int, bytes]]:
+    """Return the tenant salt, how many leading blocks tokens, images, LoRA and salt alone decide, and what these blocks
+    have of images, as `image_extras` has it.
 
-    vLLM's extra keys of a block are the LoRA's name, then whatever else its content depends on; those of a chain's
-    first block end with the salt.
+    vLLM's extra keys of a block are the LoRA's name, the images in it, then whatever else its content depends on; those
+    of a chain's first block end with the salt.
     """
     lora = event.lora_name or ""
+    extras: dict[int, bytes] = {}
     if event.lora_id is not None and not lora:
-        return "", 0
+        return "", 0, extras
     salt = ""
     for number, keys in enumerate(event.extra_keys or ()):
         foreign = list(keys or ())
@@ -214,5 +219,8 @@ def _read_keys(event: BlockStored) -> tuple[str, int]:
             salt = last
             foreign.pop()
         if foreign:
-            return salt, number
-    return salt, len(event.block_hashes)
+            images = read_images(foreign)
+            if images is None:
+                return salt, number, extras
+            extras[number] = images
+    return salt, len(event.block_hashes), extras

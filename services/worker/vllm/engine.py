@@ -23,7 +23,7 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, VLLMClientError
-from vllm.inputs import TokensInput, tokens_input
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -47,6 +47,7 @@ from services.worker.contracts.messages import (
 from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.vllm.events import EventReader
+from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.kv_transfer import connector_stats, hand_over_params
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
@@ -88,8 +89,10 @@ class VllmEngine:
         connection: socket.socket,
         readers: Sequence[EventReader],
         metrics: Callable[[], str],
+        images: ImagePrompts | None,
     ) -> None:
-        """`readers` read the events of each rank; `metrics` returns vLLM's own metrics as text."""
+        """`readers` read the events of each rank; `metrics` returns vLLM's own metrics as text; `images` is None if the
+        model takes none."""
         self._config = config.worker
         self._llm = llm
         self._channel = channel
@@ -119,6 +122,7 @@ class VllmEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._prefetches = Prefetches(llm)
         self._prober = Prober(llm, self._config.health, pooling=self._pooling, report=channel.send)
+        self._images = images
         self._metrics = metrics
         self._sent_metrics = ""
         self._metrics_due_s = 0.0
@@ -178,13 +182,13 @@ class VllmEngine:
     def _expect(self, expected: Submit) -> None:
         """Load the blocks of a prompt that another worker computes. It is advice: whatever fails, the attempt loads or
         computes them."""
-        able = not self._sleep_level and (not expected.lora or expected.lora in self._loras)
+        able = not self._sleep_level and (not expected.lora or expected.lora in self._loras) and not expected.images
         if able and (key := self._prefetches.accept(expected, time.monotonic())):
             self._start(self._begin_prefetch(key, expected))
 
     async def _begin_prefetch(self, key: str, expected: Submit) -> None:
         try:
-            await self._prefetches.begin(key, expected, _prompt_of(expected), self._loras.find(expected.lora))
+            await self._prefetches.begin(key, expected, _tokens_of(expected), self._loras.find(expected.lora))
         except EngineDeadError:
             raise
         except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the attempt itself will say so
@@ -194,7 +198,7 @@ class VllmEngine:
     def _submit(self, submit: Submit) -> None:
         self._abort(self._prefetches.pop((submit.request, submit.attempt)))
         rank = self._ranks.all[submit.rank]
-        if submit.prefill_only and not goes_on(submit, self._context_length):
+        if submit.prefill_only and (submit.images or not goes_on(submit, self._context_length)):
             submit = replace(submit, prefill_only=False)
         key = rank.add(submit, time.monotonic())
         fail = partial(self._fail, rank, key)
@@ -210,9 +214,9 @@ class VllmEngine:
 
     async def _add(self, rank: EngineRank, key: str, submit: Submit) -> None:
         continued = len(submit.tokens) // 4 - submit.prompt_tokens
-        prompt = _prompt_of(submit)
         sampling = submit.sampling
         try:
+            prompt = await self._prompt_of(submit)
             params: Any
             if self._pooling:
                 params = to_pooling_params(sampling)
@@ -245,6 +249,11 @@ class VllmEngine:
             put(early)
         if rank.attempts.find(submit.request, submit.attempt) != key:  # it ended meanwhile
             self._abort([key])
+
+    async def _prompt_of(self, submit: Submit) -> TokensInput | MultiModalInput:
+        if self._images is None or not submit.images:
+            return _tokens_of(submit)
+        return await asyncio.to_thread(self._images.prompt, submit)
 
     def _refused(
         self, rank: EngineRank, key: str, sampling: Sampling, wrong: Exception, *, continued: bool = False
@@ -510,7 +519,7 @@ def goes_on(submit: Submit, context_length: int) -> bool:
     return length - submit.prompt_tokens + 1 < submit.sampling.max_tokens and length + 1 < context_length
 
 
-def _prompt_of(submit: Submit) -> TokensInput:
+def _tokens_of(submit: Submit) -> TokensInput:
     return tokens_input(token_array(submit.tokens).tolist(), cache_salt=submit.salt or None)
 
 

@@ -55,6 +55,8 @@ from shared.messages.cards import KvLayout, Pooling
 if TYPE_CHECKING:
     from vllm.config import PoolerConfig, VllmConfig
 
+    from services.worker.vllm.images import ImagePrompts
+
 NO_COMPILER = "TORCH_COMPILE_DISABLE"
 """The environment variable with which torch compiles nothing in vLLM's processes: else the first request for log
 probabilities waits until a kernel of vLLM's is compiled, which also needs a C++ compiler on a CPU."""
@@ -120,6 +122,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
 
     from services.worker.vllm.engine import VllmEngine
     from services.worker.vllm.events import EventReader
+    from services.worker.vllm.images import ImagePrompts
     from services.worker.vllm.own_metrics import KeptMetrics, unknown_name
     from services.worker.vllm.stat_logger import StatLogger
 
@@ -141,7 +144,8 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
             reader.close()
         return failure(Cause.of(wrong), read_cause(noted))
     try:
-        facts = _facts(vllm_config)
+        images = ImagePrompts.read(vllm_config.model_config, settings.most_images)
+        facts = _facts(vllm_config, images)
         wrong_probe = settings.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
         if wrong_probe:
             return Failed(reason=wrong_probe, model=True)
@@ -149,7 +153,9 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         if unknown := unknown_name(registry, settings.engine_metrics):
             return Failed(reason=f"engine_metrics: this vLLM has no metric {unknown}", model=True)
         own_metrics = KeptMetrics(registry, settings.engine_metrics)
-        engine = VllmEngine(config, llm, channel, connection, readers, lambda: generate_latest(own_metrics).decode())
+        engine = VllmEngine(
+            *(config, llm, channel, connection, readers, lambda: generate_latest(own_metrics).decode(), images)
+        )
         logger.record_step = engine.record_step
         channel.send(Loading(FIRST_TOKENS, 0.9))
         try:
@@ -253,7 +259,7 @@ def _pooling_of(config: VllmConfig) -> Pooling:
             raise ConfigError(f"vllm.pooler_config: {other.upper()} pooling; MEAN and LAST work")
 
 
-def _facts(config: VllmConfig) -> Ready:
+def _facts(config: VllmConfig, images: ImagePrompts | None) -> Ready:
     """Return what this engine serves."""
     from vllm.platforms import current_platform
 
@@ -293,6 +299,8 @@ def _facts(config: VllmConfig) -> Ready:
         operations=tuple(operations),
         ranks=ranks,
         gpus=_gpus(config),
+        images=None if images is None else images.input,
+        most_images=0 if images is None else images.most,
     )
 
 

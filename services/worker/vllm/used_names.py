@@ -103,6 +103,8 @@ ENGINE: Table = {
             "model",
             "hf_text_config",
             "tokenizer",
+            "is_multimodal_model",
+            "architecture",
         ),
         calls={
             "get_vocab_size": (),
@@ -111,8 +113,10 @@ ENGINE: Table = {
             "get_head_size": (),
             "get_hidden_size": (),
             "try_get_generation_config": (),
+            "get_multimodal_config": (),
         },
     ),
+    "vllm.config.multimodal:MultiModalConfig": Used(calls={"get_limit_per_prompt": ("modality", "/")}),
     "vllm.config.cache:CacheConfig": Used(reads=("block_size", "num_gpu_blocks", "cache_dtype")),
     "vllm.config.parallel:ParallelConfig": Used(reads=("data_parallel_size", "world_size")),
     "vllm.config.scheduler:SchedulerConfig": Used(reads=("policy",)),
@@ -173,6 +177,15 @@ ENGINE: Table = {
     "vllm.exceptions:VLLMClientError": Used(),
     "vllm.exceptions:VLLMValidationError": Used(),
     "vllm.inputs:TokensInput": Used(),
+    "vllm.inputs:MultiModalInput": Used(),
+    "vllm.inputs.engine:mm_input": Used(
+        passes=("prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders", "/", "cache_salt")
+    ),
+    "vllm.multimodal.inputs:MultiModalBatchedField": Used(),
+    "vllm.multimodal.inputs:MultiModalFieldElem": Used(passes=("data", "field")),
+    "vllm.multimodal.inputs:MultiModalKwargsItem": Used(),
+    "vllm.multimodal.inputs:MultiModalKwargsItems": Used(),
+    "vllm.multimodal.inputs:PlaceholderRange": Used(passes=("offset", "length")),
     "vllm.inputs:tokens_input": Used(passes=("prompt_token_ids", "/", "cache_salt")),
     "vllm.outputs:RequestOutput": Used(
         reads=("outputs", "prompt_logprobs", "prompt_token_ids", "num_cached_tokens", "metrics", "finished")

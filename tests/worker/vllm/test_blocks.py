@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.index.kv_events import StoredEvent, decode
 from services.worker.vllm.blocks import EngineBlocks
-from shared.hashing import pack_tokens
-from shared.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from shared.hashing import image_extras, pack_tokens
+from shared.messages.kv_events import EVENT_BATCH, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
 from tests.router.captured import BLOCK_SIZE, SESSIONS, payloads, requests
 
 
@@ -138,6 +139,32 @@ def test_salt_and_lora_are_published_as_workers_do() -> None:
         ("a", "salt", pack_tokens([0, 1, 2, 3])),
         ("a", "salt", pack_tokens([4, 5, 6, 7])),
     ]
+
+
+def test_images_are_published_as_workers_do_and_told_apart_by_their_keys() -> None:
+    blocks, one, two = EngineBlocks(4), 32 * b"\x01", 32 * b"\x02"
+    keys: list[list[object]] = [
+        ["a", [one.hex(), 1], "salt"],
+        ["a", [one.hex(), -3], [two.hex(), 2]],
+        ["a", [two.hex(), -2]],
+        ["a"],
+    ]
+    (event,) = blocks.apply([stored(1, 2, 3, 4, lora_id=1, lora_name="a", extra_keys=keys)])
+    assert isinstance(event, BlockStored)
+    assert event.extra_keys == [
+        [[one.hex(), 1], "salt"],
+        [[one.hex(), -3], [two.hex(), 2]],
+        [[two.hex(), -2]],
+        None,
+    ]
+    extras = image_extras([(one, 1, 4), (two, 6, 4)], 4)
+    assert {at: block.extra for at, block in enumerate(blocks.snapshot()) if block.extra} == extras
+    (read,) = decode(EVENT_BATCH.encode(EventBatch(0.0, [event]))).events
+    assert isinstance(read, StoredEvent)
+    assert (read.extras, read.routable, read.salt, read.lora) == (extras, 4, "salt", "a")
+    (event,) = blocks.apply([stored(5, 6, parent=4, extra_keys=[[[two.hex(), 0]], [["an image", 0]]])])
+    assert isinstance(event, BlockStored)
+    assert (event.block_hashes, event.extra_keys, blocks.left_out) == ([5], [[[two.hex(), 0]]], 1)
 
 
 def test_a_salt_may_be_the_word_that_names_the_lora() -> None:
