@@ -242,7 +242,9 @@ def _turn(fleet: RunningStack, flags: BenchFlags, name: tuple[str, str], number:
 
 def main() -> None:
     """Measure, and print the gains."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--peer", type=Path, required=True, help="the yardstick's directory")
     parser.add_argument("--peer-front", default="", help="more flags of the yardstick's frontend with kv")
     parser.add_argument("--rounds", type=int, default=3)

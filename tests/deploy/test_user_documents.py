@@ -20,6 +20,7 @@ from services.kvbm.config import KvbmConfig
 from services.router.config import RouterConfig
 from services.worker.config import WorkerConfig
 from services.worker.metrics import WorkerMetrics
+from services.worker.turns.config import TurnsConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "deploy" / "compose" / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -34,6 +35,7 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "router": RouterConfig,
     "worker": WorkerConfig,
     "kvbm": KvbmConfig,
+    "turns": TurnsConfig,
 }
 FLAGS = {
     f"--{field.name.replace('_', '-')}" for schema in COMMANDS.values() for field in msgspec.structs.fields(schema)
