@@ -464,6 +464,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return f"turns is set, but engine is {self.engine} on {self.device}; {engines} take turns, on a cpu alone"
         if self.role != "aggregated":
             return f"turns is set, but role is {self.role}; a model that takes turns has one worker, which does all"
+        if self.tensor_parallel > 1:
+            return f"turns is set, but tensor_parallel is {self.tensor_parallel}; an engine of one rank takes turns"
         return ""
 
     def _connector_fault(self) -> str:

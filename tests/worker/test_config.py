@@ -96,6 +96,10 @@ WRONG = [
         "--turns cpu --role prefill --kvbm-pool p",
         "turns is set, but role is prefill; a model that takes turns has one worker, which does all",
     ),
+    (
+        "--turns cpu --tensor-parallel 2",
+        "turns is set, but tensor_parallel is 2; an engine of one rank takes turns",
+    ),
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",

@@ -34,6 +34,7 @@ def turn_words(flags: UpFlags) -> list[str]:
         "--single": flags.single,
         "--on ray": flags.on == "ray",
         "--device cuda": flags.device == "cuda",
+        "--tensor-parallel": flags.tensor_parallel != 1,
         f"--engine {flags.engine}": flags.engine not in ENGINES,
     }
     for flag, given in refused.items():

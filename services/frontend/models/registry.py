@@ -307,6 +307,8 @@ class ModelRegistry:
                 entry = self._entries[change.card.model]
                 entry.awake.pop(change.card.instance, None)
                 self._loras.remove_card(change.card.model, change.card.instance)
+                for card in () if entry.awake else entry.by_turns.values():  # its LoRAs stay known while it sleeps
+                    self._loras.set_card(card.model, card.instance, card.lora)
                 self._reload(change.card.model, entry)
             case InstanceUp(Instance(turns=TurnTaker(card=card))):
                 self._take(card, awake=False)
@@ -327,6 +329,7 @@ class ModelRegistry:
             and card.instance not in self._instances
             and entry.by_turns.pop(card.instance, None) is not None
         ):
+            self._loras.remove_card(card.model, card.instance)
             self._reload(card.model, entry)
 
     def _take(self, card: ModelCard, *, awake: bool) -> None:

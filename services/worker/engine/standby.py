@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from services.worker.contracts.messages import Failed, Loading, StandingBy, TakeOver
 from services.worker.engine.back_off import BackOff
@@ -131,5 +132,6 @@ async def started(starting: Awaitable[Engine]) -> Engine:
     try:
         return await asyncio.shield(engine)
     except asyncio.CancelledError:
-        await (await engine).end(0.0, lambda _: None)
+        with suppress(OSError, HeadraceError):  # it did not start
+            await (await engine).end(0.0, lambda _: None)
         raise

@@ -165,6 +165,11 @@ class Operations:
         """The ids of the LoRAs for the card."""
         return tuple(sorted(each for each in self.loras if each in self._held and each != self._leaving))
 
+    @property
+    def known_loras(self) -> tuple[str, ...]:
+        """The ids of the LoRAs that the worker serves, or will when it is awake."""
+        return tuple(sorted(each for each in self.loras if each != self._leaving))
+
     # --- an operation from outside
 
     def refusal(self, asked: OperateWorker, unanswered: WorkerOperation | None = None) -> str:

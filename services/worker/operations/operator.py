@@ -121,7 +121,8 @@ class Operator:
             link = self._link()
             own = msgspec.structs.replace(own, lora=operations.shown_loras, kvbm=link.kvbm, kvbm_layout=link.layout)
             if self._turns:
-                self._announcement.turn = TurnTaker(self._turns, own)
+                waking = msgspec.structs.replace(own, lora=operations.known_loras)  # level 2 unloads them
+                self._announcement.turn = TurnTaker(self._turns, waking)
         card = own if operations.serves and not self._attempts.draining else None
         if card is not None:
             if self._announcement.card is None:

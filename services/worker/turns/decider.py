@@ -74,6 +74,8 @@ class _TurnTaker:
     stage: TurnStage = "gone"
     since_s: float = 0.0
     """When it came into this stage."""
+    woke_s: float = 0.0
+    """When its turn began that the latest order to sleep was to end."""
     seen: TurnStage = "gone"
     """Its stage as discovery has it."""
     asked: bool = False
@@ -158,6 +160,8 @@ class DeviceTurns:
             taker.wake_s = now_s - taker.since_s
         taker.answered_s = -ANSWER_HOLDS_S if stage is None else now_s
         taker.enter(taker.seen if stage is None else stage, now_s)
+        if order.operation == "sleep" and taker.stage == "awake":  # it could not: its turn goes on, and is no new one
+            taker.since_s = taker.woke_s
         taker.why, taker.could_not_wake = failed, bool(failed) and not busy and order.operation == "wake"
         if not failed:
             taker.pause_s = 0.0
@@ -208,6 +212,7 @@ class DeviceTurns:
 
     def _order(self, model: str, taker: _TurnTaker, operation: TurnOperation, now_s: float) -> TurnOrder:
         taker.asked = True
+        taker.woke_s = taker.since_s
         taker.enter("waking" if operation == "wake" else "falling asleep", now_s)
         return TurnOrder(model, taker.instance, operation)
 

@@ -24,6 +24,7 @@ from shared.messages.turns import MODEL_TURN, WANT_MODEL, ModelTurn, WantModel
 from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, Seen, World, card_entry, clients, world
 
 DEVICE = "cpu"
+LORA = "sql@0123456789abcdef"
 LIMITS = LimitsConfig(drain_s=0.0, deadline_s=60.0)
 ASKED = {"model": MODEL, "prompt": "count", "max_tokens": 16, "temperature": 0}
 
@@ -57,7 +58,7 @@ class ScriptedDecider:
 
 def entries(directory: Path, *, state: str, awake: bool) -> dict[str, bytes]:
     """What the worker w1 publishes: its address book entry, and its card while it is awake."""
-    [(key, card)] = card_entry("w1", directory).items()
+    [(key, card)] = card_entry("w1", directory, lora=(LORA,)).items()
     turns = TurnTaker(DEVICE, MODEL_CARD.decode(card, JSON_HEADER))
     entry = Instance(NAMESPACE, "worker", "w1", 1, "here", 1, 0.0, "0", state=state, turns=turns)
     own = {subjects.instance_key(NAMESPACE, "worker", "w1"): INSTANCE.encode(entry, JSON_HEADER)}
@@ -90,9 +91,10 @@ async def sleeping(directory: Path, limits: LimitsConfig = LIMITS) -> AsyncItera
         yield turns
 
 
-async def ask(w: World) -> tuple[int, str]:
+async def ask(w: World, model: str = MODEL) -> tuple[int, str]:
     """Status and text of a completion, or the message of its error."""
-    async with aiohttp.ClientSession(w.url) as http, http.post("/v1/completions", json=ASKED) as answer:
+    asked = ASKED | {"model": model}
+    async with aiohttp.ClientSession(w.url) as http, http.post("/v1/completions", json=asked) as answer:
         body = await answer.json()
         return answer.status, body["choices"][0]["text"] if answer.status == 200 else body["error"]["message"]
 
@@ -102,7 +104,7 @@ async def test_a_sleeping_model_is_listed_and_a_request_for_it_waits_until_it_is
         w = turns.w
         w.say("one two three")
         async with clients(w) as (client, _):
-            assert [model.id async for model in client.models.list()] == [MODEL]
+            assert [model.id async for model in client.models.list()] == [MODEL, "sql"]
         asking = asyncio.ensure_future(ask(w))
         await turns.decider.waited_for(1)
         assert w.router.asked.all == []
@@ -178,6 +180,22 @@ async def test_a_stream_whose_worker_falls_asleep_goes_on_at_its_next_turn(direc
         assert unpack_tokens(again.tokens)[again.prompt_tokens :] == tokens[:2]
         await worker.send(again, 2, [*tokens[2:], 2], "stop")
         assert await asking == (200, "one two three")
+
+
+async def test_a_request_for_a_lora_of_a_model_that_falls_asleep_waits_for_its_next_turn(directory: Path) -> None:
+    async with sleeping(directory) as turns, asyncio.timeout(DEADLINE_S):
+        w = turns.w
+        w.say("one")
+        await turns.show(awake=True)
+        assert await ask(w, "sql") == (200, "one")
+        await turns.show(state="draining")
+        await w.until("/v1/models", lambda listed: len(listed["data"]) == 2)
+        asking = asyncio.ensure_future(ask(w, "sql"))
+        await turns.decider.waited_for(1)
+        await turns.show(awake=True)
+        assert await asking == (200, "one")
+        offered = (await w.workers[0].generates.at_least(2))[1]
+        assert (offered.model, offered.lora) == (MODEL, LORA)
 
 
 async def test_a_request_that_comes_as_its_worker_falls_asleep_waits_for_the_next_turn(directory: Path) -> None:

@@ -226,6 +226,27 @@ async def test_what_starts_when_none_is_kept_any_longer_is_ended() -> None:
     await standby.end()
 
 
+async def test_what_cannot_start_when_none_is_kept_any_longer_is_not_tried_again() -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+    starts = 0
+
+    async def start() -> ScriptedEngine:
+        nonlocal starts
+        starts += 1
+        begun.set()
+        await go.wait()
+        raise OSError("Cannot allocate memory")
+
+    standby = Standby(start)
+    standby.keep(0.0)
+    await asyncio.wait_for(begun.wait(), LIMIT_S)
+    ending = asyncio.ensure_future(standby.end())
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.wait_for(ending, LIMIT_S)
+    assert starts == 1
+
+
 async def test_a_model_that_no_engine_could_serve_is_given_up_with_a_standby_too() -> None:
     pair = Pair(first=Failed(reason="no GPU is found", model=True))
     with pytest.raises(ModelError, match="no GPU is found"):

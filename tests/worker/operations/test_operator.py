@@ -149,6 +149,40 @@ async def test_a_worker_whose_model_takes_turns_is_known_asleep_and_ready_for_it
         assert await sleeping == WorkerOperated(WORKER, state="asleep")
 
 
+async def test_the_loras_of_a_model_that_takes_turns_stay_known_while_it_sleeps(
+    config: WorkerConfig, engines: OperableEngines, lora: Path
+) -> None:
+    lora_id = make_lora_id("sql", digest_lora(lora))
+    async with running_worker(msgspec.structs.replace(config, turns="cpu"), start_engine=engines.start) as shell:
+
+        def known() -> tuple[str, ...]:
+            turns = shell.directory.instances[WORKER].turns
+            return () if turns is None else turns.card.lora
+
+        await engines.do("sleep")
+        await shell.peer.until(lambda: WORKER in shell.directory.instances)
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        await waking
+        loading = asking(shell, "load_lora", name="sql", path=str(lora))
+        await engines.do("load_lora")
+        await loading
+        sleeping = asking(shell, "sleep", level=2)
+        assert (await engines.do("unload_lora")).name == lora_id
+        await engines.do("sleep")
+        assert await sleeping == WorkerOperated(WORKER, state="asleep")
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "asleep")
+        assert known() == (lora_id,)
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        await engines.do("load_lora")
+        await waking
+        unloading = asking(shell, "unload_lora", name="sql")
+        await engines.do("unload_lora")
+        await unloading
+        await shell.peer.until(lambda: known() == ())
+
+
 async def test_sleep_waits_for_what_runs_and_wake_shows_the_card_again(
     config: WorkerConfig, engines: OperableEngines
 ) -> None:

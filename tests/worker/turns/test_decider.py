@@ -175,6 +175,19 @@ def test_a_sleep_that_fails_is_said_to_those_who_wait_and_another_model_goes() -
     assert turns.decide(10.0) == [order("b", "sleep")]
 
 
+def test_a_sleep_that_is_refused_for_now_is_tried_again_and_begins_no_new_turn() -> None:
+    turns = device("a", "b")
+    awake(turns, "a", 0.0)
+    for now_s in (30.0, 30.0 + BUSY_PAUSE_S):
+        want(turns, "a", now_s)  # it is in use
+        want(turns, "b", now_s)
+        assert turns.decide(now_s) == [order("a", "sleep")]
+        answer(turns, order("a", "sleep"), "the engine is starting", "awake", busy=True, now_s=now_s)
+        assert turns.decide(now_s) == []
+    shown = {turn.model: turn for turn in turns.shown(now_s)}
+    assert (shown["a"].stage, shown["a"].for_s) == ("awake", now_s)
+
+
 def test_a_worker_that_dies_at_any_stage_makes_room_and_its_next_one_begins_asleep() -> None:
     stages: tuple[TurnStage, ...] = ("waking", "awake", "falling asleep")
     for stage in stages:
