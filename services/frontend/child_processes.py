@@ -2,7 +2,7 @@
 
 turn ─▶ wait for a place, as its API key's turn comes ─▶ ask ─▶ the answer
                                                           ├── it ended: the question takes too much
-                                                          └── it was killed: no answer, Unavailable
+                                                          └── it was killed, or says nothing: Unavailable
 
 They start when they are first needed, and a question that takes too much costs its process. API keys take turns
 (auth/turns.py), and none has all places. child_program.py is what they run.
@@ -25,6 +25,9 @@ from shared.processors import usable_processors
 
 PROCESSES_LIMIT = 2
 """The largest number of processes of one program; a machine with one core has one."""
+SILENT_S = 60.0
+"""Seconds after which a process that has not answered is ended: it was stopped, or gets no processor. One that computes
+is ended by its own limit of processor time, long before."""
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 """Exit statuses of a process that another program ended, such as the kernel without memory."""
 
@@ -71,7 +74,10 @@ class ChildProcesses:
         """Ask one process. Cancelling the call ends it, so that no answer is left unread. Raise Unavailable."""
         process, answer = await self._process(fresh=fresh), None
         try:
-            answer = await _exchange(process, question)
+            async with asyncio.timeout(SILENT_S):
+                answer = await _exchange(process, question)
+        except TimeoutError:
+            raise Unavailable(f"the process that {self._work} said nothing for {SILENT_S:g} s; ask again") from None
         finally:
             if answer is not None and len(self.idle) < PROCESSES_LIMIT:
                 self.idle.append(process)

@@ -17,7 +17,7 @@ import io
 
 import msgspec
 import PIL
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from services.frontend.child_program import run_program
 from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, Prepare, Prepared
@@ -46,6 +46,8 @@ def prepare(asked: Prepare) -> Prepared:
         return Prepared(wrong=str(wrong))
     except MemoryError:
         return Prepared(wrong=f"takes more than {MEMORY_LIMIT_BYTES >> 20} MiB to decode")
+    except UnidentifiedImageError:  # its text has an address in this process's memory
+        return Prepared(wrong="cannot be decoded: its header is damaged")
     except Exception as wrong:  # noqa: BLE001  files may be anything, and so may what the library raises
         return Prepared(wrong=f"cannot be decoded: {' '.join(str(wrong).split())[:200] or type(wrong).__name__}")
     return Prepared(_key(source, asked.wanted), pixels)

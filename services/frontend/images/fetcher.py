@@ -26,6 +26,11 @@ _CHUNK_BYTES = 64 << 10
 _HEADERS = {"Accept": "image/png, image/jpeg, image/webp, image/gif", "Accept-Encoding": "identity"}
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """Addresses that stand for those of IPv4 in their last bits."""
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+"""Addresses of IPv4 in another form."""
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""The part of IPv6 from which addresses of the Internet are given out. Python also calls others global: fec0::1, and
+forms of IPv4's such as ::127.0.0.1 and 64:ff9b:1::7f00:1."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a name. Raises OSError."""
@@ -50,6 +55,8 @@ def is_public(address: str) -> bool:
         return False
     inner: Sequence[ipaddress.IPv4Address | None] = ()
     if isinstance(found, ipaddress.IPv6Address):
+        if not any(found in network for network in (_UNICAST, _NAT64, _MAPPED)):
+            return False
         low = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else None
         inner = (found.ipv4_mapped, found.sixtofour, *(found.teredo or ()), low)
     return all(one is None or (one.is_global and not one.is_multicast) for one in (found, *inner))

@@ -78,6 +78,7 @@ def test_of_a_gif_of_ten_thousand_frames_the_first_is_decoded_and_no_other() -> 
         (picture("PNG")[:-30], "image/png", "cannot be decoded: "),
         (picture("JPEG", (64, 64))[:-40], "image/jpeg", "cannot be decoded: "),
         (picture("PNG")[:20], "image/png", "cannot be decoded: "),
+        (png_of_size(0, 5), "image/png", "cannot be decoded: its header is damaged"),
         (picture("PNG"), "image/jpeg", "is stated to be image/jpeg, but its first bytes are those of PNG"),
         (picture("GIF") + b"PK\x03\x04", "image/png", "first bytes are those of GIF"),
         (b"GIF89a/*" + picture("JPEG"), "image/gif", "cannot be decoded: "),

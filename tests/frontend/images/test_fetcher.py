@@ -27,6 +27,7 @@ FILE = picture()
         *((one, False) for one in ("169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255", "240.0.0.1")),
         *((one, False) for one in ("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1")),
         *((one, False) for one in ("::ffff:169.254.169.254", "64:ff9b::7f00:1", "2002:7f00:1::", "2002:a9fe:a9fe::")),
+        *((one, False) for one in ("::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::a9fe:a9fe", "fec0::1", "4000::1")),
     ],
 )
 def test_addresses_that_are_not_of_the_internet_are_known_in_all_forms(address: str, public: bool) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import openai
 import pytest
 
+from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
 from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import Prepare
@@ -247,6 +248,21 @@ async def test_a_decoder_that_is_killed_is_started_again(seeing: Path) -> None:
         await client.chat.completions.create(**again)
         assert children("decoder_program") != [decoder]
     assert not children("decoder_program")
+
+
+async def test_a_decoder_that_is_stopped_is_ended_and_keeps_its_place_no_longer(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        await client.chat.completions.create(model=MODEL, messages=user(shown(RED)))
+        [decoder] = children("decoder_program")
+        os.kill(decoder, signal.SIGSTOP)
+        with monkeypatch.context() as quick:
+            quick.setattr(child_processes, "SILENT_S", 0.05)
+            with pytest.raises(openai.InternalServerError, match=r"said nothing for 0\.05 s; ask again"):
+                await client.chat.completions.create(model=MODEL, messages=user(shown(BLUE, "image/jpeg")))
+        assert not children("decoder_program")
+        await client.chat.completions.create(model=MODEL, messages=user(shown(BLUE, "image/jpeg")))
 
 
 def children(program: str) -> list[int]:
