@@ -60,9 +60,10 @@ from shared.pool.format import PoolUnfit
 
 WAIT_S = 0.5
 """Most seconds for each answer of kvbm, also from its disk: the engine's streams wait as long."""
-AWAIT_MOST_S = 5.0
-"""Most seconds for which an engine waits for an image that another one encodes. Below that it waits twice as long as
-the last image took here, since both engines may share their cores."""
+STEP_MOST_S = 8.0
+"""Most seconds that an engine may wait for an image that another one encodes, and then encode it: frontends give up a
+worker after 10 s without a step (`limits.frozen_s`). Within that it waits twice as long as its last image took, since
+both engines may share their cores."""
 RETRY_S = 5.0
 """Seconds for which kvbm is not asked after it has failed."""
 _TOKENS = bytes(4)
@@ -102,7 +103,8 @@ class KvbmEmbeddings:
                 return found, True
             began_s = time.monotonic()
             embeddings = encode()
-            self._await_s = min(AWAIT_MOST_S, max(WAIT_S, 2 * (time.monotonic() - began_s)))
+            took_s = time.monotonic() - began_s
+            self._await_s = max(WAIT_S, min(2 * took_s, STEP_MOST_S - took_s))
             assert len(embeddings) == self._layout.kv.block_bytes
             if session is not None:
                 try:
