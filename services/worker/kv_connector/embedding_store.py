@@ -1,7 +1,11 @@
 """KvbmEmbeddings: the embeddings of images in the machine's kvbm, so that other engines and later ones find them.
 
-    connect ─▶ Attach ─▶ Fetch ─┬─▶ there: copy, Release ──────────────────────────────▶ leave
-                                └─▶ not there: encode ─▶ Store ─▶ copy, Commit ────────▶ leave
+    connect ─▶ Attach ─▶ Fetch ─┬─▶ there: copy, Release ───────────────────────────────────▶ leave
+                                └─▶ not there: Store ─┬─▶ a slot: encode, copy, Commit ─────▶ leave
+                                                      └─▶ none: Fetch ─┬─▶ it comes: copy ──▶ leave
+                                                                       └─▶ late: encode ────▶ leave
+
+A slot is the right to encode: of engines that need a new image at the same time, one encodes it and the others wait.
 
 Embeddings have a layout of their own, in which a block is one image: all images of a model have as many embeddings. So
 kvbm keeps, evicts, writes to disk and lends them as it does blocks of KV. Their layout needs an arena of its own.
@@ -30,6 +34,7 @@ from services.worker.kv_connector.socket_client import SocketClient
 from shared.errors import HeadraceError
 from shared.hashing import content_key, root_key
 from shared.messages.kvbm import (
+    ABORT,
     ATTACH,
     ATTACH_REPLY,
     COMMIT,
@@ -39,10 +44,12 @@ from shared.messages.kvbm import (
     SETTLED,
     STORE,
     STORE_REPLY,
+    Abort,
     Attach,
     Commit,
     Fetch,
     Fetched,
+    Granted,
     KvbmRefused,
     Release,
     Store,
@@ -53,6 +60,10 @@ from shared.pool.format import PoolUnfit
 
 WAIT_S = 0.5
 """Most seconds for each answer of kvbm, also from its disk: the engine's streams wait as long."""
+STEP_MOST_S = 8.0
+"""Most seconds that an engine may wait for an image that another one encodes, and then encode it: frontends give up a
+worker after 10 s without a step (`limits.frozen_s`). Within that it waits twice as long as its last image took, since
+both engines may share their cores."""
 RETRY_S = 5.0
 """Seconds for which kvbm is not asked after it has failed."""
 _TOKENS = bytes(4)
@@ -65,6 +76,10 @@ class _Away(HeadraceError):
     """The kvbm cannot be used now."""
 
 
+class _Late(_Away):
+    """The kvbm has not answered in time."""
+
+
 class KvbmEmbeddings:
     """An `EmbeddingStore` in the kvbm of a pool's directory. Belongs to one thread."""
 
@@ -74,6 +89,8 @@ class KvbmEmbeddings:
         self._worker = worker
         self._layout = layout
         self._retry_s = 0.0
+        self._await_s = WAIT_S
+        """Seconds for which an image is waited for that another engine encodes."""
         self._trouble = ""
         """Why kvbm could not be used at the last try. Empty if it could."""
 
@@ -84,7 +101,10 @@ class KvbmEmbeddings:
             session, found = self._fetch(opened, name)
             if found is not None:
                 return found, True
+            began_s = time.monotonic()
             embeddings = encode()
+            took_s = time.monotonic() - began_s
+            self._await_s = max(WAIT_S, min(2 * took_s, STEP_MOST_S - took_s))
             assert len(embeddings) == self._layout.kv.block_bytes
             if session is not None:
                 try:
@@ -94,12 +114,14 @@ class KvbmEmbeddings:
             return embeddings, False
 
     def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:
-        """Attach until `opened` is closed. Return the session, and the embeddings if they are there."""
+        """Attach until `opened` is closed. Return the session, and the embeddings if they are there or come."""
         if time.monotonic() < self._retry_s:
             return None, None
         try:
             session = _Session(opened, self._directory, self._worker, self._layout)
             found = session.fetch(name)
+            if found is None and not session.claim(name):
+                found = session.await_other(name, self._await_s)
         except (HeadraceError, OSError) as wrong:
             self._note(str(wrong))
             return None, None
@@ -123,7 +145,10 @@ class _Session:
         self._numbers = count(1)
         self._heard: deque[KvbmNews] = deque()
         self._size_bytes = layout.kv.block_bytes
-        if not isinstance(self._hear(), KvbmUp):
+        self._granted: Granted | None = None
+        """The slot for what this engine encodes. None if it has none."""
+        self._write_until_s = 0.0
+        if not isinstance(self._hear(WAIT_S), KvbmUp):
             raise _Away("it does not begin with its name")
         self._owner = attachment.hold()
         attached = ATTACH_REPLY.decode(self._ask("attach", ATTACH.encode(Attach(worker, self._owner, layout, WAIT_S))))
@@ -133,11 +158,15 @@ class _Session:
         if self._slots.arena.slot_bytes < self._size_bytes:
             raise PoolUnfit(f"slots of {self._slots.arena.slot_bytes} bytes for {self._size_bytes} of an image")
 
-    def fetch(self, name: bytes) -> bytes | None:
-        """Return what is stored under this name. None if nothing is. Raise HeadraceError."""
-        fetched = FETCH_REPLY.decode(self._ask("fetch", FETCH.encode(Fetch(self._owner, name))))
-        while isinstance(fetched, Fetched) and fetched.found and not fetched.slots:  # it comes from disk
-            fetched = FETCH_REPLY.decode(self._answer())
+    def fetch(self, name: bytes, *, await_s: float = 0.0) -> bytes | None:
+        """Return what is stored under this name; if nothing is, what another engine stores within `await_s`, if it is
+        not 0. None if there is nothing. Raise HeadraceError."""
+        wait_s = await_s or WAIT_S
+        until_s = time.monotonic() + wait_s
+        ask = FETCH.encode(Fetch(self._owner, name, awaits=await_s > 0))
+        fetched = FETCH_REPLY.decode(self._ask("fetch", ask, wait_s))
+        while isinstance(fetched, Fetched) and fetched.found and not fetched.slots:  # it comes, from disk or an engine
+            fetched = FETCH_REPLY.decode(self._answer(until_s - time.monotonic()))
         if isinstance(fetched, KvbmRefused):
             raise _Away(f"{fetched.reason} ({fetched.code})")
         if not fetched.ticket:
@@ -151,12 +180,31 @@ class _Session:
         SETTLED.decode(self._ask("release", RELEASE.encode(Release(self._owner, fetched.ticket))))
         return found
 
-    def store(self, name: bytes, embeddings: bytes) -> None:
-        """Store under this name, if kvbm has room. Raise HeadraceError."""
+    def await_other(self, name: bytes, wait_s: float) -> bytes | None:
+        """Return what another engine stores under this name in time. None if none does. Raise HeadraceError."""
+        try:
+            return self.fetch(name, await_s=wait_s)
+        except _Late:
+            return None
+
+    def claim(self, name: bytes) -> bool:
+        """Ask for a slot under this name. Return whether there is one for this engine. Raise HeadraceError."""
         block = StoreBlock(name, None, _TOKENS)
         granted = STORE_REPLY.decode(self._ask("store", STORE.encode(Store(self._owner, [block]))))
         if isinstance(granted, KvbmRefused) or not granted.ticket:
-            return  # another engine has just stored it, or every slot is in use
+            return False  # another engine stores it, or every slot is in use
+        self._granted, self._write_until_s = granted, time.monotonic() + granted.time_left_s
+        return True
+
+    def store(self, name: bytes, embeddings: bytes) -> None:
+        """Store under this name, if this engine has a slot. Raise HeadraceError."""
+        if self._granted is not None and time.monotonic() >= self._write_until_s:  # to encode took too long
+            SETTLED.decode(self._ask("abort", ABORT.encode(Abort(self._owner, self._granted.ticket))))
+            self._granted = None
+            self.claim(name)
+        granted = self._granted
+        if granted is None:
+            return
         for slot in unpack_slots(granted.slots, self._slots.arena.slots):
             with self._slots.slot(slot) as memory:
                 memory[: self._size_bytes] = embeddings
@@ -165,26 +213,28 @@ class _Session:
         if isinstance(settled, KvbmRefused):
             raise _Away(f"{settled.reason} ({settled.code})")
 
-    def _ask(self, operation: KvbmOperation, payload: bytes) -> bytes:
-        ask = KvbmAsk(next(self._numbers), operation, payload, WAIT_S)
+    def _ask(self, operation: KvbmOperation, payload: bytes, wait_s: float = 0.0) -> bytes:
+        """Return the first answer, within `wait_s`, or WAIT_S if that is 0. Raise _Away."""
+        wait_s = wait_s or WAIT_S
+        ask = KvbmAsk(next(self._numbers), operation, payload, wait_s + WAIT_S)
         self._heard.extend(self._client.send(ask, time.monotonic()))
-        return self._answer()
+        return self._answer(wait_s)
 
-    def _answer(self) -> bytes:
+    def _answer(self, wait_s: float) -> bytes:
         """Return the next answer to the one request that is under way. Raise _Away."""
-        reply = self._hear()
+        reply = self._hear(wait_s)
         if not isinstance(reply, KvbmReply) or reply.failed:
             raise _Away(reply.failed if isinstance(reply, KvbmReply) else "another kvbm has come")
         return reply.payload
 
-    def _hear(self) -> KvbmUp | KvbmReply:
+    def _hear(self, wait_s: float) -> KvbmUp | KvbmReply:
         """Wait for what the kvbm says next. Raise _Away."""
-        until_s = time.monotonic() + WAIT_S
+        until_s = time.monotonic() + wait_s
         while not self._heard:
             self._heard.extend(self._client.poll(time.monotonic()))
             left_s = until_s - time.monotonic()
             if not self._heard and left_s <= 0:
-                raise _Away(f"no answer in {WAIT_S:g} s")
+                raise _Late(f"no answer in {wait_s:g} s")
             if not self._heard:
                 select.select([self._client], [], [], left_s)
         news = self._heard.popleft()

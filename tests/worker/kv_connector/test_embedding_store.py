@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from services.kvbm.config import DiskConfig, KvbmConfig, PoolConfig
 from services.kvbm.service import KvbmService, kvbm
+from services.kvbm.tickets.results import TicketLimits
 from services.worker.kv_connector import embedding_store
 from services.worker.kv_connector.embedding_store import KvbmEmbeddings
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
@@ -31,12 +34,16 @@ A, B = (bytes([number]) * SIZE_BYTES for number in (1, 2))
 
 
 @asynccontextmanager
-async def serving(pool: Path, *, size_bytes: int = 1 << 20, disk: str = "") -> AsyncIterator[KvbmService]:
+async def serving(
+    pool: Path, *, size_bytes: int = 1 << 20, disk: str = "", store_time_s: float = 10.0
+) -> AsyncIterator[KvbmService]:
     broker, store = MemoryBroker(), MemoryStore()
     async with fake_runtime("test", "kvbm", "k1", MemoryBus(broker), broker, store) as runtime:
         config = PoolConfig(directory=str(pool), size_bytes=size_bytes, prefault_threads=1)
         tier = DiskConfig(directory=disk, limit_bytes=64 << 20) if disk else DiskConfig()
-        async with kvbm(runtime, KvbmConfig(namespace="test", pool=config, disk=tier)) as served:
+        limits = TicketLimits(store_time_s=store_time_s)
+        asked = KvbmConfig(namespace="test", pool=config, disk=tier, tickets=limits)
+        async with kvbm(runtime, asked) as served:
             await until(lambda: served.prefault.complete)
             yield served
 
@@ -56,6 +63,61 @@ async def test_what_one_engine_has_encoded_another_one_finds_and_no_other_image(
         [layout] = served.layouts.open.values()
         statistics = layout.tickets.statistics()
         assert (statistics.stores, statistics.fetches) == (0, 0), "no ticket stays"
+
+
+async def test_of_engines_that_need_an_image_at_the_same_time_one_encodes_it_and_the_other_waits(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path / "pool") as served:
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+        two._await_s = 30.0
+        begun, go_on = threading.Event(), threading.Event()
+
+        def encode() -> bytes:
+            begun.set()
+            assert go_on.wait(30)
+            return A
+
+        first = asyncio.create_task(asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode))
+        assert await asyncio.to_thread(begun.wait, 30)
+        second = asyncio.create_task(asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected))
+        await until(lambda: any(layout.tickets.statistics().fetches for layout in served.layouts.open.values()))
+        go_on.set()
+        assert await first == (A, False)
+        assert await second == (A, True)
+        served.layouts.validate()
+
+
+async def test_an_engine_encodes_what_another_one_does_not_bring_in_time(tmp_path: Path) -> None:
+    async with serving(tmp_path / "pool") as served:
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+        two._await_s = 0.05
+
+        def encode_for_long() -> bytes:
+            assert two.fetch_or_encode(b"a" * 32, lambda: A) == (A, False), "it waits in vain, then encodes"
+            return A
+
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode_for_long) == (A, False)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+        served.layouts.validate()
+
+
+async def test_an_image_that_takes_longer_to_encode_than_kvbm_keeps_a_slot_is_stored_all_the_same(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path / "pool", store_time_s=0.05) as served:
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+
+        def encode_until_the_slot_is_lost() -> bytes:
+            deadline_s = time.monotonic() + 30
+            while time.monotonic() < deadline_s:
+                if any(layout.tickets.statistics().expired for layout in served.layouts.open.values()):
+                    return A
+                time.sleep(0.01)
+            raise AssertionError("the slot is not taken back")
+
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode_until_the_slot_is_lost) == (A, False)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
 
 
 async def test_the_least_used_embeddings_give_way_as_blocks_do(tmp_path: Path) -> None:
