@@ -64,6 +64,8 @@ STEP_MOST_S = 8.0
 """Most seconds that an engine may wait for an image that another one encodes, and then encode it: frontends give up a
 worker after 10 s without a step (`limits.frozen_s`). Within that it waits twice as long as its last image took, since
 both engines may share their cores."""
+LEAST_AWAIT_S = 4.0
+"""The least of that wait, as far as STEP_MOST_S leaves it. If the other engine ends, so does the wait."""
 RETRY_S = 5.0
 """Seconds for which kvbm is not asked after it has failed."""
 _TOKENS = bytes(4)
@@ -89,7 +91,7 @@ class KvbmEmbeddings:
         self._worker = worker
         self._layout = layout
         self._retry_s = 0.0
-        self._await_s = WAIT_S
+        self._await_s = LEAST_AWAIT_S
         """Seconds for which an image is waited for that another engine encodes."""
         self._trouble = ""
         """Why kvbm could not be used at the last try. Empty if it could."""
@@ -104,7 +106,7 @@ class KvbmEmbeddings:
             began_s = time.monotonic()
             embeddings = encode()
             took_s = time.monotonic() - began_s
-            self._await_s = max(WAIT_S, min(2 * took_s, STEP_MOST_S - took_s))
+            self._await_s = max(WAIT_S, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
             assert len(embeddings) == self._layout.kv.block_bytes
             if session is not None:
                 try:
