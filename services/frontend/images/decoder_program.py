@@ -60,7 +60,8 @@ def _source(asked: Prepare) -> bytes:
         try:
             source = binascii.a2b_base64(source.translate(None, _SPACE), strict_mode=True)
         except ValueError:
-            raise _Refused("has data that is not base64") from None
+            first = "; leave out what is before its data" if source[:5].lower() == b"data:" else ""
+            raise _Refused(f"has data that is not base64{first}") from None
     if len(source) > asked.bytes_limit:
         raise _Refused(f"has {len(source)} bytes, more than the limit of {asked.bytes_limit} (images.bytes)")
     return source

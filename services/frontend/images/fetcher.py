@@ -31,6 +31,11 @@ _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 """The part of IPv6 from which addresses of the Internet are given out. Python also calls others global: fec0::1, and
 forms of IPv4's such as ::127.0.0.1 and 64:ff9b:1::7f00:1."""
+_SPECIAL = tuple(
+    ipaddress.ip_network(one) for one in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
+)
+"""Further addresses that Python calls global, in its older versions or in all: those of protocols and of documents in
+IANA's registries, and the address at which machines in Azure reach their host. Clouds have metadata at some of them."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a name. Raises OSError."""
@@ -59,7 +64,12 @@ def is_public(address: str) -> bool:
             return False
         low = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else None
         inner = (found.ipv4_mapped, found.sixtofour, *(found.teredo or ()), low)
-    return all(one is None or (one.is_global and not one.is_multicast) for one in (found, *inner))
+    return all(one is None or _is_global(one) for one in (found, *inner))
+
+
+def _is_global(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    special = any(address in network for network in _SPECIAL)
+    return address.is_global and not address.is_multicast and not special
 
 
 class ImageFetcher:

@@ -43,7 +43,8 @@ def place_images(tokens: bytes, count: int, images: ImageInput, most: int) -> tu
     placed = ids.count(images.token_id)
     if placed != count:
         why = f"the chat template wrote {placed} places for the {count} images of the messages"
-        raise InvalidRequest(f"messages: {why}, which is a fault of the template", param="messages")
+        fault = "a fault of the template, or of texts that together are that of the image's token"
+        raise InvalidRequest(f"messages: {why}: {fault}", param="messages")
     if len(ids) + count * (images.tokens - 1) > most:
         raise too_many_tokens(most, "messages")
     pieces: list[bytes] = []

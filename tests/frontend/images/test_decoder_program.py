@@ -14,7 +14,7 @@ from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import Prepare
 from shared.messages.cards import ImageInput
 from tests.frontend.images.golden import FOLDER, SHAPES
-from tests.frontend.images.samples import SVG, animated_webp, gif_of, picture, png_of_size
+from tests.frontend.images.samples import SVG, animated_webp, data_uri, gif_of, picture, png_of_size
 
 WANTED = ImageInput(token_id=1, tokens=4, width=4, height=4, resize=4, filter="BICUBIC")
 GOLDEN: dict[str, str] = json.loads((FOLDER / "pixels.json").read_text())
@@ -46,6 +46,8 @@ def test_base64_may_have_line_ends_and_nothing_else() -> None:
     assert prepare(lines) == plain
     for bad in (b"????", base64.b64encode(file)[:-1], base64.b64encode(file) + b"AAAA"):
         assert prepare(replace(lines, source=bad)).wrong in ("has data that is not base64",)
+    twice = prepare(replace(lines, source=data_uri(file).encode()))
+    assert twice.wrong == "has data that is not base64; leave out what is before its data"
 
 
 def test_the_key_is_of_the_file_and_of_what_prepares_it() -> None:

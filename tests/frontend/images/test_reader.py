@@ -223,6 +223,13 @@ async def test_a_template_without_a_place_for_images_is_named(tmp_path: Path) ->
         assert answer.choices[0].message.content == "fine"
 
 
+async def test_texts_that_together_are_the_images_token_are_named(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        with pytest.raises(openai.BadRequestError, match=r"wrote 2 places for the 1 images .* or of texts"):
+            await client.chat.completions.create(model=MODEL, messages=user(shown(RED), text("<ima"), text("ge>")))
+        assert not w.router.asked.all
+
+
 async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
     async with eyes(seeing) as w, clients(w) as (client, _):
         by_role: dict[str, Any] = {

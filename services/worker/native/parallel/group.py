@@ -169,8 +169,10 @@ class RankGroup:
             with suppress(subprocess.TimeoutExpired):
                 status = self._processes[lost.rank - 1].wait(END_WAIT_S)
         self.close()
-        if status >= 0:
+        if status == 0:
             return lost
+        if status > 0:  # a library ended it, as OpenBLAS does without memory, and has said why on standard error
+            return RankLost(lost.rank, f"ended with status {status}; the log may have its last words")
         return RankLost(lost.rank, f"was killed by signal {-status} ({signal.Signals(-status).name})")
 
 
