@@ -13,7 +13,7 @@ import pytest
 
 from services.worker.config import CudaConfig
 from tests.gpu.device import cupy_on_a_device
-from tests.tiny_model import MODEL_TYPES, write_tiny_model
+from tests.tiny_model import IMAGE_TOKEN, MODEL_TYPES, write_tiny_model
 from tests.worker.native.works import work
 
 pytestmark = pytest.mark.gpu
@@ -61,10 +61,11 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(
     shape |= {"architecture": architecture, "settings": SETTINGS.get(architecture), "rope_scaling": scaling}
     write_tiny_model(tmp_path, dtype=element_type, **shape)
     # eager: the other implementations of attention have no bound by tanh
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    sees = architecture == "LlavaForConditionalGeneration"
+    load = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = load.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     runner = cuda_runner(tmp_path, CudaConfig(dtype=element_type, graph_upper_bound=2), capacity_blocks=100)
-    tokens = np.random.default_rng(1).integers(0, 320, 500).tolist()
+    tokens = np.random.default_rng(1).integers(0, IMAGE_TOKEN, 500).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0].numpy()
         model.to("cuda", getattr(torch, element_type))
