@@ -5,7 +5,7 @@ Shapes are constants of the compilation, so that loops over a head's dimensions 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import Dtype
 from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.early_kernel import EarlyKernel
 from services.worker.native.cuda.hopper import HEAD_DIM, SHARED_BYTES, THREADS, compile_prefill, is_hopper
 from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
@@ -66,6 +67,19 @@ class Kernels:
     score: Kernel
     pack: int
     """Elements that a thread reads at once; widths of rows are multiples of it."""
+    can_begin_early: bool
+    """Whether the kernels of EARLY wait for the one before them by themselves."""
+
+    def beginning_early(self) -> Kernels:
+        """Return the same kernels, of which those of EARLY begin while the kernel before them ends."""
+        if not self.can_begin_early:
+            return self
+        kernels = {name: getattr(self, name) for name in EARLY}
+        return replace(self, **{name: EarlyKernel(kernel) for name, kernel in kernels.items() if kernel is not None})
+
+
+EARLY = ("rms_norm", "swiglu", "rotate_and_store", "row_product", "row_swiglu", "attend_decode", "merge_splits")
+"""The kernels that call `after_others` (elements.cuh)."""
 
 
 def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool = True) -> Kernels:
@@ -89,6 +103,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
     pack = 4 if element_type == "float32" else 8
     while config.hidden % pack or config.intermediate % pack or config.queries % pack:
         pack //= 2
+    early = hopper and is_hopper()
     defines: dict[str, object] = {
         "ELEMENT_BITS": 32 if element_type == "float32" else 16,
         "ELEMENT_BFLOAT": int(element_type == "bfloat16"),
@@ -100,6 +115,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
         "QUERY_NORM": ("none", "heads", "whole").index(config.query_norm),
         "ROTATED": config.rotated,
         "WINDOWED": int(any(config.windows)),
+        "EARLY": int(early),
     }
     if config.score_cap:
         defines["SCORE_CAP"] = f"{config.score_cap:.9e}f"
@@ -139,6 +155,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
         count_tokens=choose.get_function("count_tokens"),
         score=module("score").get_function("score"),
         pack=pack,
+        can_begin_early=early,
     )
 
 

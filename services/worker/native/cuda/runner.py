@@ -176,8 +176,9 @@ class CudaRunner:
                 room, counts = self._buffers.changed_logits, self._buffers.token_counts
                 self._drawing = CudaSampler(self._kernels, self.stream, room, counts, settings)
             with no_room_as_model_error(model, "graphs"):
+                early = self._kernels.beginning_early()
                 self._graphs = DecodeGraphs(
-                    self._decoder,
+                    CudaDecoder(config, weights, self.pages, early, self._blas, self._buffers),
                     self._buffers,
                     self.stream,
                     self._layout,

@@ -39,9 +39,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
                   const int* tables, const int* table_starts, long long slot_stride, long long layer_offset,
                   int kv_heads, float scale_log2, int window) {
   const int row = splits[3 * blockIdx.y], split = splits[3 * blockIdx.y + 1];
-  if (row < 0) return;
-  const int length = positions[row] + 1;
+  const int length = row < 0 ? 0 : positions[row] + 1;
   const Cut parts = cut(length, splits[3 * blockIdx.y + 2], window);
+  after_others();
+  if (row < 0) return;
   if (split >= parts.splits) return;
   const int kv_head = blockIdx.x / GROUP_TILES, first_head = kv_head * GROUP + blockIdx.x % GROUP_TILES * HEADS;
   const int heads = kv_heads * GROUP, heads_here = min(HEADS, (kv_head + 1) * GROUP - first_head);
@@ -157,6 +158,7 @@ extern "C" __global__ void merge_splits(ELEMENT* attended, const float* split_mi
                                         int window) {
   const int row = singles[3 * blockIdx.y], head = blockIdx.x * blockDim.y + threadIdx.y;
   const int splits = cut(positions[row] + 1, singles[3 * blockIdx.y + 2], window).splits;
+  after_others();
   if (splits == 1 || head >= heads) return;
   const long long first = (long long)singles[3 * blockIdx.y + 1] * heads + head;
   float top = -INFINITY, sum = 0, weights = 0;

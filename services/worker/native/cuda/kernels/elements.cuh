@@ -47,6 +47,17 @@ __device__ __forceinline__ float activate(float x) {
 __device__ __forceinline__ float activate(float x) { return x / (1 + __expf(-x)); }
 #endif
 
+// Waits until the kernel before this one on the stream has ended, and lets the next one begin. In a graph a kernel begins
+// when all thread blocks of the one before have called this (`EarlyKernel` of kernels.py); all kernels before that one
+// have then ended. So until it calls this a kernel may read weights and the step's integers, and writes nothing. All its
+// thread blocks call it.
+__device__ __forceinline__ void after_others() {
+#if EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
   for (int step = WARP / 2; step > 0; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
   return x;

@@ -24,6 +24,16 @@ __device__ __forceinline__ Pack streamed(const ELEMENT* from) {
   return pack;
 }
 
+// Reads AHEAD pieces of two weight rows.
+__device__ __forceinline__ void read_ahead(Pack (&left)[AHEAD], Pack (&right)[AHEAD], const ELEMENT* first,
+                                           const ELEMENT* second) {
+#pragma unroll
+  for (int n = 0; n < AHEAD; n++) {
+    left[n] = streamed(first + n * REACH);
+    right[n] = streamed(second + n * REACH);
+  }
+}
+
 __device__ __forceinline__ void add_products(float2& sums, const Pack& x, const Pack& first, const Pack& second) {
 #pragma unroll
   for (int i = 0; i < PACK; i++) {
@@ -34,22 +44,23 @@ __device__ __forceinline__ void add_products(float2& sums, const Pack& x, const 
 }
 
 // Computes x · first and x · second. `share` consecutive warps of the block take pieces of these rows in turn; the first
-// of them returns the sums.
+// of them returns the sums. The kernel before writes x, so the first pieces of the weights are on their way by then.
 __device__ __forceinline__ float2 two_products(const ELEMENT* x, const ELEMENT* first, const ELEMENT* second, int inputs,
                                                int share) {
   __shared__ float2 parts[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   float2 sums = {0, 0};
-  for (int chunk = warp % share * CHUNK; chunk < inputs; chunk += share * CHUNK) {
+  Pack left[AHEAD], right[AHEAD];
+  const int begin = warp % share * CHUNK;
+  if (begin + CHUNK <= inputs) read_ahead(left, right, first + begin + lane * PACK, second + begin + lane * PACK);
+  after_others();
+  for (int chunk = begin; chunk < inputs; chunk += share * CHUNK) {
     int at = chunk + lane * PACK;
     if (chunk + CHUNK <= inputs) {
-      Pack factors[AHEAD], left[AHEAD], right[AHEAD];
+      if (chunk != begin) read_ahead(left, right, first + at, second + at);
+      Pack factors[AHEAD];
 #pragma unroll
-      for (int n = 0; n < AHEAD; n++) {
-        left[n] = streamed(first + at + n * REACH);
-        right[n] = streamed(second + at + n * REACH);
-        factors[n] = *(const Pack*)(x + at + n * REACH);
-      }
+      for (int n = 0; n < AHEAD; n++) factors[n] = *(const Pack*)(x + at + n * REACH);
 #pragma unroll
       for (int n = 0; n < AHEAD; n++) add_products(sums, factors[n], left[n], right[n]);
     } else {

@@ -25,8 +25,11 @@ extern "C" __global__ void rms_norm(ELEMENT* normed, float* hidden, const float*
                                     const int* picked, int width, float epsilon) {
   __shared__ float sums[WARP];
   float* row = hidden + (long long)(picked ? picked[blockIdx.x] : blockIdx.x) * width;
+  const int first = threadIdx.x * PACK;
+  const FloatPack first_factors = *(const FloatPack*)(weight + min(first, width - PACK));
+  after_others();
   float sum = 0;
-  for (int at = threadIdx.x * PACK; at < width; at += blockDim.x * PACK) {
+  for (int at = first; at < width; at += blockDim.x * PACK) {
     FloatPack pack = *(FloatPack*)(row + at);
     if (bias) {
 #pragma unroll
@@ -42,8 +45,9 @@ extern "C" __global__ void rms_norm(ELEMENT* normed, float* hidden, const float*
   sum = warp_sum(threadIdx.x % WARP < blockDim.x / WARP ? sums[threadIdx.x % WARP] : 0);
   const float scale = rsqrtf(sum / width + epsilon);
   ELEMENT* to = normed + (long long)blockIdx.x * width;
-  for (int at = threadIdx.x * PACK; at < width; at += blockDim.x * PACK) {
-    const FloatPack floats = *(const FloatPack*)(row + at), factors = *(const FloatPack*)(weight + at);
+  for (int at = first; at < width; at += blockDim.x * PACK) {
+    const FloatPack floats = *(const FloatPack*)(row + at);
+    const FloatPack factors = at == first ? first_factors : *(const FloatPack*)(weight + at);
     Pack pack;
 #pragma unroll
     for (int i = 0; i < PACK; i++) pack.of[i] = narrow(floats.of[i] * scale * factors.of[i]);
@@ -103,6 +107,7 @@ extern "C" __global__ void sum_rows(double* sums, const ELEMENT* normed, const i
 // activated (rows, width) = activate(gate) · up, where gate_up (rows, 2 · width) float32 holds the gate, then up.
 extern "C" __global__ void swiglu(ELEMENT* activated, const float* gate_up, int width) {
   const int at = (blockIdx.y * blockDim.x + threadIdx.x) * PACK;
+  after_others();
   if (at >= width) return;
   const float* row = gate_up + (long long)blockIdx.x * 2 * width;
   const FloatPack gate = *(const FloatPack*)(row + at), up = *(const FloatPack*)(row + width + at);
@@ -123,6 +128,10 @@ extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* q_rest, ELEMENT
                                             long long layer_offset, int heads, int kv_heads, float epsilon) {
   const int half = HEAD_DIM / 2, row = blockIdx.x, position = positions[row], all_heads = heads + 2 * kv_heads;
   const int pair = blockIdx.y * blockDim.x + threadIdx.x, head = pair / half, i = pair % half;
+  const bool rotates = position >= 0 && head < heads + kv_heads;
+  const float cosine = rotates ? cosines[(long long)position * half + i] : 1;
+  const float sine = rotates ? sines[(long long)position * half + i] : 0;
+  after_others();
   if (position < 0 || (QUERY_NORM != 1 && head >= all_heads)) return;
   const bool turns = ROTATED == HEAD_DIM || i < ROTATED / 2;
   const int first = turns ? i : i + ROTATED / 2, second = i + (turns ? ROTATED / 2 : half);
@@ -147,8 +156,7 @@ extern "C" __global__ void rotate_and_store(ELEMENT* q, ELEMENT* q_rest, ELEMENT
     low *= scale * factors[first], high *= scale * factors[second];
   }
 #endif
-  if (head < heads + kv_heads) {
-    const float cosine = cosines[(long long)position * half + i], sine = sines[(long long)position * half + i];
+  if (rotates) {
     const float turned = low * cosine - high * sine;
     high = high * cosine + low * sine;
     low = turned;
