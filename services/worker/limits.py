@@ -16,6 +16,9 @@ MAX_TOP_LOGPROBS = 20
 STEP_S = {"cpu": 0.25, "cuda": 0.1}
 """Default of `worker.step_s`, by device. On an H200 steps of 0.1 s halve the longest pauses of 0.25 s, and cost at most
 3 % of the tokens. Steps of 0.05 s cost up to 7 % if prompts are long (`benchmarks/results/gpu_steps.json`)."""
+LONE_STEP_S = 0.25
+"""Most seconds of a step with one prompt alone, if `worker.step_s` is not set. Nobody waits for it but who comes while
+it is computed."""
 PREFILL_STEP_S = 0.05
 """Most seconds of a step of a worker that only computes prompts. What a step has computed is stored, and loaded where
 it is decoded, while the next one is computed, so only the last step's blocks are waited for."""
@@ -51,6 +54,8 @@ class SchedulerLimits:
     computed first."""
     step_s: float = 0.25
     """Seconds that a step which prefills should take at most."""
+    lone_step_s: float = 0.0
+    """Seconds that a step should take at most in which one prompt is computed and nothing else, where that is more."""
     short_step_s: float = inf
     """Seconds that such a step should take at most, unless decoding alone takes nearly as long (`DECODE_STRETCH`)."""
     max_step_tokens: int = MAX_STEP_TOKENS

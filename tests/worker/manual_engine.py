@@ -44,6 +44,7 @@ class Engine:
         offers_limit: int = 64,
         wait_s: float = 0.0,
         overtaking: float = 0.0,
+        lone_step_s: float = 0.0,
     ) -> None:
         self.runner = FakeRunner(block_size=block_size, capacity_blocks=capacity_blocks, context_length=context_length)
         self.scheduler = Scheduler(
@@ -62,6 +63,7 @@ class Engine:
                 offers_limit=offers_limit,
                 wait_s=wait_s,
                 overtaking=overtaking,
+                lone_step_s=lone_step_s,
             )
         )
         self.now_s = 0.0

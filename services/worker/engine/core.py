@@ -49,7 +49,7 @@ from services.worker.contracts.sharing import Sharer, ShareReader
 from services.worker.kv_connector.connector import Attachment, ExchangeTerms, KVConnector
 from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
 from services.worker.kv_connector.stores import COLLECT_S
-from services.worker.limits import DECODE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
+from services.worker.limits import DECODE_STEP_S, LONE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
 from services.worker.scheduler.encoder_cache import EncoderCache
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
@@ -144,6 +144,7 @@ class EngineCore:
             capacity_blocks=facts.capacity_blocks,
             max_running=settings.max_running,
             step_s=min(step_s, PREFILL_STEP_S) if settings.role == "prefill" else step_s,
+            lone_step_s=0.0 if settings.step_s or settings.role else LONE_STEP_S,
             short_step_s=DECODE_STEP_S if settings.role == "decode" else inf,
             max_step_tokens=settings.step_tokens,
             max_waiting=settings.max_running + settings.max_waiting,  # none is running yet when a burst arrives

@@ -27,7 +27,7 @@ so that none is computed again after a preemption. Each step:
    tokens after a preemption.
 3. What is left of the step's token budget, but at least 16 tokens or one block, goes to prefills by rank: running ones
    and what ranks before one of them, then newcomers. So neither decodes nor prefills starve, and no step takes much
-   longer than `step_s`.
+   longer than `step_s`; one that computes a single prompt and nothing else, than `lone_step_s`.
 
 All blocks of the known tokens are taken at admission, so that half-done prefills cannot block each other; one block
 for each running sequence is left free for it to grow into. `waiting_queue` explains the rank.
@@ -86,6 +86,7 @@ class Scheduler:
         self.budget = StepBudget(
             step_s=limits.step_s,
             short_step_s=limits.short_step_s,
+            lone_step_s=limits.lone_step_s,
             least_tokens=limits.least_step_tokens,
             most_tokens=limits.max_step_tokens,
             first_tokens_per_s=limits.first_tokens_per_s,
@@ -390,7 +391,10 @@ class Scheduler:
         if not (self._prefilling or self._queue.sequences):
             return None
         places = self._limits.max_running - int(self.probe.work is not None)
-        left = max(self.budget.tokens - len(self._step) - self.probe.tokens, self._limits.least_step_tokens)
+        others = len(self._step) + self.probe.tokens
+        alone = not others and len(self._prefilling) + len(self._queue.sequences) == 1
+        tokens = self.budget.lone_tokens if alone else self.budget.tokens
+        left = max(tokens - others, self._limits.least_step_tokens)
         self._admit_before_prefills(places)
         for sequence in self._prefilling:
             if left <= 0:

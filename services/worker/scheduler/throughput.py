@@ -23,7 +23,8 @@ class StepBudget:
     """How many tokens one engine step may compute.
 
     It keeps steps that prefill within `step_s`, and within the longer of `short_step_s` and `DECODE_STRETCH` times what
-    decoding alone takes, so that decodes in the same step, and cancels, wait no longer.
+    decoding alone takes, so that decodes in the same step, and cancels, wait no longer. A step with one prompt and
+    nothing else may take `lone_step_s`: shorter ones would only compute it more slowly.
 
     A step that used at least half of its budget shows the speed. A slower speed counts at once, a faster one at most
     twofold a step, so that one odd measurement does not make a step far too long. Steps below half their budget
@@ -39,11 +40,13 @@ class StepBudget:
         most_tokens: int,
         first_tokens_per_s: float,
         short_step_s: float = inf,
+        lone_step_s: float = 0.0,
     ) -> None:
         self.throughput = Throughput()
         """The engine's speed in the long run, by the same steps."""
         self._step_s = step_s
         self._short_step_s = short_step_s
+        self._lone_step_s = lone_step_s
         self._least_tokens = least_tokens
         self._most_tokens = most_tokens
         self.tokens_per_s = first_tokens_per_s
@@ -51,7 +54,14 @@ class StepBudget:
     @property
     def tokens(self) -> int:
         """How many tokens the next step may compute."""
-        step_s = min(self._step_s, max(self._short_step_s, DECODE_STRETCH * self.throughput.step_s))
+        return self._tokens_in(min(self._step_s, max(self._short_step_s, DECODE_STRETCH * self.throughput.step_s)))
+
+    @property
+    def lone_tokens(self) -> int:
+        """How many tokens the next step may compute if they are of one prompt, and there is nothing else."""
+        return max(self.tokens, self._tokens_in(self._lone_step_s))
+
+    def _tokens_in(self, step_s: float) -> int:
         return max(self._least_tokens, min(self._most_tokens, int(self.tokens_per_s * step_s)))
 
     def expected_s(self, tokens: int, sequences: int) -> float:

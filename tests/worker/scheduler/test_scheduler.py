@@ -427,6 +427,14 @@ def test_a_speed_that_one_slow_step_showed_lets_no_prompt_be_overtaken_beyond_it
     assert [name for name, _ in engine.parts] == ["compiles kernels", "runs", "long", "short"]
 
 
+def test_a_prompt_has_longer_steps_while_there_is_nothing_else() -> None:
+    engine = Engine(capacity_blocks=64, step_tokens=64, first_tokens_per_s=16.0, lone_step_s=0.5)
+    engine.submit("alone", LONG, max_tokens=1)
+    assert [len(work.tokens) for work in engine.step(0.5)] == [8]
+    engine.submit("comes too", OTHER, max_tokens=1)
+    assert [len(work.tokens) for work in engine.step(0.25)] == [4]
+
+
 def test_without_overtaking_prompts_keep_their_order() -> None:
     engine = Engine(capacity_blocks=64, step_tokens=4, first_tokens_per_s=4.0)
     engine.submit("long", LONG, max_tokens=1)

@@ -79,6 +79,12 @@ def test_the_budget_is_what_the_speed_allows_in_the_steps_time() -> None:
     assert budget().tokens == 250
 
 
+def test_a_prompt_alone_has_longer_steps_where_those_are_allowed() -> None:
+    short = StepBudget(step_s=0.1, lone_step_s=0.25, least_tokens=16, most_tokens=4096, first_tokens_per_s=1000.0)
+    assert (short.tokens, short.lone_tokens) == (100, 250)
+    assert budget().lone_tokens == budget().tokens
+
+
 def test_a_slower_speed_is_believed_at_once() -> None:
     slow = budget()
     slow.record_step(250, 1, 2.5, 0.0)
