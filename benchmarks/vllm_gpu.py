@@ -240,9 +240,9 @@ class TimedEngine(DrivenEngine):
         number = self._numbers + 1
         self.times = getattr(self, "times", {})
         self.ends = getattr(self, "ends", {})
-        self.times[number] = [time.perf_counter()]
         self.ends[number] = asyncio.get_running_loop().create_future()
         prompt = [draw.randrange(10, self.facts.vocab_size) for _ in range(tokens)]
+        self.times[number] = [time.perf_counter()]
         self.submit(str(number), prompt, Sampling(max_tokens=most, temperature=0.0, ignore_eos=True))
         return number
 

@@ -69,10 +69,8 @@ class StepLayout:
         if padded_rows:
             return self._lay_out_singles(works, padded_rows)
         size = self._block_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        places: list[int] = []
-        table_starts: list[int] = []
+        # Arrays, because a prompt of 8,192 tokens takes 3 ms as lists.
+        tokens, positions, places, table_starts = (array("i") for _ in range(4))
         drawing: list[int] = []
         tiles: list[tuple[int, int]] = []
         singles: list[int] = []
@@ -90,10 +88,10 @@ class StepLayout:
                 lengths.append(end)
             else:
                 at = np.arange(start, end, dtype=np.int32)
-                tokens += work.tokens
-                positions += at.tolist()
-                places += (table[at // size] * size + at % size).tolist()
-                table_starts += [table_start] * count
+                tokens.frombytes(np.asarray(work.tokens, np.int32).tobytes())
+                positions.frombytes(at.tobytes())
+                places.frombytes((table[at // size] * size + at % size).tobytes())
+                table_starts.frombytes(np.full(count, table_start, np.int32).tobytes())
                 tiles += (
                     (first + done, min(self._tile_rows, count - done)) for done in range(0, count, self._tile_rows)
                 )
@@ -102,13 +100,15 @@ class StepLayout:
             table_start += len(table)
         # Sorted, so that the tiles with the most positions to attend to are last: the kernel begins with them.
         tiles.sort(key=lambda tile: positions[tile[0]])
-        flat = [*tokens, *positions, *places, *table_starts, *drawing]
-        flat += [0] * (len(flat) % 2)  # the kernel reads a pair as 8 bytes
+        flat = tokens + positions + places + table_starts
+        flat.extend(drawing)
+        flat.extend([0] * (len(flat) % 2))  # the kernel reads a pair as 8 bytes
         for tile in tiles:
-            flat += tile
+            flat.extend(tile)
         plan = self._plan(singles, lengths, 0) if singles else NO_SPLITS
         counts = StepCounts(len(tokens), len(drawing), len(tiles), len(singles), len(plan.splits))
-        return CudaStep(np.concatenate([_array(flat), plan.singles.ravel(), plan.splits.ravel(), *tables]), counts)
+        ints = np.frombuffer(flat, np.int32)
+        return CudaStep(np.concatenate([ints, plan.singles.ravel(), plan.splits.ravel(), *tables]), counts)
 
     def lay_out_padding(self, rows: int) -> CudaStep:
         """Lay out a step of a graph of `rows` rows, all of them padding."""
