@@ -168,8 +168,8 @@ class Stack(Struct, frozen=True):
     access: AccessFiles = AccessFiles()
     common: Settings = {}
     """The settings that all services share: what connects them."""
-    by_turns: bool = False
-    """True if models take turns: `up` is ready once their workers are, as frontends know the models from then on."""
+    by_turns: tuple[str, ...] = ()
+    """The names of the models that take turns: `up` is ready once their workers are, and each frontend knows them."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
 
@@ -244,10 +244,11 @@ def plan(
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
     if options.frontends > 1:
         http["reuse_port"] = True
+    door: Settings = {"http": http, "access": {"keys_file": access.keys}}
+    if options.turns:
+        door = {"expected_models": [model.name for model in options.turns], **door}
     for name in _names("frontend", options.frontends):
-        service(
-            Program(name, 0, SERVICE_DRAIN_S), "frontend", common | {"http": http, "access": {"keys_file": access.keys}}
-        )
+        service(Program(name, 0, SERVICE_DRAIN_S), "frontend", common | door)
     for name in _names("router", options.routers):
         service(Program(name, 2, SERVICE_DRAIN_S), "router", common | {"policy": options.policy})
     store = options.store
@@ -266,7 +267,7 @@ def plan(
         service(program, "worker", settings, hands_over=bool(role))
     if options.single:
         launches = [_as_one(launches, python)]
-    by_turns = bool(options.turns)
+    by_turns = tuple(model.name for model in options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
