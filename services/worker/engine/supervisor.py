@@ -112,6 +112,8 @@ class EngineSupervisor:
         self._wanted = asyncio.Event()
         """Set unless the engine was stopped."""
         self._wanted.set()
+        self._hurry = asyncio.Event()
+        """Set if the next engine is wanted now, whatever the back-off says."""
         self._stopped = False
         """Whether the engine that lives ends because it was stopped."""
         self._ended = asyncio.Event()
@@ -176,7 +178,9 @@ class EngineSupervisor:
             if pid is None:
                 _log.error("the engine is lost (%s); starting another in %g s", failed.reason, self._delay_s)
                 self._lost(failed.reason)
-                await asyncio.sleep(self._delay_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._delay_s):
+                        await self._hurry.wait()
             else:
                 _log.error("the engine is lost (%s); the standby, process %d, takes over", failed.reason, pid)
                 self._lost(failed.reason)
@@ -272,8 +276,9 @@ class EngineSupervisor:
             self.kill("it was stopped")
 
     def start(self) -> None:
-        """Start an engine after a stop."""
+        """Start an engine after a stop, at once."""
         self._wanted.set()
+        self._hurry.set()
 
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
@@ -286,6 +291,7 @@ class EngineSupervisor:
             self.take_overs += self._served
         self._engine, self._asleep, self._killed, self._ready_s, self._stopped = engine, False, "", None, False
         self._ended.clear()
+        self._hurry.clear()
         if not self._wanted.is_set():  # it was stopped while its process was made
             self._stop_engine()
         _log.info("engine %d started, process %d", self.epoch, engine.pid)

@@ -114,13 +114,15 @@ class Coordinator:
     async def _carry_out(self, order: TurnOrder) -> None:
         """Have a worker sleep or wake, and pass its answer on."""
         config, began_s = self._config, self._now()
-        asked = OperateWorker(order.operation, level=config.level, drain_s=config.drain_s)
+        asked = OperateWorker(
+            order.operation, level=config.level, drain_s=config.drain_s, engine_s=config.change_s
+        )
         subject = subjects.worker(self._runtime.namespace, order.instance, "operate")
         aim: TurnStage = "awake" if order.operation == "wake" else "asleep"
         stage: TurnStage | None = None
         busy = True
         try:
-            limit_s = ENGINES_S + config.drain_s
+            limit_s = ENGINES_S + config.drain_s  # a worker that is frozen is noticed before, as it reports nothing
             reply = await self._runtime.bus.request(subject, OPERATE_WORKER.encode(asked), timeout_s=limit_s)
             answer = WORKER_OPERATED.decode(reply.payload, reply.headers)
             stage, busy = _STAGES.get(answer.state, "drained"), answer.busy
