@@ -116,6 +116,7 @@ class TurnWaits:
         """Say that requests wait, again and again, until none does. If the model cannot wake on one device, ask the
         next one; what the last of them answered counts."""
         at = tried = 0
+        device = ""
         while sleeping.began_s:
             devices = self._devices_of(model)
             device = devices[at % len(devices)]
@@ -132,7 +133,8 @@ class TurnWaits:
                 sleeping.announce_change()
             await _wait_for(sleeping.changed, ASK_EVERY_S)
         del self._sleeping[model]
-        await self._answer(device, WantModel(self._runtime.instance, model, 0, 0.0))
+        if device:
+            await self._answer(device, WantModel(self._runtime.instance, model, 0, 0.0))
 
     def _devices_of(self, model: str) -> list[str]:
         """Return the devices on which the model takes turns, in the order in which they are asked; or the last one on
