@@ -92,7 +92,11 @@ class Coordinator:
             await self._runtime.bus.request(subject, question, timeout_s=RIVAL_LIMIT_S)
         except Unavailable:
             return
-        raise ConfigError(f"device: another process decides already whose turn it is on {self._config.device}")
+        device = self._config.device
+        raise ConfigError(
+            f"device: another process decides already whose turn it is on {device}; give all models of the device to that"
+            " one, or this one a device of its own"
+        )
 
     async def _decide_on(self) -> None:
         while True:
