@@ -273,7 +273,11 @@ class Worker:
     def _health_fields(self) -> dict[str, list[str]]:
         missing = self._kvbm.missing if self._config.role != "aggregated" else ""
         fields = {
-            "notes": [*filter(None, (*self._notes, self._operator.note)), *self._kvbm.notes, *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails],
+            "notes": [
+                *filter(None, (*self._notes, self._operator.note)),
+                *self._kvbm.notes,
+                *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails,
+            ],
             "probes": self._observations.last_probes,
             "no_hand_over": [missing] if missing else [],
         }

@@ -208,18 +208,16 @@ def test_a_model_whose_engines_end_at_once_fails_and_the_others_have_their_turns
     up: Up, client: OpenAI, texts: dict[str, str]
 ) -> None:
     assert ask(client, "one") == texts["one"]
-    with EnginesKilled(up, "one"):
-        with ThreadPoolExecutor(len(MODELS)) as pool:
-            one, two, three = (pool.submit(ask, client, model) for model in MODELS)
-            with pytest.raises(InternalServerError, match="could not wake: the engine has ended"):
-                one.result(LIMIT_S)
-            assert (two.result(LIMIT_S), three.result(LIMIT_S)) == (texts["two"], texts["three"])
+    with EnginesKilled(up, "one"), ThreadPoolExecutor(len(MODELS)) as pool:
+        one, two, three = (pool.submit(ask, client, model) for model in MODELS)
+        with pytest.raises(InternalServerError, match="could not wake: the engine has ended"):
+            one.result(LIMIT_S)
+        assert (two.result(LIMIT_S), three.result(LIMIT_S)) == (texts["two"], texts["three"])
 
     def answered() -> bool:
         try:
             return ask(client, "one") == texts["one"]
-        except InternalServerError as wrong:
-            assert "could not wake" in str(wrong)  # until the pause after the last try is over
+        except InternalServerError:  # until the pause after the last try is over
             return False
 
     eventually(answered, limit_s=LIMIT_S, what="one wakes again")

@@ -56,7 +56,7 @@ class ModelRow(Struct, frozen=True):
 
     model: str
     instances: tuple[str, ...]
-    """Those that take requests now."""
+    """The workers that take requests now."""
     context_length: int
     block_size: int
     total_blocks: int

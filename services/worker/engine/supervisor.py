@@ -74,6 +74,22 @@ Ready by itself."""
 _log = logging.getLogger(__name__)
 
 
+class _Gate:
+    """Whether engines are started."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        """Set unless the engine was stopped."""
+        self.wanted.set()
+        self.hurry = asyncio.Event()
+        """Set if the next engine is wanted now, whatever the back-off says."""
+        self.ended = asyncio.Event()
+        """Set while there is no engine."""
+        self.ended.set()
+        self.stopped = False
+        """Whether the engine that lives ends because it was stopped."""
+
+
 class EngineSupervisor:
     """Runs one engine at a time. The callbacks run in the task of `run`, one after another. An engine that stands by is
     the next one, also at the beginning; while an engine serves, one is kept if the settings say so."""
@@ -109,16 +125,7 @@ class EngineSupervisor:
         self.standby = standby
         self._delay_s = 0.0
         """The back-off after the latest loss of an engine, after which a standby is started, too."""
-        self._wanted = asyncio.Event()
-        """Set unless the engine was stopped."""
-        self._wanted.set()
-        self._hurry = asyncio.Event()
-        """Set if the next engine is wanted now, whatever the back-off says."""
-        self._stopped = False
-        """Whether the engine that lives ends because it was stopped."""
-        self._ended = asyncio.Event()
-        """Set while there is no engine."""
-        self._ended.set()
+        self._gate = _Gate()
         self._ready_s: float | None = None
         """When the engine that lives was ready. None before."""
         self.losses = 0
@@ -161,13 +168,13 @@ class EngineSupervisor:
         loop = asyncio.get_running_loop()
         back_off = BackOff()
         while True:
-            await self._wanted.wait()
+            await self._gate.wanted.wait()
             began_s = loop.time()
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
             self.epoch += 1
-            if self._stopped:
+            if self._gate.stopped:
                 self.losses = 0
                 self._lost(failed.reason)
                 continue
@@ -180,7 +187,7 @@ class EngineSupervisor:
                 self._lost(failed.reason)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._delay_s):
-                        await self._hurry.wait()
+                        await self._gate.hurry.wait()
             else:
                 _log.error("the engine is lost (%s); the standby, process %d, takes over", failed.reason, pid)
                 self._lost(failed.reason)
@@ -262,23 +269,23 @@ class EngineSupervisor:
             self._engine.kill()
 
     async def stop(self) -> None:
-        """Kill the engine, if there is one, and start no other before `start`. Its memory is free afterwards, unless the
-        kernel takes longer than END_LIMIT_S."""
-        self._wanted.clear()
+        """Kill the engine, if there is one, and start no other before `start`. Its memory is free afterwards, unless
+        the kernel takes longer than END_LIMIT_S."""
+        self._gate.wanted.clear()
         self._stop_engine()
         with suppress(TimeoutError):
             async with asyncio.timeout(END_LIMIT_S):
-                await self._ended.wait()
+                await self._gate.ended.wait()
 
     def _stop_engine(self) -> None:
         if self._engine is not None:
-            self._stopped = True
+            self._gate.stopped = True
             self.kill("it was stopped")
 
     def start(self) -> None:
         """Start an engine after a stop, at once."""
-        self._wanted.set()
-        self._hurry.set()
+        self._gate.wanted.set()
+        self._gate.hurry.set()
 
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
@@ -289,10 +296,11 @@ class EngineSupervisor:
         else:
             engine, heard = taken
             self.take_overs += self._served
-        self._engine, self._asleep, self._killed, self._ready_s, self._stopped = engine, False, "", None, False
-        self._ended.clear()
-        self._hurry.clear()
-        if not self._wanted.is_set():  # it was stopped while its process was made
+        self._engine, self._asleep, self._killed, self._ready_s = engine, False, "", None
+        self._gate.stopped = False
+        self._gate.ended.clear()
+        self._gate.hurry.clear()
+        if not self._gate.wanted.is_set():  # it was stopped while its process was made
             self._stop_engine()
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
         watches = [
@@ -314,7 +322,7 @@ class EngineSupervisor:
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))
             await engine.end(limit_s, self._take_last)
-            self._ended.set()
+            self._gate.ended.set()
 
     def _take_last(self, report: EngineReport) -> None:
         """Take what an engine that ends says of its requests to the kvbm; the rest is of no use any longer."""

@@ -130,8 +130,8 @@ class Operations:
     time."""
 
     def __init__(self, model: str, *, by_turns: bool = False) -> None:
-        """Create those of a worker whose engine starts. With `by_turns` its model takes turns with others: it serves only
-        once it was woken."""
+        """Create those of a worker whose engine starts. With `by_turns` its model takes turns with others: it serves
+        only once it was woken."""
         self._model = model
         self._by_turns = by_turns
         self.state = WorkerState.ASLEEP if by_turns else WorkerState.SERVING

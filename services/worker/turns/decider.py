@@ -51,8 +51,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 SILENT_S = 10.0
 """Seconds without a report, while other workers of the device report, after which a worker is silent."""
 REPORTS_APART_S = 0.5
-"""The most seconds between two reports that count as silence of the others: beyond that, all are silent, or this process
-stood still."""
+"""The most seconds between two reports that count as silence of the others: beyond that, all are silent, or this
+process stood still."""
 
 TurnOperation = Literal["wake", "sleep"]
 _HOLDING: tuple[TurnStage, ...] = ("waking", "awake", "drained", "falling asleep")
@@ -121,7 +121,8 @@ class _TurnTaker:
     @property
     def silence(self) -> str:
         """What people are shown of a silent worker."""
-        return f"its worker {self.instance} has been silent for {self.silent_s:.0f} s: resume it if it is stopped, or end it"
+        silent = f"its worker {self.instance} has been silent for {self.silent_s:.0f} s"
+        return f"{silent}: resume it if it is stopped, or end it"
 
     def is_used(self, now_s: float) -> bool:
         return self.busy or bool(self.waits) or now_s - self.used_s < IDLE_S

@@ -94,8 +94,8 @@ class Coordinator:
             return
         device = self._config.device
         raise ConfigError(
-            f"device: another process decides already whose turn it is on {device}; give all models of the device to that"
-            " one, or this one a device of its own"
+            f"device: another process decides already whose turn it is on {device}; give it all models of it, or"
+            " this one a device of its own"
         )
 
     async def _decide_on(self) -> None:
@@ -118,9 +118,7 @@ class Coordinator:
     async def _carry_out(self, order: TurnOrder) -> None:
         """Have a worker sleep or wake, and pass its answer on."""
         config, began_s = self._config, self._now()
-        asked = OperateWorker(
-            order.operation, level=config.level, drain_s=config.drain_s, engine_s=config.change_s
-        )
+        asked = OperateWorker(order.operation, level=config.level, drain_s=config.drain_s, engine_s=config.change_s)
         subject = subjects.worker(self._runtime.namespace, order.instance, "operate")
         aim: TurnStage = "awake" if order.operation == "wake" else "asleep"
         stage: TurnStage | None = None

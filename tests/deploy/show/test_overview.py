@@ -148,7 +148,10 @@ def test_models_that_sleep_until_their_turn_are_shown_with_their_workers() -> No
     )
     other = (subjects.instance_key("default", "worker", "w1"), INSTANCE.encode(taker, JSON_HEADER))
     view = look(other, card("w1", device="cpu"), entry, reports=(report("w1"), report("w2")))
-    assert [(row.instance, row.model, row.device) for row in view.instances] == [("w1", "m.x", "cpu"), ("w2", "n", "cpu")]
+    assert [(row.instance, row.model, row.device) for row in view.instances] == [
+        ("w1", "m.x", "cpu"),
+        ("w2", "n", "cpu"),
+    ]
     assert render(view).splitlines()[-4:] == [
         "MODEL  INSTANCES    CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
         "m.x    1            2048     16     40    60      500",

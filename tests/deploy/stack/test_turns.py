@@ -76,7 +76,11 @@ def test_what_fits_in_no_turn_is_refused_by_its_flag(flags: UpFlags, said: str) 
 
 
 def test_machines_of_a_fleet_have_devices_of_different_names() -> None:
-    names = [device_name("host.example", "boot-1"), device_name("host.example", "boot-2"), device_name("other", "boot-1")]
+    names = [
+        device_name("host.example", "boot-1"),
+        device_name("host.example", "boot-2"),
+        device_name("other", "boot-1"),
+    ]
     assert len(set(names)) == 3
     assert names[0].startswith("host-example-cpu-")
     assert all(is_id(name) for name in (*names, device_name("", ""), device_name("x" * 64, "b")))

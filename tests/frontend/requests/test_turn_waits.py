@@ -57,9 +57,7 @@ class ScriptedDecider:
             await self.wants.at_least(len(self.wants.all) + 1)
 
 
-def entries(
-    directory: Path, *, state: str, awake: bool, worker: str = "w1", device: str = DEVICE
-) -> dict[str, bytes]:
+def entries(directory: Path, *, state: str, awake: bool, worker: str = "w1", device: str = DEVICE) -> dict[str, bytes]:
     """What a worker publishes: its address book entry, and its card while it is awake."""
     [(key, card)] = card_entry(worker, directory, lora=(LORA,)).items()
     turns = TurnTaker(device, MODEL_CARD.decode(card, JSON_HEADER))
