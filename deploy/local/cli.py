@@ -209,14 +209,16 @@ def _up(flags: usage.UpFlags) -> int:
 def _up_by_turns(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOptions) -> int:
     from deploy.local.stack.block_store import block_store
     from deploy.local.stack.check import check
-    from deploy.local.stack.model_source import cache_directory, fetch_source, find_source
-    from deploy.local.stack.turns import check_names, check_room, turn_words
+    from deploy.local.stack.model_source import cache_directory, fetch_source
+    from deploy.local.stack.turns import check_names, check_room, find_model, this_device, turn_model, turn_words
     from deploy.local.stack.up import exclusive, up
 
     state_dir, weights, terminal = flags.state_dir, flags.engine == "native", Terminal()
-    options = replace(options, cache=str(cache_directory(state_dir)))
+    cache = cache_directory(state_dir)
+    options = replace(options, cache=str(cache), turns_device=this_device())
     os.environ.pop(CACHE_VARIABLE, None)  # as in _up
-    sources = [find_source(word, weights=weights, flag="--models") for word in turn_words(flags)]
+    words = turn_words(flags)
+    sources = [find_model(word, cache, weights=weights) for word in words]
     check_names(sources)
 
     def check_model(name: str, path: str, *, here: bool = True) -> None:
@@ -227,8 +229,8 @@ def _up_by_turns(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOpt
         check_model(source.name, str(source.path), here=source.here)
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         models = [
-            TurnModel(each.name, str(fetch_source(each, partial(check_model, each.name), terminal, weights=weights)))
-            for each in sources
+            turn_model(word, each.name, fetch_source(each, partial(check_model, each.name), terminal, weights=weights))
+            for word, each in zip(words, sources, strict=True)
         ]
         if weights:
             check_room(models, options.awake, usable_memory_bytes())

@@ -124,7 +124,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
 
 def _registry(runtime: Runtime, config: FrontendConfig, threads: Executor) -> ModelRegistry:
     files = ModelFiles(runtime.bus, runtime.namespace)
-    return ModelRegistry(runtime.directory, files, config.models, runtime.tasks, threads, partial(_parsers, config))
+    parsers, expected = partial(_parsers, config), config.expected_models
+    return ModelRegistry(runtime.directory, files, config.models, runtime.tasks, threads, parsers, expected)
 
 
 async def _pickers(

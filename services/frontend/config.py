@@ -305,6 +305,9 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     as OpenAI's strict mode demands; open, by the letter of JSON Schema."""
     models: dict[str, str] = field(default_factory=dict)
     """Model name → directory with its tokenizer, that counts instead of the worker's."""
+    expected_models: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
+    """Names of models that workers will bring: a request for one that is not known yet waits for it, up to 30 seconds,
+    and then gets 503 in place of 404."""
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → format of its tool calls, if its chat template does not show it. None means no requests with
     tools."""

@@ -273,7 +273,11 @@ class Worker:
     def _health_fields(self) -> dict[str, list[str]]:
         missing = self._kvbm.missing if self._config.role != "aggregated" else ""
         fields = {
-            "notes": [*self._notes, *self._kvbm.notes, *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails],
+            "notes": [
+                *filter(None, (*self._notes, self._operator.note)),
+                *self._kvbm.notes,
+                *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails,
+            ],
             "probes": self._observations.last_probes,
             "no_hand_over": [missing] if missing else [],
         }
@@ -335,7 +339,7 @@ class Worker:
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._ranks.progress
         self._ranks = RankReports()
-        self._operator.engine_lost()
+        self._operator.engine_lost(reason)
         self._kvbm.engine_lost()
         self._lost_because = reason
         self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -41,6 +41,8 @@ class InstanceRow(Struct, frozen=True):
     http: str
     device: str = ""
     """The device on which a worker computes, such as cpu or cuda:0."""
+    model: str = ""
+    """The model of a worker, also while it sleeps until its turn. Empty if it has no card."""
     role: str = ""
     """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
@@ -54,6 +56,7 @@ class ModelRow(Struct, frozen=True):
 
     model: str
     instances: tuple[str, ...]
+    """The workers that take requests now."""
     context_length: int
     block_size: int
     total_blocks: int
@@ -61,6 +64,8 @@ class ModelRow(Struct, frozen=True):
     cached_blocks: int
     lora: dict[str, int] = {}
     """The LoRAs, and how many of the instances have each."""
+    asleep: int = 0
+    """The number of further instances, which sleep until the model's turn."""
 
 
 class RefusedRow(Struct, frozen=True):
@@ -150,7 +155,8 @@ def overview(
             unreadable.append(f"{key}: {wrong}")
     catalogue = _catalogue(entries, unreadable)
     cards = [card for _, card in sorted(catalogue.cards.items())]
-    devices = {card.instance: card.device for card in catalogue.cards.values()}
+    sleeping = _sleeping(catalogue)
+    known = {card.instance: card for card in (*sleeping, *cards)}
     roles = {card.instance: card.role for card in catalogue.cards.values()}
     instances = [
         InstanceRow(
@@ -163,7 +169,8 @@ def overview(
             age_s=round(max(0.0, now - each.started), 1),
             version=each.version,
             http=each.http,
-            device=devices.get(each.instance, ""),
+            device=known[each.instance].device if each.instance in known else "",
+            model=known[each.instance].model if each.instance in known else "",
             role=roles.get(each.instance, each.role if each.service == "worker" else ""),
             state=each.state,
             load=reports.get(each.instance),
@@ -175,13 +182,27 @@ def overview(
         nats=nats,
         discovery=discovery,
         instances=tuple(instances),
-        models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
+        models=tuple(
+            _model_row(model, list(of_model), reports, {card.instance for card in sleeping})
+            for model, of_model in groupby(sorted((*sleeping, *cards), key=_card_place), attrgetter("model"))
+        ),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
         notes=(*notes, *_role_notes(cards, catalogue)),
         routers=tuple(states),
         stores=tuple(stores),
     )
+
+
+def _sleeping(catalogue: Catalogue) -> list[ModelCard]:
+    """Return the cards of workers whose models sleep until their turn."""
+    awake = {instance for _, instance in catalogue.cards}
+    takers = [each.turns for each in catalogue.instances.values() if each.instance not in awake]
+    return [taker.card for taker in takers if taker is not None]
+
+
+def _card_place(card: ModelCard) -> tuple[str, str]:
+    return card.model, card.instance
 
 
 def _role_notes(cards: Sequence[ModelCard], catalogue: Catalogue) -> list[str]:
@@ -231,13 +252,18 @@ def _catalogue(entries: Mapping[str, Entry], unreadable: list[str]) -> Catalogue
     return catalogue
 
 
-def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, LoadReport]) -> ModelRow:
+def _model_row(
+    model: str, of_model: Sequence[ModelCard], reports: Mapping[str, LoadReport], sleeping: Collection[str]
+) -> ModelRow:
+    """Return the row of a model, from the cards of its workers. Those that sleep have no blocks."""
+    cards = [card for card in of_model if card.instance not in sleeping]
     heard = [reports[card.instance] for card in cards if card.instance in reports]
     return ModelRow(
         model=model,
         instances=tuple(card.instance for card in cards),
-        context_length=min(card.context_length for card in cards),
-        block_size=cards[0].block_size,
+        asleep=len(of_model) - len(cards),
+        context_length=min(card.context_length for card in of_model),
+        block_size=of_model[0].block_size,
         total_blocks=sum(card.capacity_blocks * card.ranks for card in cards),
         held_blocks=sum(report.held_blocks for report in heard),
         cached_blocks=sum(report.cached_blocks for report in heard),
@@ -309,8 +335,8 @@ def _standby(worker: str, load: LoadReport) -> str:
             return f"worker {worker}: no engine stands by"
 
 
-_INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"
-_SPARE = ("EPOCH", "MACHINE", "DEVICE", "AGE")
+_INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  MODEL  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"
+_SPARE = ("EPOCH", "MACHINE", "DEVICE", "AGE", "MODEL")
 """Columns that a narrow terminal goes without, the first one first."""
 _MODELS = "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS"
 _WEIGHTS = "SHARED WEIGHTS  MEMORY  STATE  MADE BY  MAPPED BY  AWAITED BY"
@@ -323,12 +349,13 @@ def _instance(row: InstanceRow) -> tuple[object, ...]:
         load = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks, row.load.total_blocks)
     pid = row.pid if row.pid_usable else "-"
     service = f"{row.service} ({row.role})" if row.role not in ("", "aggregated") else row.service
-    return (service, row.instance, row.epoch, pid, row.machine, row.device, age(row.age_s), *load)
+    return (service, row.instance, row.epoch, pid, row.machine, row.device, row.model, age(row.age_s), *load)
 
 
 def _model(row: ModelRow) -> tuple[object, ...]:
     blocks = (row.block_size, row.held_blocks, row.cached_blocks, row.total_blocks)
-    return (row.model, len(row.instances), row.context_length, *blocks)
+    count = f"{len(row.instances)}, {row.asleep} asleep" if row.asleep else len(row.instances)
+    return (row.model, count, row.context_length, *blocks)
 
 
 def _weights(row: SharedWeightsRow) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from deploy.local import probe
 from deploy.local.stack.stack import SINGLE, AccessFiles, Launch, Stack
@@ -72,6 +72,7 @@ class Announcer:
         self._waiting = {launch.program.name: launch for launch in stack.launches if launch.observe}
         """Services that are not ready yet."""
         self._frontends = {name for name in self._waiting if name.startswith(("frontend", SINGLE))}
+        self._models = dict.fromkeys(self._frontends, stack.by_turns)
         if stack.by_turns and self._frontends:
             self._frontends |= {name for name in self._waiting if name.startswith("worker")}
         self._served = not self._frontends
@@ -121,7 +122,7 @@ class Announcer:
         name = launch.program.name
         if not self._supervisor.knows(name) or self._supervisor.state(name) == "ended":
             return True  # removed, or misconfigured and not needed
-        healthy, reason = await health(launch, attached=launch.hands_over)
+        healthy, reason = await health(launch, attached=launch.hands_over, models=self._models.get(name, ()))
         if healthy and reason:
             self._terminal.notice(f"  {name}: {reason}")
         if healthy and self._served and launch.hands_over:
@@ -203,19 +204,19 @@ stop:    Ctrl-C
     )
 
 
-async def health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
+async def health(launch: Launch, *, attached: bool = False, models: Sequence[str] = ()) -> tuple[bool, str]:
     """Return (ready, the reason if it is not, or else the service's notes on its settings). With `attached` a worker is
-    ready only once it exchanges blocks with the kvbm."""
+    ready only once it exchanges blocks with the kvbm. A frontend is ready only once it knows all `models`."""
     noted: list[str] = []
     for url in (*launch.also, launch.observe):
-        healthy, said = await _health(url, attached=attached)
+        healthy, said = await _health(url, attached=attached, models=models)
         if not healthy:
             return False, said
         noted += [said] if said else []
     return True, "; ".join(noted)
 
 
-async def _health(url: str, *, attached: bool) -> tuple[bool, str]:
+async def _health(url: str, *, attached: bool, models: Sequence[str]) -> tuple[bool, str]:
     """Return what `health` does of one service."""
     try:
         status, body = await probe.get(f"{url}/health", timeout_s=2.0)
@@ -226,8 +227,10 @@ async def _health(url: str, *, attached: bool) -> tuple[bool, str]:
         fields = json.loads(body)
         if attached and ready and (missing := fields.get("no_hand_over")):
             return False, "not attached to the kvbm: " + "; ".join(map(str, missing))
+        if ready and (unknown := sorted(set(models).difference(fields.get("models", ())))):
+            return False, f"it does not know {', '.join(unknown)} yet"
         reasons = fields.get("notes" if ready else "reasons", [])
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError):
         reasons = []
     return ready, "; ".join(str(reason) for reason in reasons)
 

@@ -9,6 +9,8 @@ The cards of a model have the same tokenizer, but their chat templates may diffe
 counts: that of the worker which started last, so that all frontends choose the same. While newer ones do not load,
 `card_faults` says why. When the card goes, the newest of the others takes its place.
 
+A model that is expected by the settings is not known before its worker is: requests wait for it, for a while.
+
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
 
 A model that takes turns with others (docs/model_turns.md) is served while it sleeps too: its worker's entry in
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -59,6 +61,8 @@ RETRY_S = 5.0
 RESTART_S = 30.0
 """Seconds for which a model that takes turns stays known after its worker has gone: another one is likely to start, and
 requests wait for it."""
+EXPECTED_S = 30.0
+"""Seconds for which a request waits for an expected model that is not known yet."""
 MODELS_LIMIT = 256
 """The number of known models, with or without workers. Cards of further models are ignored with an error."""
 FAULTS_LISTED = 32
@@ -169,9 +173,11 @@ class ModelRegistry:
         tasks: asyncio.TaskGroup,
         pool: Executor,
         parsers: Callable[[str], ParserNames] = lambda _name: BY_TEMPLATE,
+        expected: Collection[str] = (),
     ) -> None:
         """Create it. `directories` has the path of a model's tokenizer that counts instead of that of the cards.
-        `parsers` returns the names of a model's parsers."""
+        `parsers` returns the names of a model's parsers, `expected` are models that workers will bring."""
+        self._expected = frozenset(expected)
         self._files = files
         self._directories = directories
         self._parsers = parsers
@@ -199,6 +205,21 @@ class ModelRegistry:
             self._loaded.clear()
             await self._loaded.wait()
 
+    async def wait_expected(self, name: str | None) -> None:
+        """Wait until a model that is expected is loaded, at most for EXPECTED_S. Any other name is not waited for."""
+        if name not in self._expected:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXPECTED_S):
+                while self._is_to_come(name):
+                    self._loaded.clear()
+                    await self._loaded.wait()
+
+    def _is_to_come(self, name: str) -> bool:
+        """Return whether an expected model has had no worker yet, or its tokenizer is being loaded."""
+        entry = self._entries.get(name)
+        return entry is None or (bool(entry.cards) and entry.fault == _LOADING)
+
     def find(self, name: str | None) -> tuple[Model, ModelLimits]:
         """Return the model or the LoRA of that name, or the only model for None and an empty name. Raise InvalidRequest
         (404) for a name that no worker has served, and for a LoRA that was unloaded; Unavailable while it cannot be
@@ -212,7 +233,7 @@ class ModelRegistry:
             return self._find_lora(name, *lora)
         if self._loras.is_gone(name):
             raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
-        if not self._entries or name in self._directories:
+        if not self._entries or name in self._directories or name in self._expected:
             raise Unavailable(f"no worker serves the model {name!r} yet")
         known = {*self._entries, *self._loras.names}
         wrong = f"the model {name!r} does not exist; there is {', '.join(similar_names(name, known))}"

@@ -1,6 +1,6 @@
 """The calls of a request to routers and workers over the bus.
 
-SelectWorker     ─▶ turn_waits.py, if the model sleeps  ─▶ TurnWaited
+SelectWorker     ─▶ turn_waits.py, if the model sleeps, also as routers say it before discovery does  ─▶ TurnWaited
                  ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
 AnnounceAttempt  ─▶ the worker that will decode         ─▶ no answer
@@ -19,7 +19,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
 from services.frontend.requests.events import AnswerMissed, Event, TurnWaited, Unreachable, Unrouted, Unsendable
-from services.frontend.requests.router_tries import RouterTries
+from services.frontend.requests.router_tries import RouterTries, some_card_serves
 from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.requests.turn_waits import TurnWaits
 from shared import subjects
@@ -72,13 +72,33 @@ class BusCalls:
             headers=None if stream.spans is None else stream.spans.select_headers,
             log_fields=stream.log_fields,
         )
-        if answer is not None:
+        if answer is None:
+            return
+        if self._lost_its_turn(stream, answer):
+            await self._wait_awake(stream, action)
+        else:
             self._feed(stream, answer)
+
+    def _lost_its_turn(self, stream: Stream, answer: SelectReply | Unrouted) -> bool:
+        """Return whether routers know no worker because its model falls asleep, or has just woken: routers and this
+        frontend follow discovery independently."""
+        request = stream.request
+        if not isinstance(answer, SelectRefused) or answer.code not in ("no_instances", "unknown_model"):
+            return False
+        if not self._turn_waits.takes_turns(request.model):
+            return False
+        cards = self._runtime.directory.cards.values()
+        return self._turn_waits.is_asleep(request.model) or some_card_serves(cards, request.model, request.lora)
 
     async def _wait_awake(self, stream: Stream, action: SelectWorker) -> None:
         now, session = asyncio.get_running_loop().time, stream.session
         began_s = now()
-        why = await self._turn_waits.wait_awake(stream.request.model, lambda: session.is_choosing(action.attempt))
+        attempt, since_s = stream.turn_wait
+        if attempt != action.attempt:  # else it goes on: its model has been awake meanwhile, without this attempt
+            since_s = began_s
+            stream.turn_wait = action.attempt, began_s
+        is_wanted = partial(session.is_choosing, action.attempt)
+        why = await self._turn_waits.wait_awake(stream.request.model, since_s, is_wanted)
         slept_s = now() - began_s
         stream.slept_s += slept_s
         note = f"its model slept; it waited {slept_s:.1f} s for the model's turn"

@@ -86,6 +86,7 @@ async def chat_prompt(
 
 T = TypeVar("T")
 TOKENISED = "its prompt was tokenised"
+KNOWN = "its model was known"
 
 
 async def until(deadline_s: float, done: str, work: Awaitable[T]) -> T:

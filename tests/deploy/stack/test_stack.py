@@ -428,16 +428,19 @@ def test_the_settings_of_one_process_are_checked_service_by_service() -> None:
 
 
 def test_models_that_take_turns_have_a_worker_each_and_one_process_that_decides(tmp_path: Path) -> None:
-    models = (TurnModel("a", "/models/a"), TurnModel("b", "/models/b.gguf"))
-    options = msgspec.structs.replace(OPTIONS, workers=2, turns=models, awake=1)
+    models = (TurnModel("a", "/models/a"), TurnModel("b", "/models/b.gguf", "smollm2", {"top_p": 0.9}))
+    options = msgspec.structs.replace(OPTIONS, workers=2, turns=models, turns_device="host-cpu-1", awake=1)
     stack = planned(options, cores=8)
     decides = next(launch for launch in stack.launches if launch.program.name == "turns")
     assert "services.worker.turns" in decides.arguments
     turns = load(TurnsConfig, file=settings(stack, "turns", tmp_path), environ={})
-    assert (turns.device, turns.awake) == ("cpu", 1)
+    assert (turns.device, turns.awake) == ("host-cpu-1", 1)
+    frontend = load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={})
+    assert frontend.expected_models == ("a", "b")
     for index, model in enumerate(models):
         worker = load(WorkerConfig, file=settings(stack, f"worker-{index}", tmp_path), environ={})
         assert (worker.model, worker.model_name, worker.turns) == (model.path, model.name, turns.device)
+        assert (worker.chat_template, worker.sampling.top_p) == (model.chat_template, model.sampling.get("top_p"))
         assert worker.threads == 8
-    assert stack.by_turns
+    assert stack.by_turns == ("a", "b")
     assert not planned(OPTIONS).by_turns
