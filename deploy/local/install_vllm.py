@@ -36,13 +36,13 @@ OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 DISK_BYTES = 6 << 30
 """Room that the installation needs for a CPU; 2.4 GB stay."""
 STAMP = "headrace.json"
-_WITHOUT_OPERATORS = '''
+_WITHOUT_OPERATORS = """
 
 # Added by `headrace install-vllm`: torchvision describes these two even if its compiled part cannot be loaded.
 if not _has_ops():
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 _VERSION = r"[0-9]+(\.[0-9]+)+([a-z0-9.]*)"
 
 VllmDevice = Literal["cpu", "cuda"]
