@@ -22,7 +22,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import count
 from pathlib import Path
 
@@ -106,7 +106,13 @@ class KvbmEmbeddings:
             if found is not None:
                 return found, True
             began_s = time.monotonic()
-            embeddings = encode()
+            try:
+                embeddings = encode()
+            except Exception:
+                if session is not None:
+                    with suppress(HeadraceError, OSError):
+                        session.abort()  # others wait for it
+                raise
             took_s = time.monotonic() - began_s
             self._await_s = max(self._wait_s, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
             assert len(embeddings) == self._layout.kv.block_bytes
@@ -204,8 +210,7 @@ class _Session:
     def store(self, name: bytes, embeddings: bytes) -> None:
         """Store under this name, if this engine has a slot. Raise HeadraceError."""
         if self._granted is not None and time.monotonic() >= self._write_until_s:  # to encode took too long
-            SETTLED.decode(self._ask("abort", ABORT.encode(Abort(self._owner, self._granted.ticket))))
-            self._granted = None
+            self.abort()
             self.claim(name)
         granted = self._granted
         if granted is None:
@@ -217,6 +222,12 @@ class _Session:
         settled = SETTLED.decode(self._ask("commit", COMMIT.encode(commit)))
         if isinstance(settled, KvbmRefused):
             raise _Away(f"{settled.reason} ({settled.code})")
+
+    def abort(self) -> None:
+        """Give the slot back, if this engine has one. Raise HeadraceError."""
+        if self._granted is not None:
+            SETTLED.decode(self._ask("abort", ABORT.encode(Abort(self._owner, self._granted.ticket))))
+            self._granted = None
 
     def _ask(self, operation: KvbmOperation, payload: bytes, wait_s: float = 0.0) -> bytes:
         """Return the first answer, within `wait_s`, or as long as any other if that is 0. Raise _Away."""

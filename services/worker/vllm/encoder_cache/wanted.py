@@ -1,8 +1,8 @@
 """WantedImages: which images vLLM waits for, loads, or encodes for others. Pure.
 
-    want ──▶ asked ─┬─ the kvbm has it ─────▶ found ── place ──▶ a load of this step ─────────────────▶ forgotten
-                    ├─ it is to be encoded ──▶ due ─── place ──▶ a save of this step ─ delivered ─────▶ forgotten
-                    └─ no answer in time: encoded, and not stored ────────────────────────────────────▶ forgotten
+    want ──▶ asked ─┬─ the kvbm has it ──────────────────▶ found ── place ──▶ a load of this step ──▶ forgotten
+                    └─ it is to be encoded, or            due ─── place ──▶ encoding: a save of this step
+                       there is no answer in time ───────▶                       └─ delivered, too late ─▶ forgotten
 
 vLLM asks before each step whether a request may go on (`want`). One that needs an image which is asked for may not,
 while others compute. At most `most` images are asked for, held or encoded for others at once; others are encoded as
@@ -102,8 +102,7 @@ class WantedImages:
                 self._new.append(Asked(entry.number, image.key))
             entry.requests.add(request)
             if entry.state == "asked" and self._clock() - entry.since_s >= ANSWER_S:
-                self._give_up(image.name)
-                continue
+                entry.state = "due"
             may = may and entry.state != "asked"
         return may
 
