@@ -15,6 +15,8 @@ import pytest
 from services.kvbm.config import PoolConfig
 from services.kvbm.service import KvbmService
 from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import Prefetch, Submit
+from shared.hashing import pack_tokens
 from tests.kvbm.store_rig import serving, settings, until
 from tests.worker.engine.driven_engine import DrivenEngine
 from tests.worker.vllm.environment import ON_DEVICE, PYTHON, needs_vllm
@@ -43,11 +45,11 @@ def otherwise(pictures: Sequence[int]) -> list[int]:
 
 
 @asynccontextmanager
-async def engine(model: Path, pool: Path) -> AsyncIterator[DrivenEngine]:
+async def engine(model: Path, pool: Path, role: str = "aggregated") -> AsyncIterator[DrivenEngine]:
     arguments = {"num_gpu_blocks_override": 64, "enforce_eager": True, "dtype": "float32", **ON_DEVICE}
     given = {
         **{"model": str(model), "model_name": "eyes", "engine": "vllm", "block_size": BLOCK, "capacity_blocks": 0},
-        **{"vllm": arguments, "vllm_python": str(PYTHON), "threads": 1},
+        **{"vllm": arguments, "vllm_python": str(PYTHON), "threads": 1, "role": role},
         "kvbm": {"pool": str(pool), "embeddings": True, "wait_s": 60.0, "timeout_s": 4.0},
     }
     driven = await DrivenEngine.start(msgspec.convert(given, WorkerConfig))
@@ -103,11 +105,18 @@ async def test_blocks_and_embeddings_of_a_killed_engine_go_to_the_same_pictures_
             assert (one.load.encoder_entries, one.load.encoder_bytes > 0) == (2, True)
             await until(lambda: len(stored(store.service)) == 2 and stored(store.service)[1] == 2)
             await until(lambda: stored(store.service)[0] >= 2 * FULL)
+            first = {"images": images_of([0]), "prefill_only": True}
+            assert await one.answer("handed over", prompt_of([0]), GREEDY, **first) == alone[0][:1]
             os.kill(one.process.pid or 0, signal.SIGKILL)
             await one.until(lambda: one.gone)
-        async with engine(model, directory) as two:
+        async with engine(model, directory, "decode") as two:
+            packed, images = pack_tokens(asked[1][0]), images_of([1])
+            expected = Submit("1", 1, "f", packed, len(packed) // 4, GREEDY, time_left_s=60.0, images=images)
+            two.process.submit(Prefetch(expected))
+            await two.until(lambda: two.load.prefetched_blocks == FULL)
             assert await answer(two, 1) == FULL * BLOCK
-            assert await answer(two, 0) == FULL * BLOCK
+            rest = await two.answer("rest", prompt_of([0]), GREEDY, output=alone[0][:1], images=images_of([0]))
+            assert (rest, two.parts["rest"][-1].cached_tokens) == (alone[0][1:], FULL * BLOCK)
             await counted(two, 0, 0, 0)
             assert await answer(two, 2) == 0, "another text before the picture"
             await counted(two, 0, 0, 1)

@@ -12,6 +12,7 @@ from tests.worker.native.golden.cases import CASES, IMAGE_STARTS, LLAVAS, image_
 from tests.worker.vllm.environment import ON_DEVICE, PYTHON, run_there
 
 BLOCK = 32
+IMAGE_TOKENS = 16
 GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 HAS_TORCHVISION = bool(list(PYTHON.parents[1].glob("lib/python*/site-packages/torchvision")))
 """Whether this vLLM takes models that see."""
@@ -55,11 +56,12 @@ def prompt_of(pictures: Sequence[int]) -> list[int]:
     return [*image_prompt(16, IMAGE_STARTS[: len(pictures)]), *_PROMPT[60:]]
 
 
-def one_token_each(tokens: Sequence[int], images: Sequence[Image]) -> list[int]:
+def one_token_each(tokens: Sequence[int]) -> list[int]:
     """Return the prompt as a user of vLLM has it, who leaves it to vLLM to give an image its tokens."""
-    prompt = list(tokens)
-    for each in reversed(images):
-        prompt[each.start : each.start + each.tokens] = [IMAGE_TOKEN]
+    prompt, at = list[int](), 0
+    while at < len(tokens):
+        prompt.append(tokens[at])
+        at += IMAGE_TOKENS if tokens[at] == IMAGE_TOKEN else 1
     return prompt
 
 
@@ -72,8 +74,7 @@ def answers_alone(model: Path, prompts: Sequence[tuple[list[int], Sequence[int]]
     """Return the answers of vLLM alone to prompts, each with the numbers of its pictures, after comparing our pixels
     with those of transformers."""
     given = [
-        (one_token_each(tokens, images_of(each)), [image_pixels(28, number).tolist() for number in each])
-        for tokens, each in prompts
+        (one_token_each(tokens), [image_pixels(28, number).tolist() for number in each]) for tokens, each in prompts
     ]
     call = f"\nif __name__ == '__main__':\n    main({str(model)!r}, {given!r}, {ON_DEVICE!r})"
     answers, equal, apart = run_there(_ALONE + call)
