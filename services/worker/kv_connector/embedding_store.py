@@ -87,7 +87,7 @@ class KvbmEmbeddings:
 
     def __init__(self, directory: Path, worker: str, layout: StoreLayout, wait_s: float | None = None) -> None:
         """`layout` is that of embeddings: its `block_bytes` are the size of an image's. Each answer is waited for
-        `wait_s`, None: WAIT_S."""
+        `wait_s` seconds. None means WAIT_S."""
         self._directory = directory
         self._worker = worker
         self._layout = layout

@@ -27,7 +27,7 @@ class EngineStats:
         self.prefetched_blocks = 0
         """Blocks that were loaded for expected prompts, since the start."""
         self.images = ImageCounts()
-        """Of the engine's images, if they are exchanged with the kvbm."""
+        """What has become of images. All 0 unless their embeddings are exchanged with the kvbm."""
         self._queried_tokens = self._found_tokens = 0
         self.steps = 0
         self._step_tokens = 0

@@ -169,7 +169,7 @@ class WantedImages:
         return given_up
 
     def answer(self, number: int, embeddings: bytes) -> None:
-        """A question was answered. Empty: the image is to be encoded."""
+        """A question was answered. Without embeddings, the image is to be encoded."""
         for entry in self._entries.values():
             if entry.number == number and entry.state == "asked":
                 entry.state, entry.embeddings = ("found", embeddings) if embeddings else ("due", b"")

@@ -1,4 +1,4 @@
-"""services/worker/vllm/encoder_cache/exchange.py: images go to a real kvbm and come from there, and where there is none
+"""services/worker/vllm/encoder_cache/exchange.py: images go to a real kvbm and come from there, and if there is none
 the answer is to encode."""
 
 from __future__ import annotations

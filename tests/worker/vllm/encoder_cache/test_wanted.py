@@ -154,7 +154,7 @@ class WantedMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.living)
     @rule(evict=st.booleans(), room=st.integers(0, 3))
     def step(self, evict: bool, room: int) -> None:
-        """One step of vLLM, which has room for so many new images."""
+        """One step of vLLM, which has room for `room` new images."""
         evicted = set(list(self.kept)[:1]) if evict else set()
         self.kept -= evicted
         computed, loads, placed = [], set(), []
