@@ -66,7 +66,8 @@ class EmbeddingExchange:
         thread.start()
 
     def answers(self) -> list[tuple[int, bytes]]:
-        """Return the answers since the last call: the question's number, and the embeddings. Empty if the image is to be encoded."""
+        """Return the answers since the last call: the question's number, and the embeddings. Empty if the image is to
+        be encoded."""
         return _drain(self._answers)
 
     def deliver(self, number: int, embeddings: bytes) -> None:
