@@ -132,6 +132,12 @@ def join_extra(images: Iterable[tuple[bytes, int]]) -> bytes:
     return b"".join(_IMAGE.pack(key, start) for key, start in images)
 
 
+def salted_image_key(key: bytes, salt: str) -> bytes:
+    """Return the key of an image's embeddings for a tenant salt, which may be empty: how fast an answer comes must not
+    say which images other tenants have sent."""
+    return hashlib.sha256(salt.encode() + key).digest() if salt else key
+
+
 def sequence_hashes(
     packed: bytes,
     block_size: int,

@@ -476,6 +476,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return "kvbm.offload is evicted, which vLLM does not show; set filled or off"
         if "kv_transfer_config" in self.vllm or "kv-transfer-config" in self.vllm:
             return "vllm.kv_transfer_config is set, and so is kvbm.pool; set one of them"
+        if self.kvbm.embeddings and ("ec_transfer_config" in self.vllm or "ec-transfer-config" in self.vllm):
+            return "vllm.ec_transfer_config is set, and so is kvbm.embeddings; set one of them"
         return ""
 
     @property

@@ -26,7 +26,7 @@ import select
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import count
 from pathlib import Path
 
@@ -93,11 +93,13 @@ class _Late(_Away):
 class KvbmEmbeddings:
     """An `EmbeddingStore` in the kvbm of a pool's directory. Belongs to one thread."""
 
-    def __init__(self, directory: Path, worker: str, layout: StoreLayout) -> None:
-        """`layout` is that of embeddings: its `block_bytes` are the size of an image's."""
+    def __init__(self, directory: Path, worker: str, layout: StoreLayout, wait_s: float | None = None) -> None:
+        """`layout` is that of embeddings: its `block_bytes` are the size of an image's. Each answer is waited for
+        `wait_s` seconds. None means WAIT_S."""
         self._directory = directory
         self._worker = worker
         self._layout = layout
+        self._wait_s = WAIT_S if wait_s is None else wait_s
         self._retry_s = 0.0
         self._await_s = LEAST_AWAIT_S
         """Seconds for which an image is waited for that another engine encodes."""
@@ -115,9 +117,15 @@ class KvbmEmbeddings:
             if found is not None:
                 return found, True
             began_s = time.monotonic()
-            embeddings = encode()
+            try:
+                embeddings = encode()
+            except Exception:
+                if session is not None:
+                    with suppress(HeadraceError, OSError):
+                        session.abort()  # others wait for it
+                raise
             took_s = time.monotonic() - began_s
-            self._await_s = max(WAIT_S, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
+            self._await_s = max(self._wait_s, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
             assert len(embeddings) == self._layout.kv.block_bytes
             if session is None:
                 self._owe(name, embeddings)
@@ -160,7 +168,7 @@ class KvbmEmbeddings:
         if time.monotonic() < self._retry_s:
             return None, None
         try:
-            session = _Session(opened, self._directory, self._worker, self._layout)
+            session = _Session(opened, self._directory, self._worker, self._layout, self._wait_s)
             found = session.fetch(name)
             if found is None and not session.claim(name):
                 found = session.await_other(name, self._await_s)
@@ -181,8 +189,9 @@ class KvbmEmbeddings:
 class _Session:
     """An engine process at its kvbm, for one image."""
 
-    def __init__(self, opened: ExitStack, directory: Path, worker: str, layout: StoreLayout) -> None:
+    def __init__(self, opened: ExitStack, directory: Path, worker: str, layout: StoreLayout, wait_s: float) -> None:
         """Attach, until `opened` is closed. Raise HeadraceError, OSError."""
+        self._wait_s = wait_s
         self._client = opened.enter_context(closing(SocketClient(directory)))
         attachment = opened.enter_context(closing(PoolAttachment(directory, worker)))
         self._numbers = count(1)
@@ -191,10 +200,10 @@ class _Session:
         self._granted: Granted | None = None
         """The slot for what this engine encodes. None if it has none."""
         self._write_until_s = 0.0
-        if not isinstance(self._hear(WAIT_S), KvbmUp):
+        if not isinstance(self._hear(wait_s), KvbmUp):
             raise _Away("it does not begin with its name")
         self._owner = attachment.hold()
-        attached = ATTACH_REPLY.decode(self._ask("attach", ATTACH.encode(Attach(worker, self._owner, layout, WAIT_S))))
+        attached = ATTACH_REPLY.decode(self._ask("attach", ATTACH.encode(Attach(worker, self._owner, layout, wait_s))))
         if isinstance(attached, KvbmRefused):
             raise _Away(f"{attached.reason} ({attached.code})")
         self._slots = attachment.map(attached)
@@ -204,7 +213,7 @@ class _Session:
     def fetch(self, name: bytes, *, await_s: float = 0.0) -> bytes | None:
         """Return what is stored under this name; if nothing is, what another engine stores within `await_s`, if it is
         not 0. None if there is nothing. Raise HeadraceError."""
-        wait_s = await_s or WAIT_S
+        wait_s = await_s or self._wait_s
         until_s = time.monotonic() + wait_s
         ask = FETCH.encode(Fetch(self._owner, name, awaits=await_s > 0))
         fetched = FETCH_REPLY.decode(self._ask("fetch", ask, wait_s))
@@ -242,8 +251,7 @@ class _Session:
     def store(self, name: bytes, embeddings: bytes) -> None:
         """Store under this name, if this engine has a slot. Raise HeadraceError."""
         if self._granted is not None and time.monotonic() >= self._write_until_s:  # to encode took too long
-            SETTLED.decode(self._ask("abort", ABORT.encode(Abort(self._owner, self._granted.ticket))))
-            self._granted = None
+            self.abort()
             self.claim(name)
         granted = self._granted
         if granted is None:
@@ -256,10 +264,16 @@ class _Session:
         if isinstance(settled, KvbmRefused):
             raise _Away(f"{settled.reason} ({settled.code})")
 
+    def abort(self) -> None:
+        """Give the slot back, if this engine has one. Raise HeadraceError."""
+        if self._granted is not None:
+            SETTLED.decode(self._ask("abort", ABORT.encode(Abort(self._owner, self._granted.ticket))))
+            self._granted = None
+
     def _ask(self, operation: KvbmOperation, payload: bytes, wait_s: float = 0.0) -> bytes:
-        """Return the first answer, within `wait_s`, or WAIT_S if that is 0. Raise _Away."""
-        wait_s = wait_s or WAIT_S
-        ask = KvbmAsk(next(self._numbers), operation, payload, wait_s + WAIT_S)
+        """Return the first answer, within `wait_s`, or as long as any other if that is 0. Raise _Away."""
+        wait_s = wait_s or self._wait_s
+        ask = KvbmAsk(next(self._numbers), operation, payload, wait_s + self._wait_s)
         self._heard.extend(self._client.send(ask, time.monotonic()))
         return self._answer(wait_s)
 

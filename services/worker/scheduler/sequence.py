@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from math import inf
 from sys import intern
 
@@ -24,6 +23,7 @@ from shared.hashing import (
     image_extras,
     pack_tokens,
     root_key,
+    salted_image_key,
     token_array,
 )
 from shared.messages.frames import FinishReason, Part
@@ -267,11 +267,10 @@ def rank_of(sequence: Sequence) -> tuple[int, float, int]:
 
 
 def _salted(images: tuple[Image, ...], salt: str) -> tuple[Image, ...]:
-    """Return the images with other keys for each tenant salt: how fast an answer comes must not say which images other
-    tenants have sent."""
+    """Return the images with other keys for each tenant salt."""
     if not salt:
         return images
-    return tuple(replace(image, key=sha256(salt.encode() + image.key).digest()) for image in images)
+    return tuple(replace(image, key=salted_image_key(image.key, salt)) for image in images)
 
 
 def _keys(

@@ -120,6 +120,18 @@ async def test_an_image_that_takes_longer_to_encode_than_kvbm_keeps_a_slot_is_st
         assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
 
 
+async def test_an_image_that_cannot_be_encoded_is_encoded_by_the_next_engine_at_once(tmp_path: Path) -> None:
+    def broken() -> bytes:
+        raise RuntimeError("no memory")
+
+    async with serving(tmp_path / "pool"):
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+        with pytest.raises(RuntimeError, match="no memory"):
+            await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, broken)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, lambda: A) == (A, False)
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+
+
 async def test_the_least_used_embeddings_give_way_as_blocks_do(tmp_path: Path) -> None:
     async with serving(tmp_path / "pool", size_bytes=128 << 10) as served:
         store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
