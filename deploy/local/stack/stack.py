@@ -412,14 +412,17 @@ def worker_settings(
     if options.vllm_gpus:
         settings |= {"vllm_gpus": options.vllm_gpus[index]}
     if options.gpus is not None:
-        settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
+        settings |= {"device": "cuda", "cuda": _cuda(options, options.gpus, index)}
     return settings
 
 
-def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
-    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory."""
-    gpu = worker % gpus.count
-    sharing = len(range(gpu, workers, gpus.count))
+def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
+    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory; models take turns on the
+    first one."""
+    gpu, sharing = 0, options.awake
+    if not options.turns:
+        gpu = worker % gpus.count
+        sharing = len(range(gpu, options.workers, gpus.count))
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 

@@ -78,6 +78,7 @@ class CudaRunner:
         settings: CudaConfig,
         *,
         capacity_blocks: int,
+        first_blocks: int = 0,
         block_size: int = 16,
         max_running: int = 64,
         max_rows: int = MAX_STEP_TOKENS,
@@ -93,6 +94,7 @@ class CudaRunner:
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
+        Until it has slept, it has only `first_blocks` of its blocks, unless that is 0: enough for the first tokens.
         A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `shares_blocks`
         other engines can copy blocks, if the GPU has memory that they can map. `shared` has loaded the weights, if the
         memory service keeps them. `progress` is called with the share of
@@ -124,6 +126,8 @@ class CudaRunner:
         self._digest = digest
         self._limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
         self._graph_rows = graph_rows(settings, max_running)
+        self._blocks = min(first_blocks or capacity_blocks, capacity_blocks)
+        """How many blocks of KV there are at present."""
         self._loras = LoraStore(
             config, most_rank=lora_rank, most_bytes=lora_bytes, place=lambda layers: place_lora(layers, element_type)
         )
@@ -157,7 +161,7 @@ class CudaRunner:
         """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room."""
         facts, config, settings, limits = self._facts, self._config, self._settings, self._limits
         element_type, layout = settings.dtype, facts.kv_layout
-        model, blocks = facts.path or "the model", facts.capacity_blocks
+        model, blocks = facts.path or "the model", self._blocks
         self._weights = weights
         with self.stream, cp.cuda.using_allocator(self._memory.allocator()):
             with no_room_as_model_error(model, f"{blocks} blocks of KV of {layout.block_bytes} bytes"):
@@ -323,6 +327,7 @@ class CudaRunner:
 
     def _wake(self) -> str:
         failed, copier = "", None
+        self._blocks = self._facts.capacity_blocks
         try:
             with no_room_as_model_error(self._facts.path, "the weights"):
                 self._take_memory(self._weights_again(), lambda _share: None)
