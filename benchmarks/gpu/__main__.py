@@ -7,10 +7,11 @@
     attention the attention of prompts alone, and cuDNN's
     sampling  whole steps with each kind of sampling, of greedy's
     first     the first token of a prompt whose blocks are in kvbm's memory
+    lifetimes starts, sleeps, take-overs and turns of engines
     serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm
 
 Each part is a benchmark of its own (`python -m benchmarks.gpu.PART`), whose docstring says what could mislead. It runs
-in a process of its own, so that all of the GPU's memory is free for the next one. `first` and `serving` need a model of
+in a process of its own, so that all of the GPU's memory is free for the next one. `first`, `lifetimes` and `serving` need a model of
 15 GB, which is written into the tmpfs and removed again, unless --model names a directory that `benchmarks.gpu.model`
 has written.
 
@@ -32,7 +33,7 @@ from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.gpu.table import PARTS, lines
 from benchmarks.report import ROOT, Goal, report
 
-SERVED = ("first", "serving")
+SERVED = ("first", "lifetimes", "serving")
 """Parts that take a model's directory."""
 POOLED = ("copies", "beside", *SERVED)
 """Parts that take a tmpfs."""
