@@ -10,7 +10,7 @@
 The first two parts drive an engine process through its channel; times are those of its reports. A start goes from the
 spawn of the process to the first token of a prompt of 64 tokens; its kernels are compiled before. The others ask over
 HTTP. A take-over goes from the kill to the next token of the stream, which one worker alone can go on with. A turn goes
-from the request to the first token while the other model is awake, idle for 1.5 s. The median counts, of the rows' `all`.
+from the request to the first token while the other model is awake, idle for 1.5 s. A row has the median of its `all`.
 
 A part that fails is a row that says why, and the others go on. Each row is also printed to stderr as it comes.
 
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import cycle, islice, pairwise
@@ -303,7 +303,7 @@ def _up(flags: argparse.Namespace, *more: str, shares_weights: bool) -> Iterator
             yield up
 
 
-def _stream(up: Up, model: str, tokens: int) -> Iterator[float]:
+def _stream(up: Up, model: str, tokens: int) -> Generator[float]:
     """Ask for tokens; yield when each chunk with text came. Raise SystemExit if the answer fails."""
     url = urlsplit(up.url)
     assert url.hostname is not None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from services.worker.memory.ledger import LedgerLimits
 from tests.integration.kinds import CPU, GPU, GPU_16_BITS, Kind, params
 from tests.tiny_model import write_tiny_model
 from tests.worker.memory.test_service import serving
-from tests.worker.shell import NAMESPACE, endless, running_worker
+from tests.worker.shell import NAMESPACE, Shell, endless, running_worker
 from tests.worker.test_standby import computed, engine_pid, standing_by
 
 pytestmark = pytest.mark.timeout(900)
@@ -41,6 +42,10 @@ def worker_config(tmp_path: Path, kind: Kind, **more: Any) -> WorkerConfig:
     return msgspec.convert(own | more, WorkerConfig)
 
 
+def streams(shell: Shell, name: str) -> bool:
+    return len(shell.peer.tokens(name)) > 1
+
+
 async def taken_over_twice(config: WorkerConfig) -> None:
     """Kill the engine beside a stream, twice."""
     async with running_worker(config) as shell:
@@ -48,7 +53,7 @@ async def taken_over_twice(config: WorkerConfig) -> None:
         for name in ("r", "s"):
             waiting = await standing_by(shell)
             await shell.peer.generate(endless(name))
-            await shell.peer.until(lambda name=name: len(shell.peer.tokens(name)) > 1)
+            await shell.peer.until(partial(streams, shell, name))
             os.kill(engine_pid(shell), signal.SIGKILL)
             assert await shell.peer.ended(name) == "error"
             assert await computed(shell, f"after {name}") == first

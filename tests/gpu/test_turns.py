@@ -26,10 +26,10 @@ MODELS = ("one", "two")
 def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("models")
     models = ",".join(str(write_tiny_model(folder / name, seed=seed)) for seed, name in enumerate(MODELS, 2))
-    flags = (*ONE_EACH, *QUICK, "--models", models, "--device", "cuda", "--cuda", "dtype=float32")
-    flags += ("--discovery", "file", "--kvbm-bytes", "0")
+    flags = [*ONE_EACH, *QUICK, "--models", models, "--device", "cuda", "--cuda", "dtype=float32"]
+    flags += ["--discovery", "file", "--kvbm-bytes", "0"]
     if request.param != "alone":
-        flags += ("--weights-bytes", "1G")
+        flags += ["--weights-bytes", "1G"]
     with running(tmp_path_factory.mktemp("up"), *flags) as stack:
         yield stack
 

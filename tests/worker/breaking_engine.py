@@ -8,7 +8,7 @@ from typing import NoReturn
 from services.worker import engine_main
 
 
-def _break(*_: object) -> NoReturn:
+def _break(*_: object, **_more: object) -> NoReturn:
     raise RuntimeError("weights\nof two lines")
 
 
