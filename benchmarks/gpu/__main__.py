@@ -7,6 +7,7 @@
     kernels   where the time of these steps goes, kernel by kernel
     attention the attention of prompts alone, and cuDNN's
     sampling  whole steps with each kind of sampling, of greedy's
+    images    a vision tower, of torch's, and embeddings from a pool to the GPU
     first     the first token of a prompt whose blocks are in kvbm's memory
     lifetimes starts, sleeps, take-overs and turns of engines
     serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm
@@ -36,7 +37,7 @@ from benchmarks.report import ROOT, Goal, report
 
 SERVED = ("first", "lifetimes", "serving")
 """Parts that take a model's directory."""
-POOLED = ("copies", "beside", *SERVED)
+POOLED = ("copies", "beside", "images", *SERVED)
 """Parts that take a tmpfs."""
 
 

@@ -13,5 +13,5 @@ def _break(*_: object, **_more: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    engine_main._load = _break  # type: ignore[assignment]
+    engine_main._load = _break
     sys.exit(engine_main.main(sys.argv[1:]))

@@ -78,7 +78,8 @@ class Kernels:
         if not self.can_begin_early:
             return self
         kernels = {name: getattr(self, name) for name in EARLY}
-        return replace(self, **{name: EarlyKernel(kernel) for name, kernel in kernels.items() if kernel is not None})
+        early: dict[str, Any] = {name: EarlyKernel(each) for name, each in kernels.items() if each is not None}
+        return replace(self, **early)
 
 
 EARLY = ("rms_norm", "swiglu", "rotate_and_store", "row_product", "row_swiglu", "attend_decode", "merge_splits")

@@ -24,6 +24,7 @@ from services.worker.config import Dtype
 from services.worker.native.bfloat16 import to_bfloat16
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
+from services.worker.native.cuda.buffers import pinned_array
 from services.worker.native.cuda.kernels import PREFILL_ROWS, VisionKernels, compile_vision
 from services.worker.native.cuda.weights import DTYPES
 from services.worker.native.linear import Array
@@ -105,8 +106,12 @@ class CudaVisionTower:
         """Return the embeddings (images, tokens, width of the decoder), float32 on the device, of images whose pixels
         are RGB bytes, row by row. They are computed when the stream is done."""
         turns = [images[first : first + self._most_images] for first in range(0, len(images), self._most_images)]
+        embeddings: list[Array] = []
+        for turn in turns:
+            self._put(turn)
+            embeddings.append(self.compute(len(turn)))
         with self._stream:
-            return cp.concatenate([self._encode(turn) for turn in turns])
+            return cp.concatenate(embeddings)
 
     def close(self) -> None:
         """Wait for the device; nothing may follow."""
@@ -175,6 +180,9 @@ class CudaVisionTower:
         rows, hidden, patches = images * self._positions, config.hidden, images * config.patches
         self._slots = -(-self._positions // BLOCK_SIZE)
         self._pixels = cp.empty((images, config.image_size, config.image_size, 3), cp.uint8)
+        self._staged = pinned_array(self._pixels.size, np.uint8)
+        self._pixels_left = cp.cuda.Event(disable_timing=True)
+        """Happens when the staged pixels can be overwritten."""
         self._patches = cp.empty((patches, self._patch_row), dtype)
         self._embedded = cp.empty((patches, hidden), cp.float32)
         self._hidden = cp.empty((rows, hidden), cp.float32)
@@ -202,11 +210,24 @@ class CudaVisionTower:
 
     # --- a turn
 
-    def _encode(self, images: Sequence[bytes]) -> Array:
-        config, count = self._config, len(images)
-        rows = count * self._positions
-        shape = (count, config.image_size, config.image_size, 3)
-        self._pixels[:count].set(np.frombuffer(b"".join(images), np.uint8).reshape(shape))
+    def _put(self, images: Sequence[bytes]) -> None:
+        """Copy the pixels of a turn to the device."""
+        self._pixels_left.synchronize()
+        size_bytes = self._pixels[0].size
+        for number, pixels in enumerate(images):
+            self._staged[number * size_bytes : (number + 1) * size_bytes] = np.frombuffer(pixels, np.uint8)
+        count = len(images)
+        with self._stream:
+            self._pixels[:count].set(self._staged[: count * size_bytes].reshape(self._pixels[:count].shape))
+            self._pixels_left.record(self._stream)
+
+    def compute(self, count: int) -> Array:
+        """Enqueue the embeddings of the `count` images whose pixels are on the device, at most `most_images`."""
+        with self._stream:
+            return self._computed(count)
+
+    def _computed(self, count: int) -> Array:
+        config, rows = self._config, count * self._positions
         self._embed(count)
         taken = count * self._tokens
         features, projected = self._features[:taken], self._projected[:taken]
@@ -264,14 +285,14 @@ class CudaVisionTower:
         window = np.int32(1 << 30)
         paging = (self._last, self._table, self._starts, stride, zero, heads)
         if prefill is None:
-            arguments = (self._attended, self._q, self._pages, self._every_row, *paging, np.float32(scale), window)
-            self._kernels.attend_any((config.heads, rows), (128,), arguments)
+            every = (self._attended, self._q, self._pages, self._every_row, *paging, np.float32(scale), window)
+            self._kernels.attend_any((config.heads, rows), (128,), every)
             return
-        arguments = (self._attended, self._q, self._q, self._pages, self._tiles, *paging)
+        tiled = (self._attended, self._q, self._q, self._pages, self._tiles, *paging)
         prefill.kernel(
             (config.heads, count * self._tiles_of_image),
             (prefill.threads,),
-            (*arguments, np.float32(scale * math.log2(math.e)), window),
+            (*tiled, np.float32(scale * math.log2(math.e)), window),
             shared_mem=prefill.shared_bytes,
         )
 
