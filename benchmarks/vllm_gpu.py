@@ -79,7 +79,8 @@ START_LIMIT_S = 300.0
 def arguments(flags: argparse.Namespace) -> dict[str, Any]:
     """Return vLLM's arguments, the same for all that run."""
     if flags.device == "cpu":
-        return {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
+        dtype = getattr(flags, "dtype", "float32")
+        return {"dtype": dtype, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     own = {"dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": MAX_RUNNING, "block_size": 16}
     own |= {"max_num_batched_tokens": flags.step_tokens, "kv_cache_memory_bytes": KV_BYTES}
     return own | {"gpu_memory_utilization": 0.28}  # read only to see whether that much is free
@@ -356,6 +357,7 @@ def engines(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
         asyncio.run(engine_rows(name, name, model, flags, rows))
     if flags.gptq:
         with tempfile.TemporaryDirectory(prefix="gptq-", dir=flags.memory) as directory:
+            flags.dtype = "bfloat16"
             asyncio.run(engine_rows(GPTQ, "vllm", write_gptq_model(Path(directory), model), flags, rows))
     steps = {(row["engine"], row["batch"]): row["step_ms"] for row in rows if row["what"] == "decode"}
     goals = []
@@ -393,7 +395,7 @@ def ask(port: int, prompt: Sequence[int], most: int = 16) -> tuple[float, float,
 def connector(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
     """Measure first tokens of computed and of loaded prompts, the rates of both copies, and streams meanwhile."""
     small = flags.device == "cpu"
-    count, blocks = (256, 24) if small else (PROMPT_TOKENS, FEW_BLOCKS)
+    count, blocks = (512, 70) if small else (PROMPT_TOKENS, FEW_BLOCKS)
     draw = Random(3)
     prompts = [[draw.randrange(100, 300 if small else 48_000) for _ in range(count)] for _ in range(PROMPTS)]
     with (

@@ -72,7 +72,9 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None], *, st
         use_gpu(cuda.gpu)
     # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
     directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
-    config = msgspec.structs.replace(read_config(directory), vision=None)  # its text part alone: the card says so
+    config = read_config(directory)
+    if not settings.most_images:
+        config = msgspec.structs.replace(config, vision=None)
     with no_room_as_model_error(str(directory), "CUDA itself"):
         free_bytes, total_bytes = runtime.memGetInfo()
     shapes = Checkpoint(directory, config).shapes
@@ -86,7 +88,8 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None], *, st
         memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
         cp.cuda.set_allocator(memory.allocator())
         with no_room_as_model_error(str(directory), "the weights"):
-            shared = cuda_weights_of(settings, directory, config, shapes)
+            text = msgspec.structs.replace(config, vision=None)  # each engine has a vision tower of its own
+            shared = cuda_weights_of(settings, directory, text, Checkpoint(directory, text).shapes)
             weights = _weights(
                 *(directory, config, cuda.dtype, shared),
                 lambda share: progress(Loading("copying weights to the GPU", share)),
@@ -110,6 +113,8 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None], *, st
             path=str(directory),
             digest=digest,
             grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
+            most_images=settings.most_images if config.vision is not None else 0,
+            encoder_cache_bytes=settings.encoder_cache_bytes,
             progress=lambda share: progress(Loading("capturing graphs", share)),
         )
 

@@ -83,7 +83,8 @@ class CudaVisionTower:
         self._width = decoder_hidden
         self._element_type = element_type
         self._most_images = most_images
-        self._stream = stream
+        self.stream = stream
+        """The stream on which everything is computed."""
         with stream:
             self._load(weights)
             self._allocate()
@@ -110,12 +111,12 @@ class CudaVisionTower:
         for turn in turns:
             self._put(turn)
             embeddings.append(self.compute(len(turn)))
-        with self._stream:
+        with self.stream:
             return cp.concatenate(embeddings)
 
     def close(self) -> None:
         """Wait for the device; nothing may follow."""
-        self._stream.synchronize()
+        self.stream.synchronize()
         self._blas.close()
 
     # --- what is made once
@@ -176,7 +177,8 @@ class CudaVisionTower:
         """Allocate what `most_images` need."""
         config, images, dtype = self._config, self._most_images, DTYPES[self._element_type]
         self._positions = config.patches + config.has_class
-        self._tokens = self._positions - config.drops_first
+        self.tokens = self._positions - config.drops_first
+        """How many embeddings an image has."""
         rows, hidden, patches = images * self._positions, config.hidden, images * config.patches
         self._slots = -(-self._positions // BLOCK_SIZE)
         self._pixels = cp.empty((images, config.image_size, config.image_size, 3), cp.uint8)
@@ -192,8 +194,8 @@ class CudaVisionTower:
         self._pages = cp.empty((images * self._slots, 2, BLOCK_SIZE, hidden), dtype)
         self._attended = cp.empty((rows, hidden), dtype)
         self._wide = cp.empty((rows, config.intermediate), dtype)
-        self._features = cp.empty((images * self._tokens, hidden * len(config.features)), dtype)
-        self._projected = cp.empty((images * self._tokens, self._width), dtype)
+        self._features = cp.empty((images * self.tokens, hidden * len(config.features)), dtype)
+        self._projected = cp.empty((images * self.tokens, self._width), dtype)
         # Each row attends to all positions of its image; tiles do not go beyond one.
         image, place = np.divmod(np.arange(rows, dtype=np.int32), self._positions)
         tiles = [
@@ -217,19 +219,19 @@ class CudaVisionTower:
         for number, pixels in enumerate(images):
             self._staged[number * size_bytes : (number + 1) * size_bytes] = np.frombuffer(pixels, np.uint8)
         count = len(images)
-        with self._stream:
+        with self.stream:
             self._pixels[:count].set(self._staged[: count * size_bytes].reshape(self._pixels[:count].shape))
-            self._pixels_left.record(self._stream)
+            self._pixels_left.record(self.stream)
 
     def compute(self, count: int) -> Array:
         """Enqueue the embeddings of the `count` images whose pixels are on the device, at most `most_images`."""
-        with self._stream:
+        with self.stream:
             return self._computed(count)
 
     def _computed(self, count: int) -> Array:
         config, rows = self._config, count * self._positions
         self._embed(count)
-        taken = count * self._tokens
+        taken = count * self.tokens
         features, projected = self._features[:taken], self._projected[:taken]
         bias: Array | None = None
         self._take(0, count, bias)
@@ -244,7 +246,7 @@ class CudaVisionTower:
         self._blas.product(out, projected, second.weight)
         if second.bias is not None:
             self._kernels.add_bias((taken,), (_THREADS,), (out, second.bias, np.int32(self._width)))
-        return out.reshape(count, self._tokens, self._width)
+        return out.reshape(count, self.tokens, self._width)
 
     def _embed(self, count: int) -> None:
         """Compute the first states."""
@@ -316,7 +318,24 @@ class CudaVisionTower:
                 sizes = (self._positions, int(config.drops_first), config.hidden, self._features.shape[1])
                 counts = (np.int32(each) for each in (*sizes, column * config.hidden))
                 arguments = (self._features, self._hidden, _pointer(bias), *counts)
-                self._kernels.take_features((count * self._tokens,), (_THREADS,), arguments)
+                self._kernels.take_features((count * self.tokens,), (_THREADS,), arguments)
+
+
+class OneByOne:
+    """A tower that is asked for one image at a time, and gives embeddings in host memory: an ImageEncoder's."""
+
+    def __init__(self, tower: CudaVisionTower) -> None:
+        self._tower = tower
+
+    @property
+    def tokens(self) -> int:
+        """How many embeddings an image has."""
+        return self._tower.tokens
+
+    def encode(self, pixels: bytes) -> Array:
+        """Return the embeddings (tokens, width of the decoder) of an image. The device is waited for."""
+        with self._tower.stream:
+            return cp.asnumpy(self._tower.encode([pixels])[0])
 
 
 def _pointer(array: Array | None) -> Any:
