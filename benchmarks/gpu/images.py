@@ -179,7 +179,7 @@ def _whole_ms(tower: Any, stream: Any, images: list[bytes]) -> float:
 
 
 class TorchTower:
-    """The same tower in torch, bfloat16."""
+    """A tower of the same arithmetic in torch, bfloat16."""
 
     def __init__(self, config: VisionConfig, weights: Mapping[str, NDArray[np.float32]], images: list[bytes]) -> None:
         """Copy weights and images to the device. Raise ImportError without torch."""

@@ -162,7 +162,7 @@ def _rows(config: ModelConfig, runner: CudaRunner, name: str, works: list[Work],
 
 
 def _held(runner: CudaRunner, enqueue: Callable[[], R]) -> R:
-    """Enqueue work behind a kernel that spins, so that the GPU has all of it when it begins."""
+    """Enqueue work after a kernel that spins, so that the GPU has all of it when it begins."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
     import numpy as np
 

@@ -2,7 +2,7 @@
 
     alone     an engine without a memory service: its start, stage by stage, a sleep of each level, a kill and a start
     service   the same with its weights in a memory service, and what a second engine of the model takes of the GPU
-    standby   `up` with one worker, whose engine is killed beside a stream: with a standby, and without
+    standby   `up` with one worker, whose engine is killed next to a stream: with a standby, and without
     turns     `up --models` with two models, of which each is asked in turn: with a memory service, and without
 
     python -m benchmarks.gpu.lifetimes [--only PART …] [--model DIRECTORY] [--memory TMPFS] [--quick] [--json]
@@ -59,7 +59,7 @@ SERVICE_BYTES = 48 << 30
 PROMPT = [7 + number * 13 % 300 for number in range(64)]
 LIMIT_S = 120.0
 STREAM_TOKENS, AFTER_TOKENS = 4000, 200
-"""Tokens of a stream beside which the engine is killed, and how many of them are awaited after that."""
+"""Tokens of a stream during which the engine is killed, and how many of them are awaited after that."""
 SHARES = {False: 0.85, True: 0.7}
 """The part of the GPU for an `up`, without a memory service and with one, which keeps the weights of both models."""
 
@@ -332,7 +332,7 @@ def _gauge(up: Up, name: str) -> float:
 
 
 def standby(flags: argparse.Namespace, model: Path) -> Rows:
-    """Kill the engine beside a stream, with a standby and without."""
+    """Kill the engine during a stream, with a standby and without."""
     for stands_by in (True, False):
         how, more = ("a standby", ("--standby",)) if stands_by else ("no standby", ())
         gaps: list[float] = []
@@ -367,7 +367,7 @@ def _by_age(pid: int) -> list[int]:
 
 
 def _taken_over_s(up: Up, model: str, engine: int) -> float:
-    """Kill the engine beside a stream; return the seconds until its next token."""
+    """Kill the engine during a stream; return the seconds until its next token."""
     stream = _stream(up, model, STREAM_TOKENS)
     with closing(stream):
         for _ in islice(stream, 40):

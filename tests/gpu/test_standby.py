@@ -47,7 +47,7 @@ def streams(shell: Shell, name: str) -> bool:
 
 
 async def taken_over_twice(config: WorkerConfig) -> None:
-    """Kill the engine beside a stream, twice."""
+    """Kill the engine during a stream, twice."""
     async with running_worker(config) as shell:
         first = await computed(shell, "before")
         for name in ("r", "s"):

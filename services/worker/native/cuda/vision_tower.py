@@ -2,7 +2,7 @@
 
     pixels ─▶ patches ─▶ product, + positions ─▶ for each layer: LayerNorm → q, k, v in one product → attend to all
                                                                  → + product → LayerNorm → product → GELU → + product
-              states of some layers, one beside the other ─▶ product → GELU → product ─▶ embeddings (float32)
+              states of some layers, one next to the other ─▶ product → GELU → product ─▶ embeddings (float32)
 
 Several images are computed at once, each as if it were alone. The residual stream is float32, and activations have the
 element type, as in the decoder. Attention is that of prompts' kernels, compiled so that each row sees all positions: an
@@ -81,7 +81,7 @@ class CudaVisionTower:
         `vision_shapes` gives. Raise ConfigError, ModelError."""
         self._config = config
         self._width = decoder_hidden
-        self._element_type = element_type
+        self._element_type: Dtype = element_type
         self._most_images = most_images
         self.stream = stream
         """The stream on which everything is computed."""
