@@ -27,7 +27,7 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("models")
     models = ",".join(str(write_tiny_model(folder / name, seed=seed)) for seed, name in enumerate(MODELS, 2))
     flags = [*ONE_EACH, *QUICK, "--models", models, "--device", "cuda", "--cuda", "dtype=float32"]
-    flags += ["--discovery", "file", "--kvbm-bytes", "0"]
+    flags += ["--discovery", "file", "--kvbm-bytes", "0", "--gpu-memory-share", "0.3"]  # other tests' arrays stay
     if request.param != "alone":
         flags += ["--weights-bytes", "1G"]
     with running(tmp_path_factory.mktemp("up"), *flags) as stack:

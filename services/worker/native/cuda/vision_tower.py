@@ -191,6 +191,8 @@ class CudaVisionTower:
         self._normed = cp.empty((rows, hidden), dtype)
         self._qkv = cp.empty((rows, 3 * hidden), dtype)
         self._q = cp.empty((rows, hidden), dtype)
+        self._q_rest = cp.zeros((rows if self._element_type == "float16" else 1, hidden), dtype)
+        """What attention in float16 takes for the rounding errors of `_q`: none."""
         self._pages = cp.empty((images * self._slots, 2, BLOCK_SIZE, hidden), dtype)
         self._attended = cp.empty((rows, hidden), dtype)
         self._wide = cp.empty((rows, config.intermediate), dtype)
@@ -290,7 +292,7 @@ class CudaVisionTower:
             every = (self._attended, self._q, self._pages, self._every_row, *paging, np.float32(scale), window)
             self._kernels.attend_any((config.heads, rows), (128,), every)
             return
-        tiled = (self._attended, self._q, self._q, self._pages, self._tiles, *paging)
+        tiled = (self._attended, self._q, self._q_rest, self._pages, self._tiles, *paging)
         prefill.kernel(
             (config.heads, count * self._tiles_of_image),
             (prefill.threads,),
