@@ -364,7 +364,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     checkpoint: CheckpointConfig = CheckpointConfig()
     standby: bool = False
     """Whether a second engine process stands by, with all but KV, and takes over when the engine ends. Only the native
-    engine on a CPU, and those that compute nothing, can."""
+    engine, and those that compute nothing, can."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings contradict each other."""
@@ -427,8 +427,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.engine not in ENGINES_WITH_STANDBY:
             able = ", ".join(ENGINES_WITH_STANDBY)
             return f"{setting} is set, but engine is {self.engine}; only {able} can stand by"
-        if self.device == "cuda":
-            return f"{setting} is set, but device is cuda; an engine can stand by on a CPU alone"
+        if self.device == "cuda" and self.checkpoint.directory:
+            return f"{setting} is set, but device is cuda; a worker can be frozen on a CPU alone"
         if self.tensor_parallel > 1:
             return (
                 f"{setting} is set, but tensor_parallel is {self.tensor_parallel}; an engine of one rank can stand by"
@@ -459,9 +459,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return ""
         if not is_id(self.turns):
             return f"turns: {self.turns!r} must be 1 to 64 letters, digits, - and _"
-        if self.engine not in ENGINES_BY_TURNS or self.device != "cpu":
-            engines = ", ".join(ENGINES_BY_TURNS)
-            return f"turns is set, but engine is {self.engine} on {self.device}; {engines} take turns, on a cpu alone"
+        if self.engine not in ENGINES_BY_TURNS:
+            return f"turns is set, but engine is {self.engine}; {', '.join(ENGINES_BY_TURNS)} take turns"
         if self.role != "aggregated":
             return f"turns is set, but role is {self.role}; a model that takes turns has one worker, which does all"
         if self.tensor_parallel > 1:

@@ -55,6 +55,8 @@ after the request, and not only when the loop was through, as with Python's 5 ms
 copies in both directions took 2 to 4 % longer because of it, on a CPU no longer; 0.02 ms gained nothing more."""
 
 
+WAKE_LIMIT_S = 5.0
+"""Seconds in which the GPU must have the memory of an engine that has ended. The worker waits twice as long."""
 SHARED_PART = 4
 """The engine's blocks divided by this are the most that are shared at once: requests cannot use blocks that a frozen
 reader keeps."""
@@ -83,7 +85,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     if config.worker.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        runner = _load(config.worker, channel.send)
+        runner = _load(config.worker, channel.send, stands_by=config.stands_by)
     except (ModelError, ConfigError) as wrong:
         return Failed(reason=str(wrong), model=True)
     except ChannelClosed:
@@ -116,7 +118,7 @@ def _first(wrong: BaseException) -> BaseException:
     return before or wrong
 
 
-def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
+def _load(config: WorkerConfig, report: Callable[[Loading], None], *, stands_by: bool = False) -> Runner:
     """Return the runner that the settings name. Raise ModelError, ConfigError."""
     match config.engine:
         case "echo":
@@ -132,7 +134,7 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
                 from services.worker.native.cuda.load import load_cuda
             except ImportError as wrong:
                 raise ConfigError(f"device is cuda, which needs CuPy: {install_command('gpu')} ({wrong})") from None
-            return load_cuda(config, report)
+            return load_cuda(config, report, stands_by=stands_by)
         case "native":
             from services.worker.native.runner import load_native
 
@@ -164,11 +166,20 @@ def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> Engin
             if isinstance(command, Shutdown):
                 return None
             if isinstance(command, TakeOver):  # what came with it is about attempts of the engine before
-                if failed := runner.operate("wake", "", "", 1):
-                    raise ModelError(failed)
+                _wake(runner, config.worker)
                 serving = msgspec.structs.replace(config, instance=command.instance)
                 _start_logs(serving)
                 return serving
+
+
+def _wake(runner: Runner, config: WorkerConfig) -> None:
+    """Take the KV of an engine that has just ended: a GPU has its memory again a moment after the process is gone.
+    Raise ModelError."""
+    until_s = time.monotonic() + (WAKE_LIMIT_S if config.device == "cuda" else 0.0)
+    while failed := runner.operate("wake", "", "", 1):
+        if time.monotonic() > until_s:
+            raise ModelError(failed)
+        time.sleep(0.02)
 
 
 def _own_bytes() -> int:

@@ -164,14 +164,11 @@ def _check_standby(flags: UpFlags) -> None:
     """Raise ConfigError if no engine can stand by."""
     others = {
         f"--engine {flags.engine}": flags.engine in ("vllm", "attached"),
-        "--device cuda": flags.device == "cuda",
         f"--tensor-parallel {flags.tensor_parallel}": flags.tensor_parallel > 1,
         "--models": bool(flags.models),
     }
     for other in (name for name, given in others.items() if given):
-        raise ConfigError(
-            f"--standby: not with {other}; the native engine on a CPU can stand by, as one rank of one model"
-        )
+        raise ConfigError(f"--standby: not with {other}; the native engine can stand by, as one rank of one model")
 
 
 def _check_tensor_parallel(flags: UpFlags) -> None:

@@ -250,7 +250,7 @@ def plan(
     if options.turns:
         door = {"expected_models": [model.name for model in options.turns], **door}
     for name in _names("frontend", options.frontends):
-        service(Program(name, 0, SERVICE_DRAIN_S), "frontend", common | door)
+        service(Program(name, 0, SERVICE_DRAIN_S), "frontend", {**common, **door})
     for name in _names("router", options.routers):
         service(Program(name, 2, SERVICE_DRAIN_S), "router", common | {"policy": options.policy})
     store = options.store
@@ -261,7 +261,7 @@ def plan(
         service(program, "kvbm", common | tiers(store))
     if options.turns:
         turns: Settings = {"device": options.turns_device, "awake": options.awake}
-        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | turns)
+        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", {**common, **turns})
     if options.weights_bytes:
         launches.append(_memory(options, state_dir, python))
     for index, (name, role) in enumerate(named_workers(options)):
@@ -416,7 +416,7 @@ def worker_settings(
     if options.vllm_gpus:
         settings |= {"vllm_gpus": options.vllm_gpus[index]}
     if options.gpus is not None:
-        settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
+        settings |= {"device": "cuda", "cuda": _cuda(options, options.gpus, index)}
     return settings
 
 
@@ -425,10 +425,13 @@ def _one_model(options: UpOptions) -> TurnModel:
     return TurnModel(options.model_name, options.model, options.chat_template, options.sampling)
 
 
-def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
-    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory."""
-    gpu = worker % gpus.count
-    sharing = len(range(gpu, workers, gpus.count))
+def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
+    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory; models take turns on the
+    first one."""
+    gpu, sharing = 0, options.awake
+    if not options.turns:
+        gpu = worker % gpus.count
+        sharing = len(range(gpu, options.workers, gpus.count))
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 

@@ -43,14 +43,13 @@ def turn_words(flags: UpFlags) -> list[str]:
         "--prefill, --decode": (flags.prefill, flags.decode) != (None, None),
         "--single": flags.single,
         "--on ray": flags.on == "ray",
-        "--device cuda": flags.device == "cuda",
         "--tensor-parallel": flags.tensor_parallel != 1,
         f"--engine {flags.engine}": flags.engine not in ENGINES,
     }
     for flag, given in refused.items():
         if given:
             raise ConfigError(
-                f"{flag}: not with --models, whose models take turns on this machine's CPU, with a worker each"
+                f"{flag}: not with --models, whose models take turns on this machine, with a worker each"
                 " (docs/model_turns.md)"
             )
     words = [word.strip() for word in flags.models.split(",")]

@@ -141,7 +141,7 @@ class KvbmEmbeddings:
         name, embeddings = self._owed.popitem(last=False)
         with ExitStack() as opened:
             try:
-                session = _Session(opened, self._directory, self._worker, self._layout)
+                session = _Session(opened, self._directory, self._worker, self._layout, self._wait_s)
                 if not session.claim(name):
                     return  # another engine stores them, or there is no room for them
             except (HeadraceError, OSError) as wrong:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod
+from typing import Protocol
 
 import numpy as np
 
 from services.worker.contracts.runner import EmbeddingStore, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.native.vision_tower import VisionTower
 from services.worker.native.weights import tensor_shapes
 from services.worker.scheduler.encoder_cache import EncoderCache
 from shared.messages.generate import Image
@@ -19,10 +19,19 @@ Placed = tuple[int, Array]
 """A step's first row of a stretch of an image's tokens, and the embeddings of that row and those after it."""
 
 
+class EncodesPixels(Protocol):
+    """A vision tower and projector, on whatever device."""
+
+    def encode(self, pixels: bytes) -> Array:
+        """Return the embeddings (tokens, width of the decoder) of an image, float32 in host memory. Its pixels are RGB
+        bytes, row by row."""
+        ...
+
+
 class ImageEncoder:
     """The images of one runner."""
 
-    def __init__(self, tower: VisionTower, cache: EncoderCache[Array], store: EmbeddingStore | None = None) -> None:
+    def __init__(self, tower: EncodesPixels, cache: EncoderCache[Array], store: EmbeddingStore | None = None) -> None:
         self._tower = tower
         self._cache = cache
         self.store = store

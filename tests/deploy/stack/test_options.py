@@ -106,13 +106,12 @@ def test_of_two_vllms_on_a_cpu_the_second_starts_when_the_first_serves_unless_tw
     ("flags", "named"),
     [
         ({"engine": "vllm"}, "--engine vllm"),
-        ({"device": "cuda"}, "--device cuda"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2"),
         ({"models": "a,b"}, "--models"),
     ],
 )
 def test_an_engine_stands_by_where_one_can(flags: dict[str, str | int], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"--standby: not with {named}; the native engine on a CPU can stand by"):
+    with pytest.raises(ConfigError, match=f"--standby: not with {named}; the native engine can stand by"):
         checked_options(msgspec.convert({"standby": True, **flags}, UpFlags))
     assert checked_options(UpFlags(standby=True))[0].standby
 

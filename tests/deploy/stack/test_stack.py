@@ -211,6 +211,18 @@ def test_workers_take_the_gpus_in_turn_and_share_the_memory_of_each(
     assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
 
 
+@pytest.mark.parametrize(("awake", "share"), [(1, 0.8), (2, 0.4)])
+def test_models_that_take_turns_on_a_gpu_share_its_memory_with_those_that_are_awake(
+    tmp_path: Path, awake: int, share: float
+) -> None:
+    models = tuple(TurnModel(name, f"/models/{name}") for name in "abc")
+    by_turns = msgspec.structs.replace(OPTIONS, workers=3, turns=models, awake=awake, gpus=Gpus(2, 0.8))
+    stack = planned(by_turns)
+    workers = [name for name in names(stack) if name.startswith("worker")]
+    loaded = [load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}).cuda for name in workers]
+    assert [(cuda.gpu, cuda.memory_share) for cuda in loaded] == [(0, share)] * 3
+
+
 @pytest.mark.parametrize(("host", "url"), [("10.0.0.7", "http://10.0.0.7:"), ("fd00::7", "http://[fd00::7]:")])
 def test_services_of_an_address_that_other_machines_reach_have_ports_for_kv_events(
     tmp_path: Path, host: str, url: str

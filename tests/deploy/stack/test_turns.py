@@ -56,10 +56,6 @@ def test_deployment_and_services_agree_on_what_takes_turns() -> None:
         (replace(TWO, model="c"), "--model: not with --models, whose models take turns"),
         (replace(TWO, workers=2), "--workers: not with --models, whose models take turns"),
         (replace(TWO, single=True), "--single: not with --models, whose models take turns"),
-        (
-            replace(TWO, device="cuda"),
-            "--device cuda: not with --models, whose models take turns on this machine's CPU",
-        ),
         (replace(TWO, tensor_parallel=2), "--tensor-parallel: not with --models, whose models take turns"),
         (replace(TWO, engine="attached"), "--engine attached: not with --models, whose models take turns"),
         (replace(TWO, on="ray"), "--on ray: not with --models, whose models take turns"),

@@ -69,10 +69,13 @@ class CudaDecoder:
         """The tables of cosine and sine of each rotation."""
         self._group_tiles = -(-config.heads // config.kv_heads // DECODE_HEADS)
 
-    def step(self, counts: StepCounts, loras: Sequence[LoraRows] = ()) -> Array:
+    def step(
+        self, counts: StepCounts, loras: Sequence[LoraRows] = (), placed: Sequence[tuple[int, Array]] = ()
+    ) -> Array:
         """Enqueue a step on the current stream: store its KV, and return its logits (drawing, vocab), float32.
 
-        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made.
+        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made. `placed` has a
+        first row, and the embeddings in host memory that stand in for those of the tokens from there on.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
         added = StepLoras(config, self._blas, loras)
@@ -86,6 +89,8 @@ class CudaDecoder:
         scale = np.float32(config.embedding_scale)
         embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden), scale)
         kernels.embed((rows,), (_THREADS,), embedding)
+        for first, embeddings in placed:
+            hidden[first : first + len(embeddings)].set(embeddings)
         for number, layer in enumerate(weights.layers):
             layer_offset, window = np.int64(number * self._layer_stride), config.window_of(number)
             self._norm(normed, hidden, None, layer.input_norm)
