@@ -268,14 +268,11 @@ class CudaDecoder:
             )
 
     def _product(self, out: Array, x: Array, weight: Array, *, add: bool = False, factor: float = 1.0) -> None:
-        """Compute a product like Blas.product, into float32 `out`; a single row uses our own kernel, and so do a few.
+        """Compute a product like Blas.product, into float32 `out`; a single row uses our own kernel.
 
         A factor counts only with `add`.
         """
         if x.shape[0] > 1:
-            few = self._kernels.few_products
-            if few is not None and few.compute(out, x, weight, add=add, factor=factor):
-                return
             self._blas.product(out, x, weight, add=add, factor=factor)
             return
         outputs, inputs = weight.shape
@@ -293,7 +290,7 @@ class CudaDecoder:
             self._kernels.row_swiglu((blocks,), (32 * _ROW_WARPS,), arguments)
             return
         both = self._buffers.gate_up[:rows]
-        self._product(both, x, gate_up)
+        self._blas.product(both, x, gate_up)
         loras.add(both, x, number, GATE_UP)
         blocks = -(-width // (_THREADS * self._kernels.pack))
         self._kernels.swiglu((rows, blocks), (_THREADS,), (out, both, np.int32(width)))

@@ -46,15 +46,13 @@ class EarlyKernel:
         self._kernel = kernel
         self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
-    def __call__(
-        self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...], *, shared_mem: int = 0
-    ) -> None:
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Launch it on the current stream. Raise ModelError if the driver refuses."""
         values = [np.array(one.data.ptr if isinstance(one, cp.ndarray) else one) for one in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         attribute = _Attribute(_SERIALIZED, 0, 1)
         stream = cp.cuda.get_current_stream().ptr
-        launch = _Launch(_three(grid), _three(block), shared_mem, stream, ctypes.pointer(attribute), 1)
+        launch = _Launch(_three(grid), _three(block), 0, stream, ctypes.pointer(attribute), 1)
         function = ctypes.c_void_p(self._kernel.kernel.ptr)
         failed = self._launch(ctypes.byref(launch), function, pointers, None)
         if failed:

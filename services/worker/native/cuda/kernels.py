@@ -17,8 +17,6 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 from services.worker.config import Dtype
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.early_kernel import EarlyKernel
-from services.worker.native.cuda.few_products import PARTS, TILES, FewProducts, Variant
-from services.worker.native.cuda.few_products import SHARED_BYTES as FEW_SHARED_BYTES
 from services.worker.native.cuda.hopper import HEAD_DIM, SHARED_BYTES, THREADS, compile_prefill, is_hopper
 from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
@@ -61,8 +59,6 @@ class Kernels:
     rotate_and_store: Kernel
     row_product: Kernel
     row_swiglu: Kernel
-    few_products: FewProducts | None
-    """None if products of a few rows are left to cuBLAS."""
     attend_any: Kernel
     attend_decode: Kernel | None
     """None if this shape is left to `attend_any`; so are the next two."""
@@ -83,8 +79,7 @@ class Kernels:
             return self
         kernels = {name: getattr(self, name) for name in EARLY}
         early: dict[str, Any] = {name: EarlyKernel(each) for name, each in kernels.items() if each is not None}
-        few = None if self.few_products is None else self.few_products.each(EarlyKernel)
-        return replace(self, few_products=few, **early)
+        return replace(self, **early)
 
 
 EARLY = ("rms_norm", "swiglu", "rotate_and_store", "row_product", "row_swiglu", "attend_decode", "merge_splits")
@@ -216,7 +211,6 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
         rotate_and_store=rows.get_function("rotate_and_store"),
         row_product=row_product.get_function("row_product"),
         row_swiglu=row_product.get_function("row_swiglu"),
-        few_products=_few_products(module("few_products")) if early and element_type != "float32" else None,
         attend_any=module("attention_any").get_function("attend_any"),
         attend_decode=decode.get_function("attend_decode") if decode is not None else None,
         merge_splits=decode.get_function("merge_splits") if decode is not None else None,
@@ -228,14 +222,6 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
         pack=pack,
         can_begin_early=early,
     )
-
-
-def _few_products(module: Any) -> FewProducts:
-    kernels: dict[Variant, Kernel] = {}
-    for variant in (Variant(tiles, parts) for tiles in TILES for parts in PARTS):
-        kernels[variant] = module.get_function(f"few_products_{variant.tiles}_{variant.parts}")
-        kernels[variant].max_dynamic_shared_size_bytes = FEW_SHARED_BYTES
-    return FewProducts(kernels, int(cp.cuda.Device().attributes["MultiProcessorCount"]))
 
 
 def _prefill(kernel: Kernel, head_dim: int) -> Prefill:
