@@ -37,12 +37,12 @@ WIDE_APART: dict[Dtype, float] = {"float32": 5e-5, "float16": 1e-2, "bfloat16": 
 """The largest difference, of the largest embedding."""
 
 
-def towers(tmp_path: Path, dtype: Dtype, **model: Any) -> tuple[VisionTower, CudaVisionTower, list[bytes]]:
+def towers(tmp_path: Path, computed_in: Dtype, **model: Any) -> tuple[VisionTower, CudaVisionTower, list[bytes]]:
     """Return both towers of a model, and seven images, more than are computed at once."""
     directory = prepare(write_tiny_model(tmp_path / "model", **model), tmp_path / "cache", lambda _: None)
     config = read_config(directory)
     host = VisionTower.load(directory, config, None)
-    device = CudaVisionTower.load(directory, config, dtype, cp.cuda.Stream(non_blocking=True), most_images=3)
+    device = CudaVisionTower.load(directory, config, computed_in, cp.cuda.Stream(non_blocking=True), most_images=3)
     assert host is not None
     assert device is not None
     assert config.vision is not None
