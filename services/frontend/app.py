@@ -3,6 +3,7 @@
 start    step frames and lost instances, the directory and the models, the APIs for HTTP and NATS, the entry in etcd
 drain    leave the NATS queue group; /health says 503, and a load balancer has `http.drain_delay_s` to notice it;
          then accept no new connections; a client on an open one may send one more request (server/port.py);
+         meanwhile the endpoint picker ends the streams that need it no more, and only then refuses new ones;
          then refuse new requests and let running ones end; after `drain_s` they fail;
          then the entry in etcd goes: workers cancel what a frontend that is gone had sent
 """
@@ -151,7 +152,7 @@ async def _drain(
     stops = asyncio.gather(*(picker.stop(drain_s) for picker in pickers))
     try:
         async with asyncio.timeout(drain_s):
-            await asyncio.gather(*(port.drain() for port in ports))
+            await asyncio.gather(*(port.drain() for port in ports), *(picker.left.wait() for picker in pickers))
             service.admission.closed = True
             await service.wait_idle()
     except TimeoutError:
