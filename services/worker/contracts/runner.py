@@ -102,6 +102,10 @@ class EmbeddingStore(Protocol):
         `encode`, and are stored now, if that can be done."""
         ...
 
+    def store_owed(self) -> None:
+        """Store what could not be stored when it was encoded, a little at a time."""
+        ...
+
 
 class Runner(Protocol):
     """Computes steps. Owns the KV memory of `capacity_blocks` slots; knows no scheduling."""

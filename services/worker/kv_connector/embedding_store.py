@@ -12,7 +12,11 @@ kvbm keeps, evicts, writes to disk and lends them as it does blocks of KV. Their
 
 An engine attaches for one image, with a lock of its own, and waits for the answers: they take some ms, and encoding
 takes seconds on a CPU. It holds no lock in between, since a kvbm that starts again grants nothing while former engines
-hold one. Where something fails, the image is encoded as without a kvbm, and kvbm is left alone for RETRY_S.
+hold one. Where something fails, the image is encoded as without a kvbm, and kvbm is left alone for a while. What it has
+encoded until then is owed: a later step stores it, so that it outlives this engine too.
+
+    encoded without a slot ─▶ owed ── a later step ─▶ Attach, Store ─▶ copy, Commit, or another one stores it
+                                └── more than OWED_LIMIT are owed ─▶ the oldest is not stored
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from itertools import count
@@ -67,7 +71,11 @@ both engines may share their cores."""
 LEAST_AWAIT_S = 4.0
 """The least of that wait, as far as STEP_MOST_S leaves it. If the other engine ends, so does the wait."""
 RETRY_S = 5.0
-"""Seconds for which kvbm is not asked after it has failed."""
+"""Seconds for which kvbm is not asked after it has not answered."""
+REFUSED_S = 0.5
+"""Seconds for which kvbm is not asked after it has refused, or was not there: that is known at once."""
+OWED_LIMIT = 16
+"""The most images whose embeddings are kept until kvbm can be asked again."""
 _TOKENS = bytes(4)
 """The tokens of a block of embeddings: its layout has one, which says nothing."""
 
@@ -95,10 +103,13 @@ class KvbmEmbeddings:
         """Seconds for which an image is waited for that another engine encodes."""
         self._trouble = ""
         """Why kvbm could not be used at the last try. Empty if it could."""
+        self._owed: OrderedDict[bytes, bytes] = OrderedDict()
+        """The embeddings that were encoded while kvbm could not be used, by their names in kvbm. Oldest first."""
 
     def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
         """Return an image's embeddings, and whether they came from kvbm."""
         name = content_key(root_key(self._layout.model), key)
+        self._owed.pop(name, None)
         with ExitStack() as opened:
             session, found = self._fetch(opened, name)
             if found is not None:
@@ -108,12 +119,41 @@ class KvbmEmbeddings:
             took_s = time.monotonic() - began_s
             self._await_s = max(WAIT_S, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
             assert len(embeddings) == self._layout.kv.block_bytes
-            if session is not None:
-                try:
-                    session.store(name, embeddings)
-                except (HeadraceError, OSError) as wrong:
-                    self._note(str(wrong))
+            if session is None:
+                self._owe(name, embeddings)
+            else:
+                self._store(session, name, embeddings)
             return embeddings, False
+
+    def store_owed(self) -> None:
+        """Store the embeddings of one image that kvbm could not take when they were encoded, if it can take them now.
+        Otherwise they are lost to other engines once this one has ended."""
+        if not self._owed or time.monotonic() < self._retry_s:
+            return
+        name, embeddings = self._owed.popitem(last=False)
+        with ExitStack() as opened:
+            try:
+                session = _Session(opened, self._directory, self._worker, self._layout)
+                if not session.claim(name):
+                    return  # another engine stores them, or there is no room for them
+            except (HeadraceError, OSError) as wrong:
+                self._note(wrong)
+                self._owe(name, embeddings)
+                return
+            self._trouble = ""
+            self._store(session, name, embeddings)
+
+    def _store(self, session: _Session, name: bytes, embeddings: bytes) -> None:
+        try:
+            session.store(name, embeddings)
+        except (HeadraceError, OSError) as wrong:
+            self._note(wrong)
+            self._owe(name, embeddings)
+
+    def _owe(self, name: bytes, embeddings: bytes) -> None:
+        self._owed[name] = embeddings
+        while len(self._owed) > OWED_LIMIT:
+            self._owed.popitem(last=False)
 
     def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:
         """Attach until `opened` is closed. Return the session, and the embeddings if they are there or come."""
@@ -125,13 +165,14 @@ class KvbmEmbeddings:
             if found is None and not session.claim(name):
                 found = session.await_other(name, self._await_s)
         except (HeadraceError, OSError) as wrong:
-            self._note(str(wrong))
+            self._note(wrong)
             return None, None
         self._trouble = ""
         return session, found
 
-    def _note(self, trouble: str) -> None:
-        self._retry_s = time.monotonic() + RETRY_S
+    def _note(self, wrong: Exception) -> None:
+        trouble = str(wrong)
+        self._retry_s = time.monotonic() + (RETRY_S if isinstance(wrong, _Late) else REFUSED_S)
         if trouble != self._trouble:
             _log.warning("embeddings of images are not kept in the kvbm (kvbm.embeddings): %s", trouble)
         self._trouble = trouble

@@ -49,6 +49,8 @@ class ImageEncoder:
             if image.key not in found:
                 found[image.key] = embeddings = self._encode(image)
                 self._cache.add(image.key, embeddings, embeddings.nbytes)
+        if self.store is not None:
+            self.store.store_owed()
         return [(row, found[image.key][within]) for row, image, within in stretches]
 
     def _encode(self, image: Image) -> Array:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -148,7 +148,7 @@ async def test_embeddings_come_from_disk_once_a_new_kvbm_has_looked_what_is_ther
 async def test_without_a_kvbm_images_are_encoded_and_it_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_store, "RETRY_S", 0.0)
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
     store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
     for _ in range(3):
         assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
@@ -157,6 +157,51 @@ async def test_without_a_kvbm_images_are_encoded_and_it_is_said_once(
     async with serving(tmp_path / "pool"):
         await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, lambda: A)
         assert await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+
+
+async def test_what_was_encoded_while_kvbm_was_away_is_stored_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
+    monkeypatch.setattr(embedding_store, "OWED_LIMIT", 2)
+    one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+    for name in (b"x", b"a", b"b"):
+        one.fetch_or_encode(name * 32, lambda: A)
+    one.store_owed()
+    async with serving(tmp_path / "pool") as served:
+        assert await asyncio.to_thread(two.fetch_or_encode, b"b" * 32, lambda: B) == (B, False)
+        for _ in range(3):
+            await asyncio.to_thread(one.store_owed)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"b" * 32, unexpected) == (B, True), "the first that came"
+        assert await asyncio.to_thread(two.fetch_or_encode, b"x" * 32, lambda: B) == (B, False), "one too many was owed"
+        served.layouts.validate()
+        [layout] = served.layouts.open.values()
+        assert (layout.tickets.statistics().stores, layout.tickets.statistics().fetches) == (0, 0), "no ticket stays"
+
+
+async def test_a_kvbm_that_ends_while_an_image_is_encoded_has_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
+    one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+    async with AsyncExitStack() as opened:
+        await opened.enter_async_context(serving(tmp_path / "pool"))
+        encoded, go_on = threading.Event(), threading.Event()
+
+        def encode() -> bytes:
+            encoded.set()
+            assert go_on.wait(30)
+            return A
+
+        encoding = asyncio.create_task(asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode))
+        assert await asyncio.to_thread(encoded.wait, 30)
+        await opened.aclose()
+        go_on.set()
+        assert await encoding == (A, False)
+    async with serving(tmp_path / "pool"):
+        await asyncio.to_thread(one.store_owed)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
 
 
 async def test_without_an_arena_of_their_own_embeddings_are_not_kept_and_blocks_keep_theirs(
@@ -180,6 +225,7 @@ def test_a_kvbm_that_says_nothing_is_not_waited_for_again_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedding_store, "WAIT_S", 0.05)
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
     tmp_path.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / SOCKET))

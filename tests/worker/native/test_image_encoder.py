@@ -235,14 +235,21 @@ def test_embeddings_whose_numbers_are_not_finite_are_computed_once_more(tmp_path
 class Damaged:
     """A store whose embeddings are not finite."""
 
+    asked = 0
+    """How often it was asked to store what it owes."""
+
     def fetch_or_encode(self, _key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
         return np.full(len(encode()) // 4, np.inf, np.float32).tobytes(), True
+
+    def store_owed(self) -> None:
+        self.asked += 1
 
 
 def test_embeddings_that_were_damaged_in_a_store_are_not_used(tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, LLAMA)
-    seeing.runner.use_store(Damaged())
+    seeing.runner.use_store(store := Damaged())
     seeing.submit("a", image_prompt(16), seeing.images())
     answers, _ = seeing.run()
     assert answers["a"] == expected(LLAMA)
     assert (seeing.cache.encoded, seeing.cache.fetched) == (2, 0)
+    assert store.asked >= 2, "each step with images"
