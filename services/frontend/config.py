@@ -263,6 +263,9 @@ class ImagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest number of images in one request."""
     fetch_s: SomeSeconds = 10.0
     """Seconds that fetching one image may take, redirects included."""
+    prepared_bytes: Natural = 64 << 20
+    """Most bytes of prepared pixels that are kept for later turns of chats. The least recently used go first. 0 means
+    that each turn decodes all of its images."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, which becomes a ConfigError, for a host that is no name."""

@@ -160,7 +160,8 @@ class ServingChat(Struct, frozen=True):
             why = f"its images, prepared, and its tokens have {size} bytes, more than nats.payload_limit_bytes, {limit}"
             raise field_error("messages", f"{why}; send fewer images", "request_too_large", status=413)
         waiting = partial(permit.waiting, "images")
-        read = await self.images.read(sources, wanted, key=permit.key, waiting=waiting)
+        salt = asked.context.salt(asked.request.cache_salt)
+        read = await self.images.read(sources, wanted, key=permit.key, salt=salt, waiting=waiting)
         return tuple(
             Image(one.key, start, wanted.tokens, one.pixels) for one, start in zip(read, prompt.images, strict=True)
         )

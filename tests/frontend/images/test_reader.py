@@ -7,19 +7,21 @@ import base64
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import openai
 import pytest
+from msgspec.structs import replace
 
 from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
 from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import Prepare
+from services.frontend.images.reader import ImageReader
+from services.frontend.protocol.parts import ImageSource
 from shared.config import NatsConfig
 from shared.hashing import image_extras, pack_hashes, sequence_hashes, unpack_tokens
 from shared.messages.cards import ImageInput
@@ -161,7 +163,7 @@ async def test_a_model_that_takes_no_images_refuses_them_by_name(directory: Path
 async def test_workers_that_want_images_in_two_ways_get_none(seeing: Path) -> None:
     async with eyes(seeing) as w, clients(w) as (_, http):
         await w.leave("w2")
-        await w.announce_worker("w2", images=msgspec.structs.replace(WANTED, resize=9))
+        await w.announce_worker("w2", images=replace(WANTED, resize=9))
         body = {"model": MODEL, "messages": user(shown(RED))}
         async with asyncio.timeout(DEADLINE_S):
             status, answered = 200, ""
@@ -242,6 +244,50 @@ async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
             await client.chat.completions.create(
                 model=MODEL, messages=user(shown(RED)), extra_body={"continue_final_message": True}
             )
+
+
+async def test_the_turns_of_a_chat_decode_an_image_once_and_other_salts_decode_it_again() -> None:
+    decoded = 0
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for salt, kind, new in (("", RED, 1), ("", RED, 0), ("mine", RED, 1), ("mine", RED, 0), ("", BLUE, 1)):
+            source = ImageSource("messages[0].content[0]", data_uri(kind, "image/png" if kind is RED else "image/jpeg"))
+            [found] = await reader.read([source], WANTED, salt=salt)
+            assert (found.key, found.pixels) == prepared(kind)
+            decoded += new
+            assert len(reader.prepared) == decoded
+        [other] = await reader.read([source], replace(WANTED, resize=9), salt="")
+        assert other.key != found.key
+        assert reader.prepared.hits == 2
+        reader.prepared.validate()
+
+
+async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
+    source = ImageSource("messages[0].content[0]", data_uri(RED))
+    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0))) as reader:
+        for _ in range(2):
+            [found] = await reader.read([source], WANTED)
+            assert (found.key, found.pixels) == prepared(RED)
+        assert (len(reader.prepared), reader.prepared.hits) == (0, 0)
+
+
+async def test_a_chat_with_another_salt_has_its_images_decoded_again(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+
+        async def ask(salt: str) -> None:
+            salted = {"cache_salt": salt}
+            await client.chat.completions.create(model=MODEL, messages=user(shown(RED)), extra_body=salted)
+
+        await ask("mine")
+        [decoder] = children("decoder_program")
+        os.kill(decoder, signal.SIGSTOP)
+        await ask("mine")
+        monkeypatch.setattr(child_processes, "SILENT_S", 0.05)
+        with pytest.raises(openai.InternalServerError, match="said nothing"):
+            await ask("another")
+        one, again = w.workers[0].generates.all
+        assert one.images == again.images
 
 
 async def test_a_decoder_that_is_killed_is_started_again(seeing: Path) -> None:
