@@ -449,7 +449,7 @@ async def test_the_ends_of_all_streams_are_sent_before_gateways_learn_that_the_p
             drained = asyncio.create_task(serving.aclose())
             assert {await stream.read_end() for stream in streams} == {"OK"}
             await drained
-        found = frames_of(sent)
+        found = frames_of(bytes(sent))
         ends = [at for at, (kind, flags) in enumerate(found) if kind == HEADERS and flags & END_STREAM]
         assert len(ends) >= len(streams)
         assert max(ends) < [kind for kind, _ in found].index(GOAWAY)
