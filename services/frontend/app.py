@@ -153,7 +153,8 @@ async def _drain(
     stops = asyncio.gather(*(picker.stop(drain_s) for picker in pickers))
     try:
         async with asyncio.timeout(drain_s):
-            await asyncio.gather(*(port.drain() for port in ports), *(picker.left.wait() for picker in pickers))
+            await asyncio.gather(*(port.drain() for port in ports))
+            await asyncio.shield(stops)  # whoever a picker still takes is let in
             service.admission.closed = True
             await service.wait_idle()
     except TimeoutError:

@@ -258,8 +258,6 @@ class PickerPort:
         self.limited_log = RateLimitedLog()
         self.streams: set[PickerStream] = set()
         """The streams that are open."""
-        self.left = asyncio.Event()
-        """Set once gRPC refuses new streams."""
         self._leaving = False
         self._progress = asyncio.Event()
         """Set when a stream may have become one that is not waited for."""
@@ -311,7 +309,6 @@ class PickerPort:
                 while not all(stream.passes_answer for stream in self.streams):
                     self._progress.clear()
                     await self._progress.wait()
-        self.left.set()
         await self._server.stop(max(0.0, until_s - asyncio.get_running_loop().time()))
 
     def note_progress(self) -> None:
