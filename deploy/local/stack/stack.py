@@ -246,7 +246,7 @@ def plan(
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
     if options.frontends > 1:
         http["reuse_port"] = True
-    door: Settings = {"http": http, "access": {"keys_file": access.keys}}
+    door: dict[str, Value | Mapping[str, Value]] = {"http": http, "access": {"keys_file": access.keys}}
     if options.turns:
         door = {"expected_models": [model.name for model in options.turns], **door}
     for name in _names("frontend", options.frontends):
@@ -260,8 +260,8 @@ def plan(
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store))
     if options.turns:
-        turns: Settings = {"device": options.turns_device, "awake": options.awake}
-        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", {**common, **turns})
+        turns: dict[str, Value | Mapping[str, Value]] = {"device": options.turns_device, "awake": options.awake}
+        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | turns)
     if options.weights_bytes:
         launches.append(_memory(options, state_dir, python))
     for index, (name, role) in enumerate(named_workers(options)):

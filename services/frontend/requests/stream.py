@@ -148,7 +148,7 @@ class Stream:
         """When the current attempt last gave a sign of life."""
         self.worker = ""
         """The worker of the latest attempt. Empty if there was none."""
-        self.turn_wait = 0, 0.0
+        self.turn_wait: tuple[int, float] = (0, 0.0)
         """The attempt that waits for its model's turn, or waited last, and since when it has."""
         self.slept_s = 0.0
         """The seconds for which it waited for its model's turn: no worker could have begun it then."""

@@ -16,7 +16,7 @@ the turns of n - 1 others, as long as they fall asleep and wake.
 
 A worker that is silent while others report is asked for nothing. It may be frozen, and holds what it has: models for
 which there is no room because of it fail at once, and say so. An order that it has not answered is forgotten when it
-reports again, as it may be lost.
+reports again, as it may be lost; one to wake that it has not begun is forgotten at once.
 
 Nothing is kept: a process that starts again learns from discovery who sleeps, and from the frontends, which repeat it,
 who is waited for. Two of them for one device might have too many models awake for a while; then some go to sleep
@@ -252,6 +252,8 @@ class DeviceTurns:
 
     def _update(self, taker: _TurnTaker, now_s: float) -> None:
         """Follow discovery, forget what frontends no longer repeat, and note since when the model is waited for."""
+        if taker.is_silent and taker.stage == "waking" and taker.seen == "asleep":
+            taker.asked, taker.answered_s = False, -ANSWER_HOLDS_S  # it has not begun, so it holds nothing
         if not taker.asked and now_s - taker.answered_s >= ANSWER_HOLDS_S:
             taker.enter(taker.seen, now_s)
         for frontend in [frontend for frontend, wait in taker.waits.items() if wait.until_s <= now_s]:

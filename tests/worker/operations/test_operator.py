@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ class OperableEngines:
     @property
     def last(self) -> ScriptedEngine:
         return self.all[-1]
+
+    def have_started(self, count: int) -> bool:
+        return len(self.all) == count
 
     async def asked(self, operation: str) -> Operate:
         """Wait until the last engine's last order is this operation, and return it."""
@@ -181,7 +185,7 @@ async def test_a_model_by_turns_whose_engines_are_lost_in_a_row_sleeps_without_o
             await shell.peer.until(lambda: shell.runtime.health.reasons == [])
             engines.last.kill()
             if lost < MOST_STARTS:
-                await shell.peer.until(lambda lost=lost: len(engines.all) == lost + 1)
+                await shell.peer.until(partial(engines.have_started, lost + 1))
                 await serving(shell)
         await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "asleep")
         await shell.peer.until(lambda: not shell.runtime.health.reasons)

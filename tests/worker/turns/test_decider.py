@@ -185,10 +185,23 @@ def test_an_order_that_a_worker_may_have_lost_is_given_again_once_it_reports() -
     turns = device("a", "b")
     want(turns, "a", 0.0)
     assert turns.decide(0.0) == [order("a", "wake")]
+    turns.worker_seen("a", "worker-a", "drained", 0.5)  # it has begun
+    reports(turns, "b", from_s=0.5, until_s=1.5 + SILENT_S)
+    assert want(turns, "b", 1.5 + SILENT_S).failed.startswith("a holds cpu; a: its worker worker-a has been silent")
+    want(turns, "b", 1.5 + SILENT_S, waiting=0)
+    turns.worker_seen("a", "worker-a", "asleep", 1.5 + SILENT_S)
+    reports(turns, "a", "b", from_s=1.5 + SILENT_S, until_s=2.5 + SILENT_S)
+    want(turns, "a", 2.5 + SILENT_S)
+    assert turns.decide(2.5 + SILENT_S) == [order("a", "wake")]
+
+
+def test_a_worker_that_is_frozen_before_it_begins_to_wake_holds_nothing() -> None:
+    turns = device("a", "b")
+    want(turns, "a", 0.0)
+    assert turns.decide(0.0) == [order("a", "wake")]
     reports(turns, "b", from_s=0.0, until_s=1.0 + SILENT_S)
-    reports(turns, "a", "b", from_s=1.0 + SILENT_S, until_s=2.0 + SILENT_S)
-    want(turns, "b", 2.0 + SILENT_S)
-    assert turns.decide(2.0 + SILENT_S) == [order("b", "wake")]
+    want(turns, "b", 1.0 + SILENT_S)
+    assert turns.decide(1.0 + SILENT_S) == [order("b", "wake")]
 
 
 def test_a_silent_worker_is_asked_for_nothing_and_its_model_fails_at_once() -> None:
