@@ -1,8 +1,8 @@
 """WantedImages: which images vLLM waits for, loads, or encodes for others. Pure.
 
-    want ──▶ asked ─┬─ the kvbm has it ──────────────────▶ found ── place ──▶ a load of this step ──▶ forgotten
-                    └─ it is to be encoded, or            due ─── place ──▶ encoding: a save of this step
-                       there is no answer in time ───────▶                       └─ delivered, too late ─▶ forgotten
+    want ──▶ asked ─┬─ the kvbm has it ─────▶ found ── place ──▶ a load of this step ──────────────────────▶ forgotten
+                    └─ it has not, or says ─▶ due ──── place ──▶ encoding, a save of this step ─ deliver ──▶ forgotten
+                       nothing in time
 
 vLLM asks before each step whether a request may go on (`want`). One that needs an image which is asked for may not,
 while others compute. At most `most` images are asked for, held or encoded for others at once; others are encoded as
