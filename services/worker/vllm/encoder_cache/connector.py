@@ -44,7 +44,7 @@ from services.worker.vllm.connector.identity import (
     weights_digest,
 )
 from services.worker.vllm.encoder_cache.exchange import EmbeddingExchange
-from services.worker.vllm.encoder_cache.wanted import SeenImage, StepImages, WantedImages
+from services.worker.vllm.encoder_cache.wanted import SeenImage, StepTransfers, WantedImages
 from services.worker.vllm.kv_transfer import ImageCounts
 from shared.errors import ConfigError
 from shared.hashing import salted_image_key
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 class ImageOrders(ECConnectorMetadata):  # type: ignore[misc]
     """What travels to the workers with a step."""
 
-    images: StepImages
+    images: StepTransfers
     shape: tuple[int, int]
     """Tokens of an image, and numbers of a token's embedding."""
 

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from services.worker.contracts.runner import EmbeddingStore
-from services.worker.vllm.encoder_cache.wanted import ANSWER_S, ENCODE_S, Asked
+from services.worker.vllm.encoder_cache.wanted import ANSWER_S, ENCODE_S, ImageQuestion
 from shared.errors import HeadraceError
 
 END_S = 1.0
@@ -30,7 +30,7 @@ class _GivenUp(HeadraceError):
 
 
 class _Question:
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ImageQuestion) -> None:
         self.asked = asked
         self.ended = threading.Event()
         """Set once the image was encoded, or given up."""
@@ -53,7 +53,7 @@ class EmbeddingExchange:
         self._answers: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self._returned: SimpleQueue[tuple[int, EmbeddingStore]] = SimpleQueue()
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: ImageQuestion) -> None:
         """Begin a question. Its answer is to encode, if too many are under way."""
         self._tidy()
         if len(self._threads) >= self._most:

@@ -1,8 +1,8 @@
 """WantedImages: which images vLLM waits for, loads, or encodes for others. Pure.
 
-    want ──▶ asked ─┬─ the kvbm has it ──────────────────▶ found ── place ──▶ a load of this step ──▶ forgotten
-                    └─ it is to be encoded, or            due ─── place ──▶ encoding: a save of this step
-                       there is no answer in time ───────▶                       └─ delivered, too late ─▶ forgotten
+    want ──▶ asked ─┬─ the kvbm has it ─────▶ found ── place ──▶ a load of this step ──────────────────────▶ forgotten
+                    └─ it has not, or says ─▶ due ──── place ──▶ encoding, a save of this step ─ deliver ──▶ forgotten
+                       nothing in time
 
 vLLM asks before each step whether a request may go on (`want`). One that needs an image which is asked for may not,
 while others compute. At most `most` images are asked for, held or encoded for others at once; others are encoded as
@@ -39,7 +39,7 @@ class SeenImage(Struct, frozen=True):
     """The index after its last token."""
 
 
-class Asked(Struct, frozen=True):
+class ImageQuestion(Struct, frozen=True):
     """A question for the kvbm."""
 
     number: int
@@ -54,7 +54,7 @@ class _Entry(Struct, eq=False):
     embeddings: bytes = b""
 
 
-class StepImages(Struct, frozen=True):
+class StepTransfers(Struct, frozen=True):
     """What the workers do with images in one step."""
 
     loads: list[tuple[str, bytes]]
@@ -72,7 +72,7 @@ class WantedImages:
         self._numbers = count(1)
         self._entries: dict[str, _Entry] = {}
         """Name of an image → what becomes of it."""
-        self._new: list[Asked] = []
+        self._new: list[ImageQuestion] = []
         self._given_up: list[int] = []
         self._loads: list[tuple[str, bytes]] = []
         self._saves: list[str] = []
@@ -99,7 +99,7 @@ class WantedImages:
                 if len(self._entries) >= self._most:
                     continue
                 entry = self._entries[image.name] = _Entry(next(self._numbers), self._clock(), set())
-                self._new.append(Asked(entry.number, image.key))
+                self._new.append(ImageQuestion(entry.number, image.key))
             entry.requests.add(request)
             if entry.state == "asked" and self._clock() - entry.since_s >= ANSWER_S:
                 entry.state = "due"
@@ -130,7 +130,7 @@ class WantedImages:
             entry.state, entry.since_s = "encoding", self._clock()
             self._saves.append(name)
 
-    def take_step(self, computed: Iterable[tuple[str, int, int]], evicted: Iterable[str]) -> StepImages:
+    def take_step(self, computed: Iterable[tuple[str, int, int]], evicted: Iterable[str]) -> StepTransfers:
         """Return what the step does with images. It computes each request (its name) from one token to before another
         one; before it, vLLM forgets the `evicted` images."""
         for request, first, end in computed:
@@ -142,7 +142,7 @@ class WantedImages:
         for name in [name for name, entry in self._entries.items() if entry.state == "encoding"]:
             if now_s - self._entries[name].since_s >= ENCODE_S:
                 self._give_up(name)
-        step = StepImages(self._loads, self._saves)
+        step = StepTransfers(self._loads, self._saves)
         self._loads, self._saves = [], []
         return step
 
@@ -158,7 +158,7 @@ class WantedImages:
 
     # --- for the exchange with the kvbm
 
-    def take_asked(self) -> list[Asked]:
+    def take_asked(self) -> list[ImageQuestion]:
         """Return the questions since the last call."""
         new, self._new = self._new, []
         return new

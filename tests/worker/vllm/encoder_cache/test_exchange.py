@@ -12,7 +12,7 @@ import pytest
 
 from services.worker.kv_connector.embedding_store import KvbmEmbeddings
 from services.worker.vllm.encoder_cache.exchange import EmbeddingExchange, is_finite
-from services.worker.vllm.encoder_cache.wanted import Asked
+from services.worker.vllm.encoder_cache.wanted import ImageQuestion
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreLayout
 from tests.kvbm.store_rig import Store, settings, until
@@ -51,7 +51,7 @@ class Asking:
     async def ask(self, key: bytes, embeddings: bytes = b"") -> bytes:
         """Return the answer; if it is to encode, these are the embeddings, and without any it is given up."""
         self.number += 1
-        self.exchange.ask(Asked(self.number, key))
+        self.exchange.ask(ImageQuestion(self.number, key))
         answer = await self.answered(self.number)
         if not answer:
             self.exchange.deliver(self.number, embeddings)
@@ -131,7 +131,7 @@ async def test_without_a_kvbm_and_with_too_many_questions_the_answer_is_to_encod
     async with serving(tmp_path) as store:
         two = Asking(exchange(tmp_path, most=1))
         for number, key in enumerate((b"a", b"b"), 1):
-            two.exchange.ask(Asked(number, key * 32))
+            two.exchange.ask(ImageQuestion(number, key * 32))
         assert await two.answered(2) == b"", "the one question that may be under way is"
         assert await two.answered(1) == b""
         two.exchange.deliver(2, B)
@@ -155,7 +155,7 @@ async def test_a_store_that_fails_costs_an_image_its_exchange_alone(caplog: pyte
 async def test_an_exchange_that_is_closed_gives_all_up(tmp_path: Path) -> None:
     async with serving(tmp_path) as store:
         one = Asking(exchange(tmp_path))
-        one.exchange.ask(Asked(1, b"a" * 32))
+        one.exchange.ask(ImageQuestion(1, b"a" * 32))
         assert await one.answered(1) == b""
         one.exchange.close()
         await one.ended()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.vllm.encoder_cache.wanted import ANSWER_S, ENCODE_S, SeenImage, StepImages, WantedImages
+from services.worker.vllm.encoder_cache.wanted import ANSWER_S, ENCODE_S, SeenImage, StepTransfers, WantedImages
 from services.worker.vllm.kv_transfer import ImageCounts
 
 MOST = 2
@@ -25,7 +25,7 @@ def made(most: int = MOST) -> tuple[WantedImages, Clock]:
     return WantedImages(clock, most), clock
 
 
-def step(wanted: WantedImages, *computed: tuple[str, int, int], evicted: tuple[str, ...] = ()) -> StepImages:
+def step(wanted: WantedImages, *computed: tuple[str, int, int], evicted: tuple[str, ...] = ()) -> StepTransfers:
     done = wanted.take_step(computed, evicted)
     wanted.validate()
     return done
@@ -40,10 +40,10 @@ def test_a_request_waits_for_an_answer_and_what_the_kvbm_has_is_loaded() -> None
     assert wanted.want("r", [A], 0)
     assert wanted.has("a")
     wanted.place("r", "a")
-    assert step(wanted, ("r", 0, 16)) == StepImages([("a", b"embeddings")], [])
+    assert step(wanted, ("r", 0, 16)) == StepTransfers([("a", b"embeddings")], [])
     assert wanted.counts == ImageCounts(hits=0, encoded=0, fetched=1)
     assert wanted.want("other", [A], 0), "vLLM has it"
-    assert step(wanted, ("other", 0, 16)) == StepImages([], [])
+    assert step(wanted, ("other", 0, 16)) == StepTransfers([], [])
     assert wanted.counts == ImageCounts(hits=1, encoded=0, fetched=1)
     assert (wanted.take_asked(), wanted.take_given_up()) == ([], [])
 
@@ -56,7 +56,7 @@ def test_what_the_kvbm_lacks_is_encoded_and_given_to_the_question() -> None:
     assert wanted.want("r", [A], 0)
     assert not wanted.has("a")
     wanted.place("r", "a")
-    assert step(wanted, ("r", 0, 2)) == StepImages([], ["a"])
+    assert step(wanted, ("r", 0, 2)) == StepTransfers([], ["a"])
     wanted.forget("r")
     assert wanted.deliver("a") == asked.number, "also where its request has ended"
     assert wanted.deliver("a") == 0

@@ -1,5 +1,5 @@
-"""A tiny LLaVA on a real vLLM with a kvbm: blocks and embeddings of images outlive the engine, go to the same pictures
-alone, and are made in place without a kvbm."""
+"""services/worker/vllm/encoder_cache/connector.py: a tiny LLaVA on a real vLLM with a kvbm. Blocks and embeddings of
+images outlive the engine, go to the same pictures alone, and are made in place without a kvbm."""
 
 from __future__ import annotations
 
