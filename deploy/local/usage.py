@@ -633,8 +633,8 @@ class DocsFlags(Struct, frozen=True, kw_only=True):
     """Print a document of Headrace as Markdown, or list them."""
 
     topic: Word | None = None
-    """The topic, such as gpu, the path of a document, such as docs/gpu.md, or a subject, which names the documents on it
-    (all topics are listed)."""
+    """The topic, such as gpu, or the path of a document, such as docs/gpu.md; a subject names the documents on it (all
+    topics are listed)."""
 
 
 class VersionFlags(Struct, frozen=True, kw_only=True):
