@@ -499,7 +499,7 @@ def _profile(flags: usage.ProfileFlags) -> int:
         url="" if flags.up else url,
         model=flags.model,
         api_key=_api_key(flags),
-        state=flags.state_dir.home,
+        state=flags.state_dir.home if _running(flags.state_dir).get("url") == url else None,
         words=flags.up,
     )
     return profile.profile(options)

@@ -15,6 +15,8 @@ from pathlib import Path
 from random import SystemRandom
 from socket import socket
 
+from msgspec import Struct
+
 from deploy.local import install_vllm
 from deploy.local.stack import gpus
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
@@ -93,17 +95,26 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "deploy.local.cli", *words]
 
 
-def blocks_of(state: Path, model: str) -> tuple[int, int]:
-    """Return the tokens of a block, and the tokens of KV of all workers, of the `up` that runs with a state directory;
-    zeros if it does not say them."""
+class UpSizes(Struct, frozen=True):
+    """What the `up` of a state directory says of a model. Zeros if it does not say it."""
+
+    workers: int = 0
+    block_size: int = 0
+    """The tokens of a block."""
+    kv_tokens: int = 0
+    """The tokens of KV for which one worker has room."""
+
+
+def sizes_of(state: Path, model: str) -> UpSizes:
+    """Return what the `up` that runs with a state directory says of a model."""
     words = command("status", "--json", "--state", str(state))
     try:
         shown = subprocess.run(words, env=_variables(), capture_output=True, timeout=STATUS_LIMIT_S, check=True)
         found = next(each for each in json.loads(shown.stdout)["models"] if each["model"] == model)
-        workers = max(1, len(found["instances"]))
-        return int(found["block_size"]), int(found["block_size"]) * int(found["total_blocks"]) // workers
+        workers, block_size = len(found["instances"]), int(found["block_size"])
+        return UpSizes(workers, block_size, block_size * int(found["total_blocks"]) // max(1, workers))
     except (subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
-        return 0, 0
+        return UpSizes()
 
 
 def _variables() -> dict[str, str]:
