@@ -267,7 +267,8 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
             for name, count in row.lora.items()
         ]
     parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
-    parts += [_standby(row.instance, row.load) for row in view.instances if row.load is not None and row.load.standby]
+    for row in view.instances:
+        parts += [] if row.load is None else _engine(row.instance, row.load)
     parts += [
         f"encoder cache of worker {row.instance}: {cache.images} images, {size(cache.size_bytes)};"
         f" {cache.hits} found there, {cache.fetched} in kvbm, {cache.encoded} encoded"
@@ -294,6 +295,21 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     parts += [f"unreadable: {each}" for each in view.unreadable]
     parts += [f"note: {each}" for each in view.notes]
     return "\n".join(parts)
+
+
+def _engine(worker: str, load: LoadReport) -> list[str]:
+    """Return what is shown of a worker's engine: its ranks, its standby, and the engines before it that were lost."""
+    lines = [f"worker {worker}: {load.tensor_ranks} processes compute each layer"] if load.tensor_ranks > 1 else []
+    lines += [
+        f"rank {rank.rank} of worker {worker}: {rank.running} running, {rank.waiting} waiting, {rank.held_blocks} held"
+        for rank in load.ranks
+    ]
+    lines += [_standby(worker, load)] if load.standby else []
+    if (lost := load.losses) is not None:
+        took = f", {lost.take_overs} times a standby took over" if lost.take_overs else ""
+        last = f"the last one {age(lost.age_s)} ago: {lost.reason}"
+        lines.append(f"worker {worker} has lost its engine {lost.count} times{took}; {last}")
+    return lines
 
 
 def _standby(worker: str, load: LoadReport) -> str:

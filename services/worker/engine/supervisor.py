@@ -108,6 +108,12 @@ class EngineSupervisor:
         """The back-off after the latest loss of an engine, after which a standby is started, too."""
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
+        self.losses = 0
+        """How many engines were lost."""
+        self.last_loss = ""
+        """Why the last one was lost."""
+        self._lost_s = 0.0
+        """When that was, on the loop's clock."""
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -139,6 +145,11 @@ class EngineSupervisor:
         """Id of the engine's process; None if there is none."""
         return None if self._engine is None else self._engine.pid
 
+    @property
+    def loss_age_s(self) -> float:
+        """Seconds since the last engine was lost; 0 if none was."""
+        return asyncio.get_running_loop().time() - self._lost_s if self.losses else 0.0
+
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
         loop = asyncio.get_running_loop()
@@ -148,6 +159,7 @@ class EngineSupervisor:
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
+            self.losses, self.last_loss, self._lost_s = self.losses + 1, failed.reason, loop.time()
             self._delay_s = back_off.after(loop.time() - began_s)
             self.epoch += 1
             pid = None if self.standby is None else self.standby.pid
