@@ -308,11 +308,11 @@ def test_engines_that_were_lost_and_the_ranks_of_the_one_that_serves_are_shown()
     took = EngineLosses(2, 4.0, "killed", take_overs=1)
     two = msgspec.structs.replace(report("w2"), losses=took, ranks=[RankLoad(0, 1, 2, 30, 4), RankLoad(1, 0, 3, 0, 5)])
     lines = render(look(instance("worker", "w1"), instance("worker", "w2"), reports=(one, two))).splitlines()
-    last = "the last one 1m ago: RankLost: tensor_parallel: rank 1 was killed by signal 9 (SIGKILL)"
+    last = "the last time 1m ago: RankLost: tensor_parallel: rank 1 was killed by signal 9 (SIGKILL)"
     assert f"worker w1 has lost its engine 3 times; {last}" in lines
     assert "worker w1: 2 processes compute each layer" in lines
-    standby = "1 times a standby took over"
-    assert f"worker w2 has lost its engine 2 times, {standby}; the last one 4s ago: killed" in lines
+    standby = "and a standby took over once"
+    assert f"worker w2 has lost its engine 2 times, {standby}; the last time 4s ago: killed" in lines
     assert "rank 0 of worker w2: 2 running, 1 waiting, 4 held" in lines
     assert "rank 1 of worker w2: 3 running, 0 waiting, 5 held" in lines
     assert "lost" not in render(look(instance("worker", "w1"), reports=(report("w1"),)))
