@@ -394,6 +394,10 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """Send prompts as token ids to /v1/completions, so that a word is exactly one token."""
     prompts: File | None = None
     """The file with one prompt per line, in place of generated prompts."""
+    images: int = 0
+    """The number of images of each prompt: noise that the seed makes, no two alike, for models that see."""
+    image_size: Annotated[str, "WIDTHxHEIGHT"] = "336x336"
+    """The size of these images in pixels."""
     output_tokens: int = 128
     """The number of tokens of each answer."""
     saturate: bool = False
