@@ -61,8 +61,8 @@ def text_of(topic: str, tree: Path = TREE) -> str:
 
 
 def documents_about(subject: str, texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the topics of the documents with all words of the subject in their name and title, in a heading, or in a
-    task of the index, in this order and at most SUBJECTS, each with the line that has them. *Pure.*"""
+    """Return the topics of at most SUBJECTS documents that have all words of the subject, each with the line that has
+    them: first those with a name and title, then with a heading, then with a task of the index. *Pure.*"""
     wanted = _stems(subject)
     lines = [
         (topic, min(number, 1), heading)

@@ -60,7 +60,7 @@ class _Fleet(Struct):
 
     models: list[_FleetModel]
     workers: list[_FleetWorker]
-    """Those of all roles; `models` counts the ones that decode."""
+    """The workers of all roles; `models` counts those that decode."""
 
 
 class TokenClient:
