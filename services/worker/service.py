@@ -52,7 +52,7 @@ from shared.messages.control import Note
 from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, Resent
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
-from shared.messages.load import LOAD_REPORT, LOSS_LIMIT_CHARACTERS, EngineLosses, LoadReport, StandbyState
+from shared.messages.load import LOAD_REPORT, LoadReport, StandbyState
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried
@@ -503,17 +503,9 @@ class Worker:
             standby=self._standby_state,
             standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
             encoder=self._ranks.encoder,
-            losses=self._engine_losses,
+            losses=self.engine.losses,
             tensor_ranks=self._config.tensor_parallel,
         )
-
-    @property
-    def _engine_losses(self) -> EngineLosses | None:
-        engine = self.engine
-        if not engine.losses:
-            return None
-        reason = engine.last_loss[:LOSS_LIMIT_CHARACTERS]
-        return EngineLosses(engine.losses, engine.loss_age_s, reason, engine.take_overs)
 
     @property
     def _standby_state(self) -> StandbyState:

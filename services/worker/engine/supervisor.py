@@ -55,6 +55,7 @@ from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.contract import Engine
 from services.worker.engine.standby import AFTER_S, Standby, started
 from shared.errors import ModelError, ProtocolError, Unavailable
+from shared.messages.load import LOSS_LIMIT_CHARACTERS, EngineLosses
 
 END_LIMIT_S = 2.0
 """Seconds that an engine has to end after Shutdown."""
@@ -108,12 +109,8 @@ class EngineSupervisor:
         """The back-off after the latest loss of an engine, after which a standby is started, too."""
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
-        self.losses = 0
-        """How many engines were lost."""
-        self.last_loss = ""
-        """Why the last one was lost."""
-        self._lost_s = 0.0
-        """When that was, on the loop's clock."""
+        self._last_loss: tuple[str, float] | None = None
+        """Why an engine was lost last, and when, on the loop's clock."""
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -146,9 +143,13 @@ class EngineSupervisor:
         return None if self._engine is None else self._engine.pid
 
     @property
-    def loss_age_s(self) -> float:
-        """Seconds since the last engine was lost; 0 if none was."""
-        return asyncio.get_running_loop().time() - self._lost_s if self.losses else 0.0
+    def losses(self) -> EngineLosses | None:
+        """The engines that were lost. None if none was."""
+        if self._last_loss is None:
+            return None
+        reason, at_s = self._last_loss
+        age_s = asyncio.get_running_loop().time() - at_s
+        return EngineLosses(self.epoch - 1, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
 
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
@@ -159,7 +160,7 @@ class EngineSupervisor:
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
-            self.losses, self.last_loss, self._lost_s = self.losses + 1, failed.reason, loop.time()
+            self._last_loss = failed.reason, loop.time()
             self._delay_s = back_off.after(loop.time() - began_s)
             self.epoch += 1
             pid = None if self.standby is None else self.standby.pid
