@@ -143,9 +143,10 @@ class Autoscaler:
         self._shown = seen_now
         if before != wanted:
             return [f"{spelled(before)} -> {spelled(wanted)}: {decision.reason}"]
-        there = [{role: number.get(role, 0) for role in wanted} for number in (now.alive, now.serving)]
-        serve = "all serve" if there[0] == there[1] else f"{spelled(there[1])} serve"
-        return [f"{spelled(there[0])} there, {serve}; {spelled(wanted)} wanted: {decision.reason}"]
+        there: Workers = {role: now.alive.get(role, 0) for role in wanted}
+        serving: Workers = {role: now.serving.get(role, 0) for role in wanted}
+        serve = "all serve" if there == serving else f"{spelled(serving)} serve"
+        return [f"{spelled(there)} there, {serve}; {spelled(wanted)} wanted: {decision.reason}"]
 
     async def _order(self, wanted: Workers, found: Look) -> None:
         flags, failed = self._flags, ""
