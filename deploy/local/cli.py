@@ -469,7 +469,7 @@ def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
     if flags.up[:1] == ["plot"]:
         return plot_files(flags.up[1:], "plot" if flags.out == usage.BenchFlags().out else flags.out)
     connection_to(url := _url(flags))  # checks the address
-    prompts = "" if flags.prompts is None else _text(flags.prompts)
+    prompts = "" if flags.prompts is None else _text("--prompts", flags.prompts)
     options = bench_options(flags, words, url, _api_key(flags), prompts)
     return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
 
@@ -501,7 +501,7 @@ def _profile(flags: usage.ProfileFlags) -> int:
         url="" if flags.up else url,
         model=flags.model,
         api_key=_api_key(flags),
-        state=flags.state_dir.home,
+        state=flags.state_dir.home if _running(flags.state_dir).get("url") == url else None,
         words=flags.up,
     )
     return profile.profile(options)
@@ -537,18 +537,18 @@ def _api_key(flags: usage.ClientFlags) -> str:
     """Return the API key from a file or, as for all OpenAI clients, from the environment. Empty if there is none. No
     flag takes the key itself, because `ps` would show it."""
     file = flags.api_key_file
-    key = (os.environ.get("OPENAI_API_KEY", "") if file is None else _text(file)).strip()
+    key = (os.environ.get("OPENAI_API_KEY", "") if file is None else _text("--api-key-file", file)).strip()
     if not key.isascii() or not key.isprintable():
         source = "OPENAI_API_KEY" if file is None else f"--api-key-file {file}"
         raise ConfigError(f"{source}: must contain only a key")
     return key
 
 
-def _text(file: Path) -> str:
+def _text(flag: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as wrong:
-        raise ConfigError(f"{file}: {getattr(wrong, 'strerror', None) or wrong}") from None
+        raise ConfigError(f"{flag} {file}: {getattr(wrong, 'strerror', None) or wrong}") from None
 
 
 def _running(state_dir: StateDirectory) -> dict[str, Any]:

@@ -507,6 +507,8 @@ class Worker:
             standby=self._standby_state,
             standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
             encoder=self._ranks.encoder,
+            losses=self.engine.losses,
+            tensor_ranks=self._config.tensor_parallel,
         )
 
     @property

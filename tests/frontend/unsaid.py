@@ -45,6 +45,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (r"messages\.tool_calls\.function", ".*: the call names no function"),
     (r"messages\.content", ".*: the message has no content"),
     (r"(messages|input)\.content\.type", ".*: (images|files) are not served"),
+    (r"(messages|input)\.content\.(image_url|file_id)", ".*: (needed: a data URI|files are not kept here)"),
     ("input", "input.* is empty|input.*: a token id in a list of inputs|input: .* more than"),
     ("dimensions|pooling", ".*"),  # the model's
     # items

@@ -46,7 +46,8 @@ class InstanceRow(Struct, frozen=True):
     role: str = ""
     """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
-    """Why a worker takes no requests although it lives: draining, drained, asleep or waking."""
+    """Why a worker takes no requests although it lives: draining, drained, asleep or waking; gone if the process has
+    ended and its lease has not."""
     load: LoadReport | None = None
     """The last report of a worker; None for other services, and without a report."""
 
@@ -283,7 +284,9 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     )
     if not all(row.pid_usable for row in view.instances):
         parts.append("PID -: the process runs in a container; MACHINE is the name of that container")
-    if any(row.service == "worker" and row.load is None for row in view.instances):
+    if any(row.state == "gone" for row in view.instances):
+        parts.append("gone: the process has ended; it is listed until its lease ends, about 10 s")
+    if any(row.service == "worker" and row.load is None and row.state != "gone" for row in view.instances):
         parts.append("?: no load report arrived; a process that died is listed until its lease ends, about 10 s")
     if view.models:
         parts += ["", table(_MODELS, map(_model, view.models))]
@@ -292,8 +295,9 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
             for row in view.models
             for name, count in row.lora.items()
         ]
-    parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
-    parts += [_standby(row.instance, row.load) for row in view.instances if row.load is not None and row.load.standby]
+    parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state not in ("", "gone")]
+    for row in view.instances:
+        parts += [] if row.load is None else _engine(row.instance, row.load)
     parts += [
         f"encoder cache of worker {row.instance}: {cache.images} images, {size(cache.size_bytes)};"
         f" {cache.hits} found there, {cache.fetched} in kvbm, {cache.encoded} encoded"
@@ -322,6 +326,25 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     return "\n".join(parts)
 
 
+def _engine(worker: str, load: LoadReport) -> list[str]:
+    """Return what is shown of a worker's engine: its ranks, its standby, and the engines before it that were lost."""
+    lines = [f"worker {worker}: {load.tensor_ranks} processes compute each layer"] if load.tensor_ranks > 1 else []
+    lines += [
+        f"rank {rank.rank} of worker {worker}: {rank.running} running, {rank.waiting} waiting, {rank.held_blocks} held"
+        for rank in load.ranks
+    ]
+    lines += [_standby(worker, load)] if load.standby else []
+    if (lost := load.losses) is not None:
+        took = f", and a standby took over {_times(lost.take_overs)}" if lost.take_overs else ""
+        last = f"the last time {age(lost.age_s)} ago: {lost.reason}"
+        lines.append(f"worker {worker} has lost its engine {_times(lost.count)}{took}; {last}")
+    return lines
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
 def _standby(worker: str, load: LoadReport) -> str:
     """Return what is shown of the engine that is to stand by at a worker."""
     match load.standby:
@@ -344,10 +367,11 @@ _ROUTERS = "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES"
 
 
 def _instance(row: InstanceRow) -> tuple[object, ...]:
-    load: tuple[object, ...] = ("?" if row.service == "worker" else "",) * 5
+    gone = row.state == "gone"
+    load: tuple[object, ...] = ("?" if row.service == "worker" and not gone else "",) * 5
     if row.load is not None:
         load = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks, row.load.total_blocks)
-    pid = row.pid if row.pid_usable else "-"
+    pid = "gone" if gone else row.pid if row.pid_usable else "-"
     service = f"{row.service} ({row.role})" if row.role not in ("", "aggregated") else row.service
     return (service, row.instance, row.epoch, pid, row.machine, row.device, row.model, age(row.age_s), *load)
 

@@ -24,6 +24,8 @@ from shared.installation import COMMAND
 PROBE_EVERY_S = 0.1
 HAND_OVER_WAIT_S = 30.0
 """Most seconds for which a stack that would serve is not called ready, since workers with a role cannot hand over."""
+LAST_LINE = "stop:    Ctrl-C"
+"""The last line of what is said once requests are served."""
 JOIN_WAIT_S = 5.0
 """Seconds for which frontends may find workers of the other role, once all other services are ready."""
 
@@ -197,7 +199,7 @@ def say_ready(url: str, model: str, access: AccessFiles, state: str, look: str, 
 ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
    or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'{look}
 logs:    {logs}
-stop:    Ctrl-C
+{LAST_LINE}
 """,
         file=sys.stderr,
         flush=True,

@@ -172,7 +172,7 @@ def _check_standby(flags: UpFlags) -> None:
 
 
 def _check_tensor_parallel(flags: UpFlags) -> None:
-    """Raise ConfigError if the engine cannot be several ranks. The worker checks the model and the machine."""
+    """Raise ConfigError if the engine cannot be several ranks. The worker checks the model."""
     flag = f"--tensor-parallel {flags.tensor_parallel}"
     if not 1 <= flags.tensor_parallel <= 8:
         raise ConfigError(f"{flag}: it is 1 to 8")
@@ -184,6 +184,8 @@ def _check_tensor_parallel(flags: UpFlags) -> None:
         raise ConfigError(f"{flag}: engine {flags.engine} computes nothing; use --engine native")
     if flags.device == "cuda":
         raise ConfigError(f"{flag}: not built for --device cuda; vLLM spreads a model over GPUs (--engine vllm)")
+    if flags.on == "machine" and flags.tensor_parallel > (processors := usable_processors()):
+        raise ConfigError(f"{flag}: more ranks than the processors that can be used here ({processors})")
 
 
 def _check_ray(flags: UpFlags) -> None:

@@ -63,6 +63,7 @@ async def chat_prompt(
         check_texts(model, takes, messages, {"tools": tools, "chat_template_kwargs": dict(more)})
     elif shown:
         why = f"images are not served by {model.name!r}, or not by all of its workers"
+        why += "; ask a model that sees (docs/images.md), or send text alone"
         raise field_error(f"{shown[0].where.removesuffix('.image_url')}.type", why, "unsupported_value")
     text = await preprocess.render_chat(
         model,

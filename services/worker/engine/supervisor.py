@@ -58,6 +58,7 @@ from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.contract import Engine
 from services.worker.engine.standby import AFTER_S, Standby, started
 from shared.errors import ModelError, ProtocolError, Unavailable
+from shared.messages.load import LOSS_LIMIT_CHARACTERS, EngineLosses
 
 END_LIMIT_S = 2.0
 """Seconds that an engine has to end after Shutdown."""
@@ -128,10 +129,12 @@ class EngineSupervisor:
         self._gate = _Gate()
         self._ready_s: float | None = None
         """When the engine that lives was ready. None before."""
-        self.losses = 0
+        self.lost_in_a_row = 0
         """Engines that were lost in a row, each before it had served for STABLE_AFTER_S."""
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
+        self._last_loss: tuple[str, float] | None = None
+        """Why an engine was lost last, and when, on the loop's clock."""
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -163,6 +166,15 @@ class EngineSupervisor:
         """Id of the engine's process; None if there is none."""
         return None if self._engine is None else self._engine.pid
 
+    @property
+    def losses(self) -> EngineLosses | None:
+        """The engines that were lost. None if none was."""
+        if self._last_loss is None:
+            return None
+        reason, at_s = self._last_loss
+        age_s = asyncio.get_running_loop().time() - at_s
+        return EngineLosses(self.epoch - 1, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
+
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
         loop = asyncio.get_running_loop()
@@ -173,13 +185,14 @@ class EngineSupervisor:
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
+            self._last_loss = failed.reason, loop.time()
             self.epoch += 1
             if self._gate.stopped:
-                self.losses = 0
+                self.lost_in_a_row = 0
                 self._lost(failed.reason)
                 continue
             lived_s = 0.0 if self._ready_s is None else loop.time() - self._ready_s
-            self.losses = 1 if lived_s >= STABLE_AFTER_S else self.losses + 1
+            self.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self.lost_in_a_row + 1
             self._delay_s = back_off.after(loop.time() - began_s)
             pid = None if self.standby is None else self.standby.pid
             if pid is None:

@@ -113,7 +113,7 @@ class Operator:
     def engine_lost(self, reason: str) -> None:
         """The engine has ended: withdraw the card."""
         self._card = None
-        self._put(self._operations.engine_lost(reason, self._engine.losses))
+        self._put(self._operations.engine_lost(reason, self._engine.lost_in_a_row))
         self._started.set()
         self.announce()
 

@@ -11,7 +11,7 @@ from shared.hashing import self_test
 from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
-from shared.messages.load import EncoderState, LoadReport, StandbyState
+from shared.messages.load import EncoderState, EngineLosses, LoadReport, RankLoad, StandbyState
 from shared.messages.people import ModelState, RouterState, SourceState
 from shared.messages.turns import ModelTurn, TurnsState
 
@@ -326,6 +326,22 @@ def test_an_engine_that_stands_by_is_shown_with_its_memory(state: StandbyState, 
     one = msgspec.structs.replace(report("w1"), standby=state, standby_bytes=own_bytes)
     assert f"worker w1: {shown}" in render(look(instance("worker", "w1"), reports=(one,))).splitlines()
     assert "stand" not in render(look(instance("worker", "w1"), reports=(report("w1"),)))
+
+
+def test_engines_that_were_lost_and_the_ranks_of_the_one_that_serves_are_shown() -> None:
+    lost = EngineLosses(3, 65.0, "RankLost: tensor_parallel: rank 1 was killed by signal 9 (SIGKILL)")
+    one = msgspec.structs.replace(report("w1"), losses=lost, tensor_ranks=2)
+    took = EngineLosses(2, 4.0, "killed", take_overs=1)
+    two = msgspec.structs.replace(report("w2"), losses=took, ranks=[RankLoad(0, 1, 2, 30, 4), RankLoad(1, 0, 3, 0, 5)])
+    lines = render(look(instance("worker", "w1"), instance("worker", "w2"), reports=(one, two))).splitlines()
+    last = "the last time 1m ago: RankLost: tensor_parallel: rank 1 was killed by signal 9 (SIGKILL)"
+    assert f"worker w1 has lost its engine 3 times; {last}" in lines
+    assert "worker w1: 2 processes compute each layer" in lines
+    standby = "and a standby took over once"
+    assert f"worker w2 has lost its engine 2 times, {standby}; the last time 4s ago: killed" in lines
+    assert "rank 0 of worker w2: 2 running, 1 waiting, 4 held" in lines
+    assert "rank 1 of worker w2: 3 running, 0 waiting, 5 held" in lines
+    assert "lost" not in render(look(instance("worker", "w1"), reports=(report("w1"),)))
 
 
 def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:

@@ -12,6 +12,7 @@ import pytest
 from deploy.local.stack.options import checked_options, takes_turns
 from deploy.local.usage import UpFlags
 from shared.errors import ConfigError
+from shared.processors import usable_processors
 
 
 @pytest.fixture
@@ -137,6 +138,13 @@ def test_only_the_native_engine_shares_weights() -> None:
         (UpFlags(tensor_parallel=2, engine="echo"), "--tensor-parallel 2: engine echo computes nothing"),
         (UpFlags(tensor_parallel=2, device="cuda"), "--tensor-parallel 2: not built for --device cuda"),
         (UpFlags(tensor_parallel=2, on="ray"), "--tensor-parallel: not with --on ray"),
+        *(
+            (
+                UpFlags(tensor_parallel=more),
+                f"--tensor-parallel {more}: more ranks than the processors that can be used",
+            )
+            for more in range(usable_processors() + 1, 9)
+        ),
     ],
 )
 def test_ranks_are_refused_where_they_are_not_built(flags: UpFlags, named: str) -> None:
@@ -145,6 +153,7 @@ def test_ranks_are_refused_where_they_are_not_built(flags: UpFlags, named: str) 
     assert str(wrong.value).startswith(named)
 
 
+@pytest.mark.skipif(usable_processors() < 2, reason="needs two processors")
 def test_workers_get_the_number_of_ranks() -> None:
     options, _ = checked_options(UpFlags(tensor_parallel=2))
     assert options.tensor_parallel == 2

@@ -160,6 +160,82 @@ async def test_a_model_that_takes_no_images_refuses_them_by_name(directory: Path
         assert not w.router.asked.all
 
 
+IMAGE = {"type": "input_image", "image_url": data_uri(RED)}
+BLOCK = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()},
+}
+RESPONSE = {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": [IMAGE, IMAGE]}]}
+ALL_DOORS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": user(text("x"), shown(RED))}, "messages[0].content[1].type"),
+    ("/v1/responses", {"instructions": "y", **RESPONSE}, "input[1].content[0].type"),
+    (
+        "/v1/messages",
+        {"max_tokens": 9, "system": "y", "messages": [{"role": "assistant", "content": "z"}, *user(text("x"), BLOCK)]},
+        "messages[1].content[1].type",
+    ),
+    ("/v1/messages/count_tokens", {"messages": user(text("x"), BLOCK)}, "messages[0].content[1].type"),
+    ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "messages[0].images[0]"),
+]
+
+
+async def test_each_api_names_the_image_that_is_refused_and_what_to_do(directory: Path) -> None:
+    async with world(directory) as w, aiohttp.ClientSession(w.url) as http:
+        for path, body, place in ALL_DOORS:
+            async with http.post(path, json={"model": MODEL, **body}) as answer:
+                said = await answer.text()
+                assert answer.status == 400, path
+            assert f"{place}: images are not served by 'tiny/model-1.0'" in said, path
+            assert "; ask a model that sees (docs/images.md), or send text alone" in said, path
+
+
+async def test_each_api_names_the_place_of_an_image_that_is_wrong(seeing: Path) -> None:
+    wrong = "data:image/png;base64,????"
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "????"}}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/responses", {"input": user(IMAGE, {**IMAGE, "image_url": wrong})}, "input[0].content[1].image_url: "),
+        (
+            "/v1/responses",
+            {"input": user({"type": "input_image"})},
+            "input[0].content[0].image_url: needed: a data URI",
+        ),
+        (
+            "/v1/responses",
+            {"input": user(IMAGE, {"type": "input_image", "file_id": "file-1"})},
+            "input[0].content[1].file_id: files are not kept here; give `image_url` in its place",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "system", "content": [IMAGE]}]},
+            "input[0].content[0].type: images are not served in messages of role 'system'; show them in one of role",
+        ),
+        ("/v1/messages", {"max_tokens": 9, "messages": user(BLOCK, block)}, "messages[0].content[1].source: "),
+    ]
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        for path, body, place in asked:
+            async with http.post(path, json={"model": MODEL, **body}) as answer:
+                said = await answer.text()
+                assert answer.status == 400, (path, said)
+            assert place in said, (path, said)
+
+
+async def test_an_image_of_a_stored_response_is_named_by_that_response(seeing: Path) -> None:
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        asked = {"model": MODEL, "input": user(IMAGE)}
+        async with http.post("/v1/responses", json=asked) as answer:
+            before = (await answer.json())["id"]
+        for name in ("w1", "w2"):
+            await w.leave(name)
+        await w.announce_worker("w3")
+        async with asyncio.timeout(DEADLINE_S):
+            said = ""
+            while "images are not served" not in said:  # until the frontend knows the new worker
+                more = {"model": MODEL, "input": user(IMAGE), "previous_response_id": before}
+                async with http.post("/v1/responses", json=more) as answer:
+                    said = await answer.text()
+        assert "previous_response_id: images are not served" in said
+
+
 async def test_workers_that_want_images_in_two_ways_get_none(seeing: Path) -> None:
     async with eyes(seeing) as w, clients(w) as (_, http):
         await w.leave("w2")
