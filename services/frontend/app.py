@@ -154,7 +154,7 @@ async def _drain(
     try:
         async with asyncio.timeout(drain_s):
             await asyncio.gather(*(port.drain() for port in ports))
-            await asyncio.shield(stops)  # whoever a picker still takes is let in
+            await asyncio.shield(stops)  # streams that a picker still takes are let in
             service.admission.closed = True
             await service.wait_idle()
     except TimeoutError:
