@@ -116,6 +116,10 @@ class UpOptions(Struct, frozen=True):
     """Path of a file with arguments of vLLM. Empty if there is none."""
     vllm_gpus: tuple[str, ...] = ()
     """GPUs of each worker with vLLM. None if vLLM computes on the CPU."""
+    diffusers_python: str = ""
+    """Path of the Python of diffusers' environment. Empty with another engine."""
+    diffusers_gpus: tuple[str, ...] = ()
+    """GPUs that workers with diffusers take in turn. None if they compute on the CPU."""
     gpus: Gpus | None = None
     """None if workers compute on the CPU."""
     weights_bytes: int = 0
@@ -174,6 +178,8 @@ class Stack(Struct, frozen=True):
     """The names of the models that take turns: `up` is ready once their workers are, and each frontend knows them."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
+    makes_pictures: bool = False
+    """True if the model makes pictures or videos."""
 
     @property
     def shares_blocks(self) -> bool:
@@ -273,7 +279,7 @@ def plan(
     by_turns = tuple(model.name for model in options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role, makes_pictures=options.engine == "diffusers")
 
 
 def module_of(service: ServiceName) -> str:
@@ -384,6 +390,10 @@ def _memory(options: UpOptions, state_dir: StateDirectory, python: str) -> Launc
     return Launch(program, (python, "-P", "-m", "services.worker.memory", *flags))
 
 
+PICTURES: dict[str, Value] = {"max_running": 4, "stall_s": 600.0}
+"""Settings of workers that make pictures: each takes memory of its own, and a step of a large video takes minutes."""
+
+
 def worker_settings(
     options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
 ) -> dict[str, Value | Mapping[str, Value]]:
@@ -415,6 +425,10 @@ def worker_settings(
         settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
     if options.vllm_gpus:
         settings |= {"vllm_gpus": options.vllm_gpus[index]}
+    if options.diffusers_python:
+        taken = options.diffusers_gpus
+        gpu = {"gpu": taken[index % len(taken)]} if taken else {}
+        settings |= {"diffusers": {"python": options.diffusers_python, **gpu}, **PICTURES}
     if options.gpus is not None:
         settings |= {"device": "cuda", "cuda": _cuda(options, options.gpus, index)}
     return settings
