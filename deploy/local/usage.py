@@ -102,8 +102,8 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
     engine: Literal["native", "vllm", "attached", "simulated", "echo", "diffusers"] = "native"
-    """What workers run; diffusers makes pictures and videos (docs/pictures.md), attached uses the server at worker.attached.url, simulated has the timing of a GPU without one,
-    echo returns the prompt."""
+    """What workers run; diffusers makes pictures and videos (docs/pictures.md), attached uses the server at
+    worker.attached.url, simulated has the timing of a GPU without one, echo returns the prompt."""
     vllm_args: File | None = None
     """The YAML file with arguments of vLLM, as `vllm serve --config` takes it; --set worker.vllm.NAME=VALUE overrides
     it."""

@@ -201,8 +201,10 @@ def say_ready(
    or:   curl{trusted} {url}/v1/chat/completions {by_json} -d '{question}'"""
     if makes_pictures:
         wanted = json.dumps({"model": model, "prompt": "a lighthouse at dusk", "seed": 1})
+        picture = "json.load(sys.stdin)['data'][0]['b64_json']"
+        unpack = f'python3 -c "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode({picture}))"'
         ask = f"""ask:     curl{trusted} {url}/v1/images/generations {by_json} -d '{wanted}' \\
-           | python3 -c 'import base64, json, sys; sys.stdout.buffer.write(base64.b64decode(json.load(sys.stdin)["data"][0]["b64_json"]))' > picture.png
+           | {unpack} > picture.png
    or:   docs/pictures.md, which has videos too"""
     print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
     print(

@@ -279,7 +279,9 @@ def plan(
     by_turns = tuple(model.name for model in options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role, makes_pictures=options.engine == "diffusers")
+    makes_pictures = options.engine == "diffusers"
+    reached = (url, options.model_name, nats, etcd, access, common, by_turns, other_role, makes_pictures)
+    return Stack(tuple(launches), files, *reached)
 
 
 def module_of(service: ServiceName) -> str:

@@ -1,5 +1,6 @@
-"""The program of a diffusers engine: `PYTHON -m services.worker.diffusers.main CONFIG_JSON SOCKET_FD`, with the Python of
-the environment that `headrace install-diffusers` makes.
+"""The program of a diffusers engine: `PYTHON -m services.worker.diffusers.main CONFIG_JSON SOCKET_FD`.
+
+PYTHON is that of the environment that `headrace install-diffusers` makes.
 
 It ends on Shutdown, when a step takes too long, and when the shell dies.
 

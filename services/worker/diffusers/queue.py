@@ -85,9 +85,7 @@ class PictureQueue:
     def add(self, submit: Submit, now_s: float) -> None:
         """Add an attempt that waits."""
         begin_by_s = None if submit.wait_left_s is None else now_s + submit.wait_left_s
-        self._attempts[submit.request, submit.attempt] = _Attempt(
-            submit, now_s, now_s + submit.time_left_s, begin_by_s
-        )
+        self._attempts[submit.request, submit.attempt] = _Attempt(submit, now_s, now_s + submit.time_left_s, begin_by_s)
 
     def cancel(self, name: Name) -> None:
         """End an attempt at its frontend's wish. Unknown ones are ignored."""
