@@ -137,7 +137,7 @@ class CompletedPicture(Struct, frozen=True, kw_only=True, tag="image_generation.
 def decode_pictures(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureRequest:
     """Decode and check the body of a request for pictures. Raise InvalidRequest, naming the field."""
     request = decode_body(PictureRequest, body, ignored)
-    check_not_built(request)
+    check_not_built(request, "", ignored)
     if request.stream and (request.n or 1) > 1:
         raise field_error("n", "a stream has one picture; leave n out, or stream", "unsupported_value")
     if request.stream and request.response_format == "url":

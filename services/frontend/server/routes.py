@@ -104,9 +104,11 @@ class HttpApi(Struct):
         return app
 
     def chat_app(self, port: Port, middleware: Middleware) -> web.Application:
-        """Make an application for another port, whose only route is that of chats."""
+        """Make an application for another port, whose only routes are those of chats and pictures."""
         app = self._bare_app(port, middleware)
-        app.router.add_post(PATHS["chat"], partial(self._counted, "chat"), expect_handler=_continue_later)
+        operations: tuple[Operation, ...] = ("chat", "pictures")
+        for operation in operations:
+            app.router.add_post(PATHS[operation], partial(self._counted, operation), expect_handler=_continue_later)
         return app
 
     def _bare_app(self, port: Port, middleware: Middleware) -> web.Application:

@@ -189,12 +189,14 @@ class PictureReply(Struct):
 
     async def chunks(self, _send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
         """Yield the events. Raise the error that ended the request."""
-        index, picture, size = 0, self.picture, f"{self.picture.width}x{self.picture.height}"
+        index, step, picture, size = 0, 0, self.picture, f"{self.picture.width}x{self.picture.height}"
         async for delta in self.stream:
             assert delta is NOTHING, "a picture has no text"
             preview, self.stream.preview = self.stream.preview, b""
             if not preview:
-                yield Chunk(SILENCE)
+                if step == self.stream.step:  # no step has woken it, but a silence
+                    yield Chunk(SILENCE)
+                step = self.stream.step
                 continue
             now = int(time.time())
             event = PartialPicture(b64_json=_text(preview), partial_image_index=index, created_at=now, size=size)
