@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 Tier = Literal["check", "all", "long"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-MARKS: Mapping[str, Tier] = {"gpu": "long", "vllm": "long"}
+MARKS: Mapping[str, Tier] = {"gpu": "long", "vllm": "long", "diffusers": "long"}
 """The tiers of tests with these marks: what they need is not there in CI."""
 FILES: Mapping[str, Tier] = {
     "tests/test_": "check",

@@ -61,8 +61,8 @@ async function send(text, explain) {
   try {
     const model = byId("chat-model").value;
     if (painters.has(model)) {
-      own.pop();
       await showPicture(model, question, controller.signal, answer, meta, scroll);
+      own.pop();
       write(byId("chat-status"), "The picture is complete.");
       return;
     }
