@@ -513,9 +513,9 @@ async def world(
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `grammars`, `biases`, `min_tokens`, `allowed_tokens`, `prompt_logprobs`: their cards say that they can be held to
     one, add them, keep it, keep to them, compute them;
-    `embedding_size`, `pooling`: how they embed; `images`: how they take images; `pictures`: what pictures they make. `more` is in the address book from the
-    start. `connected` makes connections, which the caller closes. `trace`: requests are traced, and their spans are in
-    the world."""
+    `embedding_size`, `pooling`: how they embed; `images`: how they take images; `pictures`:
+    what pictures they make. `more` is in the address book from the start. `connected` makes connections, which the
+    caller closes. `trace`: requests are traced, and their spans are in the world."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
     await w.router.start()
     for worker in w.workers:

@@ -178,6 +178,8 @@ class Stream:
         """How many steps of its picture have ended, of the latest attempt."""
         self.preview = b""
         """The latest preview of its picture that the reader has not taken. Empty if there is none."""
+        self._stepped = False
+        """Whether a step has ended that the reader does not know."""
         self.file = b""
         """The file of its picture, once the request has ended with one."""
         self.output = request.output
@@ -206,7 +208,8 @@ class Stream:
     def show_step(self, step: int, preview: bytes) -> None:
         """Note that a step of the picture has ended, and wake the reader."""
         self.step, self.preview = step, preview or self.preview
-        self.wake()
+        self._stepped = True
+        self._selector.mark_ready(self)
 
     def end(self, last: Finish | Fail) -> None:
         """End the stream. A stop string in the last tokens takes precedence over the worker's reason."""
@@ -249,11 +252,14 @@ class Stream:
         self._selector.wake()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield all deltas, and NOTHING after each `wake`; then raise the error that ended the request, if there was
-        one."""
+        """Yield all deltas, and NOTHING after each `wake` and after steps of a picture; then raise the error that ended
+        the request, if there was one."""
         while True:
             if (delta := self.pop_delta()) is not None:
                 yield delta
+            elif self._stepped:
+                self._stepped = False
+                yield NOTHING
             elif self.ended:
                 if self.error is not None:
                     raise self.error

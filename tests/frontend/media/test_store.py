@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ from shared.errors import InvalidRequest, Overloaded, Unavailable
 
 def store(directory: Path, **more: object) -> MediaStore:
     return MediaStore(MediaConfig(directory=str(directory), **more), lambda: "http://here")  # type: ignore[arg-type]
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - a thread removes the file
+        await asyncio.sleep(0.01)
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
 
 
 def name_of(url: str) -> str:
@@ -41,7 +51,7 @@ async def test_what_has_expired_is_removed_and_nothing_else(tmp_path: Path) -> N
     for name in (old, old.replace(".png", ".json"), "someones.txt"):
         os.utime(tmp_path / name, (0, time.time() - 101))
     one.sweep(time.time())
-    assert {path.name for path in tmp_path.iterdir()} == {new, new.replace(".png", ".json"), "someones.txt"}
+    assert names(tmp_path) == {new, new.replace(".png", ".json"), "someones.txt"}
 
 
 async def test_a_sweep_begins_with_the_store(tmp_path: Path) -> None:
@@ -50,8 +60,7 @@ async def test_a_sweep_begins_with_the_store(tmp_path: Path) -> None:
     os.utime(tmp_path / name, (0, 0))
     running = asyncio.ensure_future(one.run())
     async with asyncio.timeout(60.0):
-        while (tmp_path / name).exists():
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not (tmp_path / name).exists())
     running.cancel()
 
 
@@ -60,7 +69,7 @@ async def test_a_file_for_which_there_is_no_room_is_refused(tmp_path: Path) -> N
     await one.keep(b"x" * 30, "png", "")
     with pytest.raises(Overloaded, match=r"40 of 60 bytes \(media.bytes\) are taken"):
         await one.keep(b"x" * 30, "png", "")
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(names(tmp_path)) == 2
 
 
 async def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -63,6 +63,6 @@ def run_there(code: str, *arguments: str) -> str:
 
 
 def write_image_pipeline(target: Path) -> Path:
-    """Write a Stable Diffusion shape that makes pictures of 64 × 64."""
+    """Write a Stable Diffusion shape that makes pictures of 64 by 64."""
     run_there(IMAGES, str(target))
     return target
