@@ -69,7 +69,7 @@ class PictureRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class MadePicture(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One picture."""
+    """A picture of an answer: its file, or where that is."""
 
     b64_json: str | UnsetType = UNSET
     """The file in base64, unless a URL was requested."""

@@ -105,7 +105,7 @@ class ModelView(Struct, frozen=True):
     block_size: int
     generates: bool
     pictures: bool = False
-    """Whether it makes pictures."""
+    """True if it makes pictures."""
 
 
 class RequestView(Struct, frozen=True):

@@ -237,8 +237,17 @@ class DiffusersEngine:
         load = self._queue.load(block_size=BLOCK_STEPS, steps_per_s=self._steps_per_s)
         if outcome.parts and not steps:
             self._progress += 1
-        fields = {"progress": self._progress, "event_sequence": -1, "digest": 0}
-        self._channel.send(outcome.to_stepped([], **fields, load=load, steps=steps, tokens=tokens, elapsed_s=took_s))
+        stepped = outcome.to_stepped(
+            [],
+            progress=self._progress,
+            event_sequence=-1,
+            digest=0,
+            load=load,
+            steps=steps,
+            tokens=tokens,
+            elapsed_s=took_s,
+        )
+        self._channel.send(stepped)
 
     def _report_memory(self) -> None:
         memory = self._pipeline.memory()

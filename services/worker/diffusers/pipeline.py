@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def pauses(self) -> bool:
-        """Whether the pipeline calls back after each step. Otherwise a whole picture is one step."""
+        """True if the pipeline calls back after each step. Otherwise a whole picture is one step."""
         return "callback_on_step_end" in self._takes
 
     def run(self, pictures: Sequence[Picture], wake: Callable[[], None]) -> Run:

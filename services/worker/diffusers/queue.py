@@ -41,7 +41,7 @@ class _Attempt(Struct):
     """The number of its group. 0 before."""
     step: int = 0
     told: bool = False
-    """Whether it has had a part."""
+    """True once it has had a part."""
     file: bytes | None = None
     """Its file, once it is complete."""
     sent: int = 0

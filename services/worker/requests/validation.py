@@ -112,7 +112,8 @@ def _images(generate: Generate, facts: Ready) -> str:
 def _picture(generate: Generate, facts: Ready) -> str:
     picture, takes = generate.picture, facts.pictures
     if picture is None or takes is None:
-        return "" if picture is takes else f"picture: this engine makes {'no' if takes is None else 'only'} pictures"
+        both_none = picture is None and takes is None
+        return "" if both_none else f"picture: this engine makes {'no' if takes is None else 'only'} pictures"
     checks = (
         ("prompt", 0 < len(picture.prompt) <= MAX_PROMPT_CHARACTERS),
         ("negative", len(picture.negative) <= (MAX_PROMPT_CHARACTERS if takes.negative else 0)),

@@ -72,7 +72,7 @@ async def test_a_file_for_which_there_is_no_room_is_refused(tmp_path: Path) -> N
     assert len(names(tmp_path)) == 2
 
 
-async def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "media").write_text("a file")
     with pytest.raises(Unavailable, match=r"media\.directory cannot be written"):
         await store(tmp_path / "media").keep(b"x", "png", "")

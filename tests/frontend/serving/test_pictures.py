@@ -38,7 +38,7 @@ async def refusal(http: aiohttp.ClientSession, **body: object) -> tuple[int, str
 async def test_openais_client_gets_pictures_of_seeds_that_follow_one_another(directory: Path) -> None:
     async with world(directory, pictures=OUTPUT) as w, clients(w) as (client, _):
         more = {"seed": 7, "steps": 3, "guidance": 2.5, "negative_prompt": "rain"}
-        answer = await client.images.generate(model=MODEL, prompt="a mill", n=2, size="32x32", extra_body=more)  # type: ignore[arg-type]
+        answer = await client.images.generate(model=MODEL, prompt="a mill", n=2, size="32x32", extra_body=more)
         fields: dict[str, Any] = {"negative": "rain", "guidance": 2.5}
         wanted = [Picture("a mill", 32, 32, 3, seed, **fields) for seed in (7, 8)]
         assert answer.data is not None
@@ -190,7 +190,7 @@ async def test_a_file_is_kept_for_the_key_that_made_it(directory: Path, tmp_path
                     assert "error" in await response.json()
 
 
-async def test_a_full_directory_is_told_and_nothing_is_kept(directory: Path, tmp_path: Path) -> None:
+async def test_a_full_directory_is_named_and_nothing_is_kept(directory: Path, tmp_path: Path) -> None:
     settings = kept(tmp_path / "media", bytes=10)
     async with world(directory, pictures=OUTPUT, settings=settings) as w, clients(w) as (_, http):
         async with http.post(PATH, json={"prompt": "a mill", "response_format": "url"}) as response:

@@ -37,7 +37,14 @@ def begin(one: PictureQueue, now_s: float = 0.0) -> tuple[int, int]:
 
 def test_pictures_of_the_same_kind_are_computed_together_and_others_are_not() -> None:
     one = queue(together=3)
-    kinds = [{}, {"width": 128}, {"prompt": "b", "seed": 9}, {"steps": 5}, {"guidance": 2.0}, {"negative": "x"}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"width": 128},
+        {"prompt": "b", "seed": 9},
+        {"steps": 5},
+        {"guidance": 2.0},
+        {"negative": "x"},
+    ]
     for number, kind in enumerate(kinds):
         one.add(
             submit(number, Picture(**({"prompt": "a", "width": 64, "height": 64, "steps": 4, "seed": 0} | kind))), 0
