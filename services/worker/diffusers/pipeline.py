@@ -107,7 +107,7 @@ class Run(threading.Thread):
         self._may_go = threading.Semaphore(0)
         self._stopping = False
         self.resting = True
-        """Whether it stands still, or has ended. It is only set by the run's thread while the engine waits for it."""
+        """True if it stands still, or has ended. It is only set by the run's thread while the engine waits for it."""
         self.step = 0
         """How many steps have ended."""
         self.previews = [b""] * len(pictures)

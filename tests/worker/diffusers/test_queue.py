@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from services.worker.contracts.messages import Submit
 from services.worker.diffusers.queue import PIECE_BYTES, PictureQueue, compatible
@@ -46,9 +47,7 @@ def test_pictures_of_the_same_kind_are_computed_together_and_others_are_not() ->
         {"negative": "x"},
     ]
     for number, kind in enumerate(kinds):
-        one.add(
-            submit(number, Picture(**({"prompt": "a", "width": 64, "height": 64, "steps": 4, "seed": 0} | kind))), 0
-        )
+        one.add(submit(number, replace(PICTURE, **kind)), 0)
     assert [begin(one)[1] for _ in range(3)] == [2, 1, 1]
     assert one.take_group(0.0) is None, "four run"
     assert compatible(PICTURE, Picture("other", 64, 64, 4, 7, format="webp"))
