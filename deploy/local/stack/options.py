@@ -19,6 +19,7 @@ from deploy.local.stack.stack import (
     LOOPBACK,
     AccessFiles,
     BlockStoreOptions,
+    DiffusersPlace,
     Gpus,
     ServiceName,
     Setting,
@@ -57,7 +58,6 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     frontends, routers, workers = _numbers(flags, prefill + decode or len(words))
     simulated = _settings("--simulated", flags.simulated)
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
-    diffusers_python = str(install_diffusers.require()) if flags.engine == "diffusers" else ""
     wanted = store_request(
         flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
     )
@@ -95,8 +95,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         vllm_python=vllm_python,
         vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
         vllm_gpus=vllm_gpus,
-        diffusers_python=diffusers_python,
-        diffusers_gpus=_diffusers_gpus() if flags.engine == "diffusers" else (),
+        diffusers=_diffusers() if flags.engine == "diffusers" else None,
         gpus=of_gpus,
         weights_bytes=weights_bytes,
         standby=flags.standby,
@@ -346,11 +345,13 @@ def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting], workers: int) -> tup
     return assign_gpus(flags.workers, parallel_sizes(settings, file), visible)
 
 
-def _diffusers_gpus() -> tuple[str, ...]:
-    """Return the GPUs that workers with diffusers take in turn; none if it was installed for a CPU."""
+def _diffusers() -> DiffusersPlace:
+    """Return what workers with diffusers compute with. Raise ConfigError if it is not installed."""
+    python = str(install_diffusers.require())
     if install_diffusers.device_of() != "cuda":
-        return ()
-    return tuple(visible_gpus(gpus.ask_driver("--engine diffusers", 0), environment().get("CUDA_VISIBLE_DEVICES")))
+        return DiffusersPlace(python)
+    visible = visible_gpus(gpus.ask_driver("--engine diffusers", 0), environment().get("CUDA_VISIBLE_DEVICES"))
+    return DiffusersPlace(python, tuple(visible))
 
 
 def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:

@@ -75,6 +75,15 @@ class TurnModel(Struct, frozen=True):
     sampling: Mapping[str, Value] = {}
 
 
+class DiffusersPlace(Struct, frozen=True):
+    """What workers with diffusers compute with."""
+
+    python: str
+    """Path of the Python of diffusers' environment."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that the workers take in turn. None if they compute on the CPU."""
+
+
 class UpOptions(Struct, frozen=True):
     """Options of `up`, checked."""
 
@@ -116,10 +125,8 @@ class UpOptions(Struct, frozen=True):
     """Path of a file with arguments of vLLM. Empty if there is none."""
     vllm_gpus: tuple[str, ...] = ()
     """GPUs of each worker with vLLM. None if vLLM computes on the CPU."""
-    diffusers_python: str = ""
-    """Path of the Python of diffusers' environment. Empty with another engine."""
-    diffusers_gpus: tuple[str, ...] = ()
-    """GPUs that workers with diffusers take in turn. None if they compute on the CPU."""
+    diffusers: DiffusersPlace | None = None
+    """What workers with diffusers compute with. None with another engine."""
     gpus: Gpus | None = None
     """None if workers compute on the CPU."""
     weights_bytes: int = 0
@@ -279,9 +286,8 @@ def plan(
     by_turns = tuple(model.name for model in options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    makes_pictures = options.engine == "diffusers"
-    reached = (url, options.model_name, nats, etcd, access, common, by_turns, other_role, makes_pictures)
-    return Stack(tuple(launches), files, *reached)
+    reached = (url, options.model_name, nats, etcd, access, common, by_turns, other_role)
+    return Stack(tuple(launches), files, *reached, makes_pictures=options.engine == "diffusers")
 
 
 def module_of(service: ServiceName) -> str:
@@ -427,10 +433,10 @@ def worker_settings(
         settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
     if options.vllm_gpus:
         settings |= {"vllm_gpus": options.vllm_gpus[index]}
-    if options.diffusers_python:
-        taken = options.diffusers_gpus
+    if options.diffusers is not None:
+        taken = options.diffusers.gpus
         gpu = {"gpu": taken[index % len(taken)]} if taken else {}
-        settings |= {"diffusers": {"python": options.diffusers_python, **gpu}, **PICTURES}
+        settings |= {"diffusers": {"python": options.diffusers.python, **gpu}, **PICTURES}
     if options.gpus is not None:
         settings |= {"device": "cuda", "cuda": _cuda(options, options.gpus, index)}
     return settings

@@ -1,6 +1,6 @@
 """DiffusersEngine: commands in, one denoising step of one group after another, reports out.
 
-    commands of the shell ──▶ PictureQueue ──▶ Run.advance: a step in the run's thread
+    commands of the shell ──▶ PictureQueue ──▶ PipelineRun.advance: a step in the run's thread
     Stepped ◀── steps, previews, pieces of files ◀── an eventfd wakes the loop when the step has ended
 
 The loop's thread computes nothing, so that it hears commands at once. While a step lasts it says every BEAT_S that the
@@ -36,7 +36,7 @@ from services.worker.contracts.messages import (
     TakeEngineSnapshot,
     TakeOver,
 )
-from services.worker.diffusers.pipeline import Pipeline, Run
+from services.worker.diffusers.pipeline import Pipeline, PipelineRun
 from services.worker.diffusers.queue import PictureQueue
 from services.worker.engine.channel import EngineEnd
 from shared.errors import ModelError
@@ -59,7 +59,7 @@ class _Step:
 
     group: int
     """The number of its group. 0 for a probe."""
-    run: Run
+    run: PipelineRun
     begun_s: float
     beat_s: float
     """When the last sign of life was sent."""
@@ -75,11 +75,11 @@ class DiffusersEngine:
         self._channel = channel
         together = worker.diffusers.most_together or (1 if pipeline.device == "cpu" else worker.max_running)
         self._queue = PictureQueue(most_running=worker.max_running, most_together=together if pipeline.pauses else 1)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, PipelineRun] = {}
         self._step: _Step | None = None
         self._progress = 0
         self._steps_per_s = 0.0
-        self._probes: deque[Run] = deque()
+        self._probes: deque[PipelineRun] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         channel.watch(self._woken)
 
@@ -214,7 +214,7 @@ class DiffusersEngine:
             self._queue.drop(step.group)
         self._report(always=True, steps=1, tokens=count, took_s=took_s)
 
-    def _end_probe(self, run: Run, took_s: float) -> None:
+    def _end_probe(self, run: PipelineRun, took_s: float) -> None:
         """A probe is the first steps of a small picture; what comes after them is computed too."""
         if run.ended:
             self._probes.popleft()

@@ -51,11 +51,11 @@ class Pipeline:
         """True if the pipeline calls back after each step. Otherwise a whole picture is one step."""
         return "callback_on_step_end" in self._takes
 
-    def run(self, pictures: Sequence[Picture], wake: Callable[[], None]) -> Run:
+    def run(self, pictures: Sequence[Picture], wake: Callable[[], None]) -> PipelineRun:
         """Begin a run of compatible pictures, which stands still until `advance`; `wake` is called when it rests."""
         own = copy.copy(self._pipe)
         own.scheduler = copy.deepcopy(self._pipe.scheduler)
-        return Run(own, self._arguments(pictures), pictures, wake)
+        return PipelineRun(own, self._arguments(pictures), pictures, wake)
 
     def _arguments(self, pictures: Sequence[Picture]) -> dict[str, Any]:
         """Return the arguments of the pipeline's call. The noise comes from a generator for each picture, on the CPU,
@@ -95,7 +95,7 @@ class Pipeline:
         return (f"GPU-{torch.cuda.get_device_properties(0).uuid}",) if self.device == "cuda" else ()
 
 
-class Run(threading.Thread):
+class PipelineRun(threading.Thread):
     """One call of a pipeline, in a thread of its own."""
 
     def __init__(self, pipe: Any, arguments: dict[str, Any], pictures: Sequence[Picture], wake: Callable[[], None]):
