@@ -285,8 +285,8 @@ def plan(
         launches = [_as_one(launches, python)]
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
-    turns = tuple(model.name for model in options.turns)
-    reached = (url, options.model_name, nats, etcd, access, common, turns, other_role)
+    by_turns = tuple(model.name for model in options.turns)
+    reached = (url, options.model_name, nats, etcd, access, common, by_turns, other_role)
     return Stack(tuple(launches), files, *reached, makes_pictures=options.engine == "diffusers")
 
 
