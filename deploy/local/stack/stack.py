@@ -185,13 +185,16 @@ class Stack(Struct, frozen=True):
     """The names of the models that take turns: `up` is ready once their workers are, and each frontend knows them."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
-    makes_pictures: bool = False
-    """True if the model makes pictures or videos."""
 
     @property
     def shares_blocks(self) -> bool:
         """Whether a flag lets kvbms of other machines read the blocks of this one."""
         return any(re.match("--peers[.-]listen=.", flag) for launch in self.launches for flag in launch.arguments)
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the model makes pictures or videos."""
+        return any('engine = "diffusers"' in text for text in self.files.values())
 
     @property
     def single(self) -> bool:
@@ -286,8 +289,7 @@ def plan(
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
     by_turns = tuple(model.name for model in options.turns)
-    reached = (url, options.model_name, nats, etcd, access, common, by_turns, other_role)
-    return Stack(tuple(launches), files, *reached, makes_pictures=options.engine == "diffusers")
+    return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
 
 
 def module_of(service: ServiceName) -> str:
