@@ -97,6 +97,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             _install_nixl()
         case usage.InstallVllmFlags() as flags:
             _install_vllm(flags)
+        case usage.InstallDiffusersFlags() as flags:
+            _install_diffusers(flags)
         case usage.VersionFlags():
             print(version_text())
         case _:  # no command: the commands are shown
@@ -322,6 +324,15 @@ def _install_vllm(flags: usage.InstallVllmFlags) -> None:
     new = install_vllm.install(device, lambda step: print(step, file=sys.stderr, flush=True), version=flags.version)
     print(f"vLLM is {'installed' if new else 'there already'}: {install_vllm.ENVIRONMENT}")
     print(f"{COMMAND} up --engine vllm")
+
+
+def _install_diffusers(flags: usage.InstallDiffusersFlags) -> None:
+    from deploy.local import install_diffusers
+
+    device = flags.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
+    new = install_diffusers.install(device, lambda step: print(step, file=sys.stderr, flush=True))
+    print(f"diffusers is {'installed' if new else 'there already'}: {install_diffusers.ENVIRONMENT}")
+    print(f"{COMMAND} up --engine diffusers --model DIRECTORY")
 
 
 def _operate(flags: usage.WorkerFlags | usage.LoraFlags) -> int:

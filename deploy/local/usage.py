@@ -101,9 +101,9 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     """The number of --models that may be awake at once (1)."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
-    engine: Literal["native", "vllm", "attached", "simulated", "echo"] = "native"
-    """What workers run; attached uses the server at worker.attached.url, simulated has the timing of a GPU without one,
-    echo returns the prompt."""
+    engine: Literal["native", "vllm", "attached", "simulated", "echo", "diffusers"] = "native"
+    """What workers run; diffusers makes pictures and videos (docs/pictures.md), attached uses the server at
+    worker.attached.url, simulated has the timing of a GPU without one, echo returns the prompt."""
     vllm_args: File | None = None
     """The YAML file with arguments of vLLM, as `vllm serve --config` takes it; --set worker.vllm.NAME=VALUE overrides
     it."""
@@ -623,6 +623,14 @@ class InstallVllmFlags(Struct, frozen=True, kw_only=True):
     """The version to install, of 0.32 or 0.33 (0.32.0)."""
 
 
+class InstallDiffusersFlags(Struct, frozen=True, kw_only=True):
+    """Install diffusers for --engine diffusers, into an environment of its own (1.5 GB for a CPU)."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """The device to install it for; not given: cuda where an NVIDIA driver is there. For cuda, a torch that the
+    machine's Python has is used."""
+
+
 class UnitFlags(Struct, frozen=True, kw_only=True):
     """Print a systemd unit that runs a service from here (docs/operations.md)."""
 
@@ -723,6 +731,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "install-gpu": InstallGpuFlags,
     "install-nixl": InstallNixlFlags,
     "install-vllm": InstallVllmFlags,
+    "install-diffusers": InstallDiffusersFlags,
     "completion": CompletionFlags,
     "unit": UnitFlags,
     "docs": DocsFlags,

@@ -24,6 +24,7 @@ import msgspec
 from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.images.reader import ImageReader
+from services.frontend.media.store import MediaStore
 from services.frontend.metrics import Metrics
 from services.frontend.models.encode_pool import EncodePool
 from services.frontend.models.fetched_files import ModelFiles
@@ -38,6 +39,7 @@ from services.frontend.server.port import Port
 from services.frontend.server.routes import HttpApi
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.dispatch import Dispatcher
+from services.frontend.serving.pictures import ServingPictures
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.text_proxy import TextProxy
 from services.frontend.structured.compiler import GrammarCompiler
@@ -80,7 +82,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         grammars, images = GrammarCompiler(), ImageReader(config.images)
         directory = ResponseDirectory(runtime, config.responses, metrics)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
-        dispatcher, texts = Dispatcher(chat, directory), TextProxy(runtime, service, models, metrics, config)
+        pictures = ServingPictures(service, models, MediaStore(config.media, lambda: http.url), runtime.draw)
+        dispatcher, texts = Dispatcher(chat, directory, pictures), TextProxy(runtime, service, models, metrics, config)
         port = Port(with_files(config.http), metrics)
         keys = access.requires_key
         place = config.ui.place(keys=keys)
@@ -102,7 +105,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             await page.start()
         await access.start(runtime.tasks)
         await asyncio.gather(*(each.start(runtime.tasks) for each in apps))
-        await service.start()
+        await pictures.start(runtime.tasks)
         await directory.start()
         readiness = await _informed(runtime, models)
         async with aclosing(grammars), aclosing(images), aclosing(texts), AsyncExitStack() as opened:

@@ -139,7 +139,7 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None], *, stands_by:
             from services.worker.native.runner import load_native
 
             return load_native(config, report)
-        case "vllm" | "attached":
+        case "vllm" | "attached" | "diffusers":
             raise ConfigError(f"engine is {config.engine}, which this program does not run")
         case _:
             assert_never(config.engine)

@@ -189,7 +189,9 @@ class Worker:
     @property
     def event_source(self) -> EventSource | None:
         """The source of the KV events, for discovery. None if the engine knows none, because its attached server
-        publishes none: then routers predict what is cached from their own choices."""
+        publishes none: then routers predict what is cached from their own choices. Pictures have no KV."""
+        if self._config.engine == "diffusers":
+            return None
         if self._config.engine == "attached" and not self._config.attached.events:
             return None
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
@@ -259,9 +261,11 @@ class Worker:
         )
         self._metrics.engine_started(self.engine.start_s)
         self._gpus.watch(facts.gpus)
+        if facts.pictures is not None:
+            _log.info("serving %s: makes %s with %s", self._model_name, facts.pictures.kind, facts.pictures.pipeline)
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         tokens = facts.capacity_blocks * facts.block_size
-        if tokens < SMALL_KV_TOKENS:
+        if tokens < SMALL_KV_TOKENS and facts.pictures is None:
             setting = "capacity_blocks" if self._config.capacity_blocks else "capacity_bytes"
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)

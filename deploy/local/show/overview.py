@@ -63,6 +63,8 @@ class ModelRow(Struct, frozen=True):
     total_blocks: int
     held_blocks: int
     cached_blocks: int
+    makes: str = ""
+    """pictures or videos, if it makes them. Empty if it answers with text or embeddings."""
     lora: dict[str, int] = {}
     """The LoRAs, and how many of the instances have each."""
     asleep: int = 0
@@ -268,6 +270,7 @@ def _model_row(
         total_blocks=sum(card.capacity_blocks * card.ranks for card in cards),
         held_blocks=sum(report.held_blocks for report in heard),
         cached_blocks=sum(report.cached_blocks for report in heard),
+        makes=next((card.pictures.kind for card in cards if card.pictures is not None), ""),
         lora=dict(sorted(Counter(name for card in cards for name in card.lora).items())),
     )
 
@@ -379,7 +382,7 @@ def _instance(row: InstanceRow) -> tuple[object, ...]:
 def _model(row: ModelRow) -> tuple[object, ...]:
     blocks = (row.block_size, row.held_blocks, row.cached_blocks, row.total_blocks)
     count = f"{len(row.instances)}, {row.asleep} asleep" if row.asleep else len(row.instances)
-    return (row.model, count, row.context_length, *blocks)
+    return (row.model, count, row.makes or row.context_length, *blocks)
 
 
 def _weights(row: SharedWeightsRow) -> tuple[object, ...]:

@@ -182,10 +182,13 @@ stop:    Ctrl-C
         look = "" if stack.single else f"\nstatus:  {COMMAND} status{state}"
         look += f"\npage:    {stack.page}" if stack.page else ""
         look += f"\npicker:  {stack.picker}, for gateways (docs/picker.md)" if stack.picker else ""
-        say_ready(stack.url, stack.model, stack.access, state, look, str(self._state_dir.logs))
+        at = (stack.url, stack.model, stack.access, state, look, str(self._state_dir.logs))
+        say_ready(*at, makes_pictures=stack.makes_pictures)
 
 
-def say_ready(url: str, model: str, access: AccessFiles, state: str, look: str, logs: str) -> None:
+def say_ready(
+    url: str, model: str, access: AccessFiles, state: str, look: str, logs: str, *, makes_pictures: bool = False
+) -> None:
     """Print that requests are served at a URL, without its /v1, and how to ask. `state` is a flag for commands, `look`
     further lines, `logs` where the logs are."""
     message = {"role": "user", "content": "What is the capital of France?"}
@@ -193,11 +196,20 @@ def say_ready(url: str, model: str, access: AccessFiles, state: str, look: str, 
     by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
     certificate = shlex.quote(access.tls_cert)
     trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
+    by_json = f"-H 'Content-Type: application/json'{by_header}"
+    ask = f"""ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
+   or:   curl{trusted} {url}/v1/chat/completions {by_json} -d '{question}'"""
+    if makes_pictures:
+        wanted = json.dumps({"model": model, "prompt": "a lighthouse at dusk", "seed": 1})
+        picture = "json.load(sys.stdin)['data'][0]['b64_json']"
+        unpack = f'python3 -c "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode({picture}))"'
+        ask = f"""ask:     curl{trusted} {url}/v1/images/generations {by_json} -d '{wanted}' \\
+           | {unpack} > picture.png
+   or:   docs/pictures.md, which has videos too"""
     print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
     print(
         f"""
-ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
-   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'{look}
+{ask}{look}
 logs:    {logs}
 {LAST_LINE}
 """,

@@ -75,6 +75,15 @@ class TurnModel(Struct, frozen=True):
     sampling: Mapping[str, Value] = {}
 
 
+class DiffusersPlace(Struct, frozen=True):
+    """What workers with diffusers compute with."""
+
+    python: str
+    """Path of the Python of diffusers' environment."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that the workers take in turn. None if they compute on the CPU."""
+
+
 class UpOptions(Struct, frozen=True):
     """Options of `up`, checked."""
 
@@ -116,6 +125,8 @@ class UpOptions(Struct, frozen=True):
     """Path of a file with arguments of vLLM. Empty if there is none."""
     vllm_gpus: tuple[str, ...] = ()
     """GPUs of each worker with vLLM. None if vLLM computes on the CPU."""
+    diffusers: DiffusersPlace | None = None
+    """What workers with diffusers compute with. None with another engine."""
     gpus: Gpus | None = None
     """None if workers compute on the CPU."""
     weights_bytes: int = 0
@@ -179,6 +190,11 @@ class Stack(Struct, frozen=True):
     def shares_blocks(self) -> bool:
         """Whether a flag lets kvbms of other machines read the blocks of this one."""
         return any(re.match("--peers[.-]listen=.", flag) for launch in self.launches for flag in launch.arguments)
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the model makes pictures or videos."""
+        return any('engine = "diffusers"' in text for text in self.files.values())
 
     @property
     def single(self) -> bool:
@@ -270,9 +286,9 @@ def plan(
         service(program, "worker", settings, hands_over=bool(role))
     if options.single:
         launches = [_as_one(launches, python)]
-    by_turns = tuple(model.name for model in options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
+    by_turns = tuple(model.name for model in options.turns)
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
 
 
@@ -384,6 +400,10 @@ def _memory(options: UpOptions, state_dir: StateDirectory, python: str) -> Launc
     return Launch(program, (python, "-P", "-m", "services.worker.memory", *flags))
 
 
+PICTURES: dict[str, Value] = {"max_running": 4, "stall_s": 600.0}
+"""Settings of workers that make pictures: each takes memory of its own, and a step of a large video takes minutes."""
+
+
 def worker_settings(
     options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
 ) -> dict[str, Value | Mapping[str, Value]]:
@@ -415,6 +435,10 @@ def worker_settings(
         settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
     if options.vllm_gpus:
         settings |= {"vllm_gpus": options.vllm_gpus[index]}
+    if options.diffusers is not None:
+        taken = options.diffusers.gpus
+        gpu = {"gpu": taken[index % len(taken)]} if taken else {}
+        settings |= {"diffusers": {"python": options.diffusers.python, **gpu}, **PICTURES}
     if options.gpus is not None:
         settings |= {"device": "cuda", "cuda": _cuda(options, options.gpus, index)}
     return settings

@@ -21,6 +21,7 @@ base model of the same name comes first. The name that a card's server has for t
 another one has it (model_names.py). Both stay known for as long as the model, unless another one takes the name over.
 
 A card that names a server is of one that takes and gives text alone. Nothing is loaded for it, and `text_of` finds it.
+Nor is anything for a model that makes pictures, which `pictures_of` finds.
 
 The card has the text of a template that replaces the model's own: a name alone would mean another text in another
 version, and a path alone another file on another machine.
@@ -53,7 +54,7 @@ from services.frontend.models.model import (
 from services.frontend.models.model_names import ModelAliases, similar_names
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages.cards import Instance, ModelCard, TurnTaker
+from shared.messages.cards import Instance, ModelCard, PictureOutput, TurnTaker
 from shared.rate_limited_log import RateLimitedLog
 
 RETRY_S = 5.0
@@ -132,12 +133,22 @@ class _Entry:
                 f"its workers have the role {roles}, and none decodes: start one with the role decode or aggregated, or"
                 " resume one that is drained"
             )
-        return "" if self.model is not None or self.is_text else self.reason
+        return "" if self.model is not None or not self.has_tokenizer else self.reason
 
     @property
     def is_text(self) -> bool:
         """Whether the model's servers take and give text alone: then no tokenizer is loaded."""
         return any(card.server for card in self.cards.values())
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the model makes pictures or videos."""
+        return any(card.pictures is not None for card in self.cards.values())
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer is loaded for the model."""
+        return not (self.is_text or self.makes_pictures)
 
     def matches(self, card: ModelCard) -> bool:
         """Whether the loaded model is the card's."""
@@ -239,6 +250,22 @@ class ModelRegistry:
         wrong = f"the model {name!r} does not exist; there is {', '.join(similar_names(name, known))}"
         raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
 
+    def pictures_of(self, name: str | None) -> tuple[str, PictureOutput]:
+        """Return the name of a model, or the only one for None and an empty name, and what pictures it makes. Raise
+        InvalidRequest for a model that makes none, and what `find` raises."""
+        name = self._own_name(name) if name else self._only_pictures()
+        entry = self._entries.get(name)
+        if entry is not None and entry.cards and not entry.fault and entry.limits.pictures is not None:
+            return name, entry.limits.pictures
+        self.find(name)
+        wrong = f"the model {name!r} makes no pictures; --engine diffusers serves those that do"
+        raise InvalidRequest(wrong, param="model", code="unsupported_value")
+
+    def _only_pictures(self) -> str:
+        """Return the only model that makes pictures, or else the only model."""
+        names = [name for name, entry in self._entries.items() if entry.makes_pictures]
+        return names[0] if len(names) == 1 else self._only()
+
     def text_of(self, name: str | None) -> str:
         """Return the model that a request means, if its servers take and give text alone. Empty otherwise."""
         base = self.base_of(name) if self.texts else ""
@@ -266,6 +293,9 @@ class ModelRegistry:
             raise Unavailable(f"no worker serves the model {name!r} now")
         if entry.is_text and not entry.fault:
             wrong = "has servers that take and give text alone: only over HTTP, and at paths that they have themselves"
+            raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
+        if entry.makes_pictures and not entry.fault:
+            wrong = "makes pictures: ask for them at /v1/images/generations or /v1/videos"
             raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
         if entry.model is None or entry.fault:
             raise Unavailable(f"the model {name!r} is not ready: {entry.fault}")
@@ -394,7 +424,7 @@ class ModelRegistry:
 
     async def _load(self, name: str, entry: _Entry) -> None:
         """Try until the newest card is loaded, or there are no cards."""
-        while entry.cards and not entry.is_text:
+        while entry.cards and entry.has_tokenizer:
             entry.changed.clear()
             if await self._load_newest(name, entry):
                 if not entry.failed:

@@ -173,6 +173,7 @@ class BusCalls:
             wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
             time_left_s=max(0.0, request.deadline - now),
             whole=bool(request.embedding_size)
+            or request.picture is not None
             or request.prompt_only
             or request.prompt_entries is not None
             or self._is_forgotten(request),
@@ -251,6 +252,7 @@ class BusCalls:
             salt=request.salt,
             priority=request.priority,
             images=request.images,
+            picture=request.picture,
             prefill_by=action.prefill if isinstance(action, AnnounceAttempt) else "",
         )
 
@@ -260,12 +262,14 @@ class BusCalls:
         sampling = request.sampling
         with_prompt = sampling.prompt_logprobs >= 0
         masked = sampling.grammar or sampling.allowed_tokens
-        more = sampling.logit_bias or sampling.min_tokens or sampling.pooling or request.images
+        more = sampling.logit_bias or sampling.min_tokens or sampling.pooling or request.images or request.picture
         if not (masked or with_prompt or more):
             return ""
         card = self._runtime.directory.cards.get((request.model, instance))
         if request.images and not (card is not None and card.images == request.image_input):
             return "it does not take images that are prepared in this way"
+        if request.picture is not None and not (card is not None and card.pictures is not None):
+            return "it does not make pictures"
         if sampling.grammar and not (card is not None and card.grammars):
             return "it does not support grammars"
         if sampling.logit_bias and not (card is not None and card.biases):

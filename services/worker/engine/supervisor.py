@@ -412,11 +412,11 @@ class EngineSupervisor:
             waited_at = self._reports if waits else None
 
     async def _probe_if_idle(self, engine: Engine) -> None:
-        """Have a native engine compute a probe whenever it was idle for `health.idle_s`, and kill it if it is late: a
-        device that is lost or hangs looks like one that has nothing to do. Engines without a device need none; vLLM and
-        attached engines do it by themselves."""
+        """Have a native or a diffusers engine compute a probe whenever it was idle for `health.idle_s`, and kill it if
+        it is late: a device that is lost or hangs looks like one that has nothing to do. Engines without a device need
+        none; vLLM and attached engines do it by themselves."""
         health, loop = self._config.health, asyncio.get_running_loop()
-        if not health.idle_s or self._config.engine != "native":
+        if not health.idle_s or self._config.engine not in ("native", "diffusers"):
             return
         while True:
             await asyncio.sleep(max(0.0, self._active_s + health.idle_s - loop.time()))
