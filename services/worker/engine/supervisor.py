@@ -87,6 +87,9 @@ class _Gate:
         self.ended = asyncio.Event()
         """Set while there is no engine."""
         self.ended.set()
+        self.lost: tuple[int, str, float] = 0, "", 0.0
+        """How many engines were lost, why the last one, and when, on the loop's clock. Those that were stopped are not
+        counted."""
         self.stopped = False
         """Whether the engine that lives ends because it was stopped."""
 
@@ -133,8 +136,6 @@ class EngineSupervisor:
         """Engines that were lost in a row, each before it had served for STABLE_AFTER_S."""
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
-        self._last_loss: tuple[str, float] | None = None
-        """Why an engine was lost last, and when, on the loop's clock."""
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -169,11 +170,11 @@ class EngineSupervisor:
     @property
     def losses(self) -> EngineLosses | None:
         """The engines that were lost. None if none was."""
-        if self._last_loss is None:
+        count, reason, at_s = self._gate.lost
+        if not count:
             return None
-        reason, at_s = self._last_loss
         age_s = asyncio.get_running_loop().time() - at_s
-        return EngineLosses(self.epoch - 1, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
+        return EngineLosses(count, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
 
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
@@ -185,12 +186,12 @@ class EngineSupervisor:
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
-            self._last_loss = failed.reason, loop.time()
             self.epoch += 1
             if self._gate.stopped:
                 self.lost_in_a_row = 0
                 self._lost(failed.reason)
                 continue
+            self._gate.lost = self._gate.lost[0] + 1, failed.reason, loop.time()
             lived_s = 0.0 if self._ready_s is None else loop.time() - self._ready_s
             self.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self.lost_in_a_row + 1
             self._delay_s = back_off.after(loop.time() - began_s)

@@ -132,6 +132,14 @@ async def test_a_standby_takes_over_from_an_engine_that_ends_and_another_one_sta
         assert len(pair.engines) == 1
 
 
+async def test_an_engine_that_is_stopped_is_not_counted_as_lost() -> None:
+    async with running(Pair()) as pair:
+        await until(lambda: bool(pair.engines))
+        await pair.host.stop()
+        assert pair.host.epoch == 2
+        assert pair.host.losses is None
+
+
 async def test_a_standby_that_is_still_loading_goes_on_as_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_TOKENS_LIMIT_S", 0.02)
     monkeypatch.setattr(supervisor, "GRACE_S", 0.0)
