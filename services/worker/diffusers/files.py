@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-FRAMES_PER_S = 16
-"""The frames a second of a video, as Wan's pipelines are trained for."""
+from shared.messages.generate import FRAMES_PER_S
+
 QUALITY = 90
 """The quality of JPEG and WebP, of 100."""
 PREVIEW_PIXELS = 256
