@@ -93,6 +93,8 @@ class _Gate:
         """When the engine that lives was ready. None before."""
         self.lost_in_a_row = 0
         """Engines that were lost in a row, each before it had served for STABLE_AFTER_S."""
+        self.last_loss: tuple[str, float] | None = None
+        """Why an engine was lost last, and when, on the loop's clock."""
 
 
 class EngineSupervisor:
@@ -133,8 +135,6 @@ class EngineSupervisor:
         self._gate = _Gate()
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
-        self._last_loss: tuple[str, float] | None = None
-        """Why an engine was lost last, and when, on the loop's clock."""
         self._reports = 0
         """Number of reports of all engines so far."""
         self._engine: Engine | None = None
@@ -169,9 +169,9 @@ class EngineSupervisor:
     @property
     def losses(self) -> EngineLosses | None:
         """The engines that were lost. None if none was."""
-        if self._last_loss is None:
+        if self._gate.last_loss is None:
             return None
-        reason, at_s = self._last_loss
+        reason, at_s = self._gate.last_loss
         age_s = asyncio.get_running_loop().time() - at_s
         return EngineLosses(self.epoch - 1, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
 
@@ -191,7 +191,7 @@ class EngineSupervisor:
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
-            self._last_loss = failed.reason, loop.time()
+            self._gate.last_loss = failed.reason, loop.time()
             self.epoch += 1
             if self._gate.stopped:
                 self._gate.lost_in_a_row = 0
