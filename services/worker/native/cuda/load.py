@@ -1,4 +1,5 @@
-"""Makes a CudaRunner from a worker's settings: selects the GPU, shares out its memory and loads the weights."""
+"""Makes a CudaRunner from a worker's settings: selects the GPU, prepares the model, and starts the ranks, if there are
+several."""
 
 from __future__ import annotations
 
@@ -9,24 +10,16 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 import msgspec
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.config import Dtype, WorkerConfig
+from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Loading
-from services.worker.limits import MAX_STEP_TOKENS
-from services.worker.model.tensor_header import Shape
-from services.worker.native.config import ModelConfig, read_config
-from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
+from services.worker.native.config import read_config
 from services.worker.native.cuda.faults import no_room_as_model_error
-from services.worker.native.cuda.matrix_memory import cuda_weights_of
-from services.worker.native.cuda.runner import CudaRunner, step_limits
-from services.worker.native.cuda.shared_weights import SharedCudaWeights
-from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
-from services.worker.native.grammars import GrammarCache
+from services.worker.native.cuda.group import CudaRankGroup
+from services.worker.native.cuda.runner import CudaRunner
+from services.worker.native.cuda.start import start_runner
 from services.worker.native.prepare import prepare
-from services.worker.native.weights import Checkpoint, weights_digest
 from services.worker.transfer.cuda import use_device
-from services.worker.transfer.device_memory import DeviceMemory
 from shared.errors import ConfigError
-from shared.messages.cards import KvLayout
 
 _INSUFFICIENT_DRIVER = 35
 """The status code cudaErrorInsufficientDriver, which also means that there is no driver at all."""
@@ -58,7 +51,7 @@ def _version(number: int) -> str:
 
 
 def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> CudaRunner:
-    """Return a runner for a worker's settings. Raise ConfigError and ModelError.
+    """Return a runner for a worker's settings. Raise ConfigError, ModelError, RankLost.
 
     It sets CuPy's allocator for the whole process, so a process can have only one such runner.
     """
@@ -68,80 +61,12 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
     # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
     directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
     config = msgspec.structs.replace(read_config(directory), vision=None)  # its text part alone: the card says so
-    with no_room_as_model_error(str(directory), "CUDA itself"):
-        free_bytes, total_bytes = runtime.memGetInfo()
-    shapes = Checkpoint(directory, config).shapes
-    capacity_blocks, lora_bytes = _capacity(settings, config, shapes, str(directory), free_bytes, total_bytes)
-    # Free memory stays in the pool: a step with LoRAs, which allocates, must not have to ask the driver.
-    memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
-    cp.cuda.set_allocator(memory.allocator())
-    with no_room_as_model_error(str(directory), "the weights"):
-        shared = cuda_weights_of(settings, directory, config, shapes)
-        weights = _weights(
-            directory, config, cuda.dtype, shared, lambda share: progress(Loading("copying weights to the GPU", share))
-        )
-    digest = weights_digest(directory, config)
-    progress(Loading("compiling kernels that are not on disk", 0.0))
-    return CudaRunner(
-        config,
-        weights,
-        memory,
-        cuda,
-        capacity_blocks=capacity_blocks,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        verify=settings.kvbm.verify,
-        lora_rank=settings.lora_rank,
-        lora_bytes=lora_bytes,
-        shares_blocks=settings.shares_blocks,
-        shared=shared,
-        path=str(directory),
-        digest=digest,
-        grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
-        progress=lambda share: progress(Loading("capturing graphs", share)),
-    )
-
-
-def _weights(
-    directory: Path,
-    config: ModelConfig,
-    element_type: Dtype,
-    shared: SharedCudaWeights[CudaWeights] | None,
-    progress: Callable[[float], None],
-) -> CudaWeights:
-    if shared is not None:
-        return shared.load(progress)
-    return load_cuda_weights(directory, config, element_type, progress)
-
-
-def _capacity(
-    settings: WorkerConfig,
-    config: ModelConfig,
-    shapes: dict[str, Shape],
-    model: str,
-    free_bytes: int,
-    total_bytes: int,
-) -> tuple[int, int]:
-    """Return the number of KV blocks, and the bytes that are left for LoRAs. Raise ModelError."""
-    dtype, block_size = settings.cuda.dtype, settings.block_size
-    layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
-    element_bytes = 4 if dtype == "float32" else 2
-    asked_blocks = settings.capacity_blocks or settings.capacity_bytes // layout.block_bytes
-    context_length = min(config.context_length, asked_blocks * block_size) or config.context_length
-    limits = step_limits(context_length, block_size, max_running=settings.max_running, max_rows=MAX_STEP_TOKENS)
-    room = GpuRoom(
-        total_bytes,
-        free_bytes,
-        weight_bytes(shapes, element_bytes),
-        step_bytes(config, limits, element_bytes),
-    )
-    lora_bytes = room.lora_bytes_of(settings.lora_bytes, settings.cuda.memory_share)
-    blocks = capacity(
-        msgspec.structs.replace(room, lora_bytes=lora_bytes),
-        blocks=settings.capacity_blocks,
-        kv_bytes=settings.capacity_bytes,
-        share=settings.cuda.memory_share,
-        block_bytes=layout.block_bytes,
-        model=model,
-    )
-    return blocks, lora_bytes
+    if settings.tensor_parallel == 1:
+        return start_runner(settings, directory, config, progress)
+    group = CudaRankGroup(settings, directory, config)
+    try:
+        with group.guard():
+            return start_runner(settings, directory, config, progress, group.place, group)
+    except BaseException:
+        group.close()
+        raise

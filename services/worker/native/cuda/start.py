@@ -1,0 +1,153 @@
+"""Starts a CudaRunner on a prepared model: shares out the GPU's memory and loads the weights, of one rank if there are
+several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import cupy as cp  # pyright: ignore[reportMissingImports]
+import msgspec
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
+
+from services.worker.config import Dtype, WorkerConfig
+from services.worker.contracts.messages import Loading
+from services.worker.limits import MAX_STEP_TOKENS
+from services.worker.model.tensor_header import Shape
+from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
+from services.worker.native.cuda.faults import no_room_as_model_error
+from services.worker.native.cuda.group import CudaRankGroup
+from services.worker.native.cuda.matrix_memory import cuda_weights_of
+from services.worker.native.cuda.rank_place import RankPlace
+from services.worker.native.cuda.runner import CudaRunner, step_limits
+from services.worker.native.cuda.shared_weights import SharedCudaWeights
+from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
+from services.worker.native.grammars import GrammarCache
+from services.worker.native.parallel.shares import Share
+from services.worker.native.weights import HEAD, Checkpoint, tensor_shapes, weights_digest
+from services.worker.transfer.cuda import use_device
+from services.worker.transfer.device_memory import DeviceMemory
+from shared.messages.cards import KvLayout
+
+
+def start_runner(
+    settings: WorkerConfig,
+    directory: Path,
+    config: ModelConfig,
+    progress: Callable[[Loading], None],
+    place: RankPlace | None = None,
+    group: CudaRankGroup | None = None,
+) -> CudaRunner:
+    """Return a runner of a prepared model, whose shape is `config`; or one rank's runner, which all ranks make at once.
+    Rank 0 has the `group`. Raise ConfigError, ModelError, RankLost."""
+    share, own = None, config
+    if place is not None:
+        settings, share = place.settings(settings), place.share
+        own = share.of(config)
+    cuda, model = settings.cuda, str(directory)
+    use_device(cuda.gpu)
+    with no_room_as_model_error(model, "CUDA itself"):
+        free_bytes, total_bytes = runtime.memGetInfo()
+    processors, exchange_bytes = 0, 0
+    shapes = Checkpoint(directory, config).shapes
+    if place is not None:
+        room = place.room()
+        free_bytes, total_bytes, processors = room.free_bytes, room.total_bytes, room.processors
+        exchange_bytes = place.exchange_bytes
+        shapes = _rank_shapes(own, place.share, tied=HEAD not in shapes)
+    ranks = 1 if place is None else len(place.gpus)
+    sizes = (free_bytes, total_bytes, exchange_bytes)
+    capacity_blocks, lora_bytes = _capacity(settings, own, shapes, model, sizes, ranks)
+    # Free memory stays in the pool: a step with LoRAs, which allocates, must not have to ask the driver.
+    memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
+    cp.cuda.set_allocator(memory.allocator())
+    with no_room_as_model_error(model, "the weights"):
+        shared = cuda_weights_of(settings, directory, config, shapes)
+        weights = _weights(
+            *(directory, config, cuda.dtype, shared),
+            lambda done: progress(Loading("copying weights to the GPU", done)),
+            share,
+        )
+    digest = weights_digest(directory, config)
+    progress(Loading("compiling kernels that are not on disk", 0.0))
+    return CudaRunner(
+        own,
+        weights,
+        memory,
+        cuda,
+        capacity_blocks=capacity_blocks,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        verify=settings.kvbm.verify,
+        lora_rank=settings.lora_rank,
+        lora_bytes=lora_bytes,
+        shares_blocks=settings.shares_blocks,
+        shared=shared,
+        path=model,
+        digest=digest,
+        grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
+        progress=lambda done: progress(Loading("capturing graphs", done)),
+        place=place,
+        group=group,
+        processors=processors,
+    )
+
+
+def _rank_shapes(own: ModelConfig, share: Share, *, tied: bool) -> dict[str, Shape]:
+    """Return the shapes of what a rank loads; `own` is the shape of its decoder."""
+    shapes = tensor_shapes(own)
+    shapes.pop(HEAD, None)
+    if not tied:
+        shapes[HEAD] = (share.vocab.stop - share.vocab.start, own.hidden)
+    return shapes
+
+
+def _weights(
+    directory: Path,
+    config: ModelConfig,
+    element_type: Dtype,
+    shared: SharedCudaWeights[CudaWeights] | None,
+    progress: Callable[[float], None],
+    share: Share | None,
+) -> CudaWeights:
+    if shared is not None:
+        return shared.load(progress)
+    return load_cuda_weights(directory, config, element_type, progress, share=share)
+
+
+def _capacity(
+    settings: WorkerConfig,
+    config: ModelConfig,
+    shapes: dict[str, Shape],
+    model: str,
+    sizes: tuple[int, int, int],
+    ranks: int,
+) -> tuple[int, int]:
+    """Return the number of KV blocks, and the bytes that are left for LoRAs. `sizes` are the GPU's free memory, all of
+    it, and what an exchange between ranks takes. Raise ModelError."""
+    free_bytes, total_bytes, exchange_bytes = sizes
+    dtype, block_size = settings.cuda.dtype, settings.block_size
+    layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
+    element_bytes = 4 if dtype == "float32" else 2
+    asked_blocks = settings.capacity_blocks or settings.capacity_bytes // layout.block_bytes
+    context_length = min(config.context_length, asked_blocks * block_size) or config.context_length
+    limits = step_limits(
+        context_length, block_size, max_running=settings.max_running, max_rows=MAX_STEP_TOKENS, ranks=ranks
+    )
+    room = GpuRoom(
+        total_bytes,
+        free_bytes,
+        weight_bytes(shapes, element_bytes),
+        step_bytes(config, limits, element_bytes) + exchange_bytes,
+    )
+    lora_bytes = room.lora_bytes_of(settings.lora_bytes, settings.cuda.memory_share)
+    blocks = capacity(
+        msgspec.structs.replace(room, lora_bytes=lora_bytes),
+        blocks=settings.capacity_blocks,
+        kv_bytes=settings.capacity_bytes,
+        share=settings.cuda.memory_share,
+        block_bytes=layout.block_bytes,
+        model=model,
+    )
+    return blocks, lora_bytes
