@@ -11,7 +11,7 @@ class CudaRankOrder(Struct, frozen=True, kw_only=True):
     """What a rank is to do. Descriptors are numbers that it has from its parent."""
 
     settings: WorkerConfig
-    """Those of the engine."""
+    """The settings of the engine."""
     directory: str
     """The prepared model."""
     rank: int

@@ -8,7 +8,7 @@ when the device has done the step. Only one thread may use it at a time.
 
 A sleeping engine frees everything and is built again by the code of its start, so there is one way to take memory.
 
-Of a tensor-parallel group each rank has a runner of its part. That of rank 0 is the engine's; the others `obey` it.
+Each rank of a tensor-parallel group has a runner of its part. That of rank 0 is the engine's; the others `obey` it.
 docs/decisions/0030 says why the engine is its own.
 """
 

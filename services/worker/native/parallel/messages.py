@@ -26,7 +26,7 @@ class CopyBlocks(Struct, frozen=True, tag="copy"):
     """Copy this rank's part of blocks."""
 
     slots: list[tuple[int, int]]
-    """Of each block its slot of the pool and that of the device."""
+    """The slot of each block in the pool, and that on the device."""
 
 
 class CompareBlocks(Struct, frozen=True, tag="compare"):
@@ -54,7 +54,7 @@ def encode_copy_order(order: CopyOrder) -> bytes:
 
 
 def decode_copy_order(packet: bytes) -> CopyOrder:
-    """Raise msgspec.DecodeError."""
+    """Return an order. Raise msgspec.DecodeError."""
     return _orders.decode(packet)
 
 
@@ -63,5 +63,5 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(packet: bytes) -> Answer:
-    """Raise msgspec.DecodeError."""
+    """Return an answer. Raise msgspec.DecodeError."""
     return _answers.decode(packet)
