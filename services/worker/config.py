@@ -146,8 +146,8 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Number of the GPU among those that CUDA shows. CUDA_VISIBLE_DEVICES limits those. The ranks of `tensor_parallel`
     have this GPU and those after it."""
     ranks_share_gpus: bool = False
-    """Whether ranks begin again with the first GPU where there are fewer GPUs than ranks. Answers are right, but slow:
-    it is for tests."""
+    """Whether ranks begin again with the first GPU if there are fewer GPUs than ranks. Answers are right, but slow: it
+    is for tests."""
     dtype: Dtype = "bfloat16"
     """Type in which weights, activations and KV are stored and multiplied; sums are float32."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9

@@ -143,7 +143,7 @@ class Overlaps(Protocol):
     step goes on when it returns. None if nothing is called."""
 
 
-class PoolPlace(Struct, frozen=True):
+class AttachedPool(Struct, frozen=True):
     """The pool that an engine is attached to, for its other processes."""
 
     directory: str
@@ -157,5 +157,5 @@ class PoolPlace(Struct, frozen=True):
 class CopiesInRanks(Protocol):
     """A Runner whose other processes copy blocks, too."""
 
-    pool_place: Callable[[], PoolPlace] | None
+    pool_place: Callable[[], AttachedPool] | None
     """Says what the engine is attached to, once it is. Set before `mover` is called."""

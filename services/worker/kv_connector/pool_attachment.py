@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.worker.contracts.runner import PoolPlace
+from services.worker.contracts.runner import AttachedPool
 from shared.messages.kvbm import Attached
 from shared.pool.format import Arena, PoolUnfit
 from shared.pool.lock import POOL, HeldLock, hold_owner, join_owner
@@ -127,9 +127,9 @@ class PoolAttachment:
         self._name = OwnerName(directory, instance, number, shared=shared)
         self._pool = MappedPool(directory)
 
-    def place(self) -> PoolPlace:
+    def place(self) -> AttachedPool:
         """Return what other processes of the engine need to map the same slots, which are mapped."""
-        return PoolPlace(str(self._directory), self._name.held, self._pool.file)
+        return AttachedPool(str(self._directory), self._name.held, self._pool.file)
 
     def hold(self) -> str:
         """Return the name under which this process holds a lock, as OwnerName does."""

@@ -19,7 +19,7 @@ import msgspec
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.config import WorkerConfig
-from services.worker.contracts.runner import PoolPlace
+from services.worker.contracts.runner import AttachedPool
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.orders import LogitsOrder, StepOrder, encode_order
 from services.worker.native.cuda.rank_order import CudaRankOrder
@@ -116,7 +116,7 @@ class CudaRankGroup:
         """Have all other ranks carry out an order. Raise RankLost."""
         self.place.peers.tell(encode_order(order))
 
-    def copier(self, own: Copier, block_bytes: int, place: Callable[[], PoolPlace]) -> GroupCopier:
+    def copier(self, own: Copier, block_bytes: int, place: Callable[[], AttachedPool]) -> GroupCopier:
         """Return what copies whole blocks of `block_bytes`, of which `own` copies rank 0's part."""
         return GroupCopier(own, block_bytes, self._copies, place, self._processes.await_end, self.place.limit_s)
 

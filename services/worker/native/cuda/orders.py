@@ -1,4 +1,4 @@
-"""What rank 0 of a group on GPUs has the other ranks compute: a step as it is laid out, or logits of its rows. Pure.
+"""What rank 0 of a group on GPUs has the other ranks compute: a step as it is laid out, or logits of its rows.
 
     order    8 integers: kind, then its numbers        a step's integers, as `layout.py` made them
 

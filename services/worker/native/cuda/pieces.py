@@ -1,4 +1,4 @@
-"""Which parts of a model's tensors a matrix on the device is made of, for a whole model and for one rank. Pure.
+"""Which parts of a model's tensors a matrix on the device is made of, for a whole model and for one rank.
 
 q, k, v, gate, up    rows      a tensor each, or one tensor with all of them, one above the other
 output, down         columns

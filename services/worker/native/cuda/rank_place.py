@@ -20,13 +20,14 @@ from shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What the GPUs of all ranks have in common: the least of each."""
+    """What a GPU has; of several ranks, the least that those of all have."""
 
     free_bytes: int
     """Bytes of free memory for one rank."""
     total_bytes: int
-    processors: int
-    """Multiprocessors; all ranks plan for as many, so that a step is laid out the same for all."""
+    processors: int = 0
+    """The multiprocessors for which ranks plan, so that a step is laid out the same for all. 0 means those of the
+    GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from services.worker.config import LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
-from services.worker.contracts.runner import Drawn, PoolPlace, Work
+from services.worker.contracts.runner import AttachedPool, Drawn, Work
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
@@ -138,7 +138,7 @@ class CudaRunner:
         self._place, self._group = place, group
         self._exchange: DeviceExchange | None = None
         """What this rank exchanges with the others within a step; None if there is one rank."""
-        self.pool_place: Callable[[], PoolPlace] | None = None
+        self.pool_place: Callable[[], AttachedPool] | None = None
         """What the engine is attached to, as `CopiesInRanks` says."""
         self._config = config
         self._digest = digest

@@ -19,7 +19,7 @@ from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, 
 from services.worker.native.cuda.faults import no_room_as_model_error
 from services.worker.native.cuda.group import CudaRankGroup
 from services.worker.native.cuda.matrix_memory import cuda_weights_of
-from services.worker.native.cuda.rank_place import RankPlace
+from services.worker.native.cuda.rank_place import RankPlace, RankRoom
 from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
@@ -41,26 +41,19 @@ def start_runner(
 ) -> CudaRunner:
     """Return a runner of a prepared model, whose shape is `config`; or one rank's runner, which all ranks make at once.
     Rank 0 has the `group`. Raise ConfigError, ModelError, RankLost."""
-    share, own = None, config
+    share = None
     if place is not None:
         settings, share = place.settings(settings), place.share
-        own = share.of(config)
+    own = config if share is None else share.of(config)
     cuda, model = settings.cuda, str(directory)
     use_device(cuda.gpu)
-    with no_room_as_model_error(model, "CUDA itself"):
-        free_bytes, total_bytes = runtime.memGetInfo()
-    processors, exchange_bytes = 0, 0
     shapes = Checkpoint(directory, config).shapes
-    if place is not None:
-        room = place.room()
-        free_bytes, total_bytes, processors = room.free_bytes, room.total_bytes, room.processors
-        exchange_bytes = place.exchange_bytes
-        shapes = _rank_shapes(own, place.share, tied=HEAD not in shapes)
-    ranks = 1 if place is None else len(place.gpus)
-    sizes = (free_bytes, total_bytes, exchange_bytes)
-    capacity_blocks, lora_bytes = _capacity(settings, own, shapes, model, sizes, ranks)
+    if share is not None:
+        shapes = _rank_shapes(own, share, tied=HEAD not in shapes)
+    room = _room(model, place)
+    capacity_blocks, lora_bytes = _capacity(settings, own, shapes, model, room, place)
     # Free memory stays in the pool: a step with LoRAs, which allocates, must not have to ask the driver.
-    memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
+    memory = DeviceMemory(cuda.gpu, keep_bytes=room.total_bytes)
     cp.cuda.set_allocator(memory.allocator())
     with no_room_as_model_error(model, "the weights"):
         shared = cuda_weights_of(settings, directory, config, shapes)
@@ -90,8 +83,15 @@ def start_runner(
         progress=lambda done: progress(Loading("capturing graphs", done)),
         place=place,
         group=group,
-        processors=processors,
+        processors=room.processors,
     )
+
+
+def _room(model: str, place: RankPlace | None) -> RankRoom:
+    """Return what the GPU has, or the least that those of all ranks have. Raise ModelError, RankLost."""
+    with no_room_as_model_error(model, "CUDA itself"):
+        free_bytes, total_bytes = runtime.memGetInfo()
+    return RankRoom(free_bytes, total_bytes) if place is None else place.room()
 
 
 def _rank_shapes(own: ModelConfig, share: Share, *, tied: bool) -> dict[str, Shape]:
@@ -121,12 +121,11 @@ def _capacity(
     config: ModelConfig,
     shapes: dict[str, Shape],
     model: str,
-    sizes: tuple[int, int, int],
-    ranks: int,
+    rank_room: RankRoom,
+    place: RankPlace | None,
 ) -> tuple[int, int]:
-    """Return the number of KV blocks, and the bytes that are left for LoRAs. `sizes` are the GPU's free memory, all of
-    it, and what an exchange between ranks takes. Raise ModelError."""
-    free_bytes, total_bytes, exchange_bytes = sizes
+    """Return the number of KV blocks, and the bytes that are left for LoRAs. Raise ModelError."""
+    ranks, exchange_bytes = (1, 0) if place is None else (len(place.gpus), place.exchange_bytes)
     dtype, block_size = settings.cuda.dtype, settings.block_size
     layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
     element_bytes = 4 if dtype == "float32" else 2
@@ -136,8 +135,8 @@ def _capacity(
         context_length, block_size, max_running=settings.max_running, max_rows=MAX_STEP_TOKENS, ranks=ranks
     )
     room = GpuRoom(
-        total_bytes,
-        free_bytes,
+        rank_room.total_bytes,
+        rank_room.free_bytes,
         weight_bytes(shapes, element_bytes),
         step_bytes(config, limits, element_bytes) + exchange_bytes,
     )

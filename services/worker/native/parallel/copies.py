@@ -25,14 +25,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from services.worker.contracts.mover import Copy, Slots
-from services.worker.contracts.runner import PoolPlace
+from services.worker.contracts.runner import AttachedPool
 from services.worker.native.parallel.messages import (
-    Answer,
-    AttachPool,
+    AttachSlots,
     CompareBlocks,
+    CopyAnswer,
     CopyBlocks,
     CopyOrder,
-    DetachPool,
+    DetachSlots,
     decode_answer,
     decode_copy_order,
     encode_answer,
@@ -86,7 +86,7 @@ class GroupCopier:
         own: Copier,
         block_bytes: int,
         ranks: Sequence[CopyEnds],
-        place: Callable[[], PoolPlace],
+        place: Callable[[], AttachedPool],
         ended: Callable[[int], None],
         limit_s: float,
     ) -> None:
@@ -101,15 +101,15 @@ class GroupCopier:
     def attach(self, slots: Slots) -> None:
         place, arena = self._place(), slots.arena
         numbers = (arena.offset, arena.slot_bytes, arena.slots, arena.generations)
-        order = AttachPool(place.directory, place.owner, place.file, numbers)
+        order = AttachSlots(place.directory, place.owner, place.file, numbers)
         failed = [answer.failed for answer in self._controlled(order) if answer.failed]
         if failed:
-            self._controlled(DetachPool())
+            self._controlled(DetachSlots())
             raise PoolUnfit(failed[0])
         self._own.attach(slots)
 
     def detach(self) -> None:
-        self._controlled(DetachPool())
+        self._controlled(DetachSlots())
         self._own.detach()
 
     def prepare(self) -> bool:
@@ -135,7 +135,7 @@ class GroupCopier:
     def close(self) -> None:
         self._own.close()
 
-    def _controlled(self, order: CopyOrder) -> list[Answer]:
+    def _controlled(self, order: CopyOrder) -> list[CopyAnswer]:
         """Have all ranks carry out an order while nothing is copied; return their answers. Raise RankLost."""
         ends = [rank.control for rank in self._ranks]
         _send(ends, order)
@@ -150,10 +150,10 @@ class GroupCopier:
                 end.settimeout(None)
         return answers
 
-    def _answer(self, number: int, end: socket.socket) -> Callable[[], Answer]:
+    def _answer(self, number: int, end: socket.socket) -> Callable[[], CopyAnswer]:
         """Return what waits for a rank's next answer. One that has ended has failed."""
 
-        def wait() -> Answer:
+        def wait() -> CopyAnswer:
             try:
                 packet = end.recv(MOST_PACKET_BYTES)
             except ConnectionError:
@@ -161,7 +161,7 @@ class GroupCopier:
             if packet:
                 return decode_answer(packet)
             self._ended(number)
-            return Answer(failed=f"rank {number} has ended")
+            return CopyAnswer(failed=f"rank {number} has ended")
 
         return wait
 
@@ -169,7 +169,7 @@ class GroupCopier:
 class _GroupPending:
     """Copies of all ranks that are under way."""
 
-    def __init__(self, own: Pending, answers: Sequence[Callable[[], Answer]]) -> None:
+    def __init__(self, own: Pending, answers: Sequence[Callable[[], CopyAnswer]]) -> None:
         self._own, self._answers = own, answers
         self._fallbacks: Counter[str] = Counter()
 
@@ -245,7 +245,7 @@ class RankCopies:
 
     def _serve_copies(self, end: socket.socket, loads: bool) -> None:
         """Copy in one direction. Copies begin while those before them are under way."""
-        flying: deque[Pending | Answer] = deque()
+        flying: deque[Pending | CopyAnswer] = deque()
         with suppress(OSError):
             while True:
                 if flying and not _has_packet(end):
@@ -256,9 +256,9 @@ class RankCopies:
                     return
                 flying.append(self._begun(packet, loads))
 
-    def _begun(self, packet: bytes, loads: bool) -> Pending | Answer:
+    def _begun(self, packet: bytes, loads: bool) -> Pending | CopyAnswer:
         if not (loads or self._stores):
-            return Answer()
+            return CopyAnswer()
         try:
             order = decode_copy_order(packet)
             assert isinstance(order, CopyBlocks)
@@ -266,14 +266,14 @@ class RankCopies:
         except Exception as wrong:  # noqa: BLE001 - the rank's edge: rank 0 learns of every failure
             return self._failed(wrong)
 
-    def _landed(self, pending: Pending | Answer) -> Answer:
-        if isinstance(pending, Answer):
+    def _landed(self, pending: Pending | CopyAnswer) -> CopyAnswer:
+        if isinstance(pending, CopyAnswer):
             return pending
         try:
             pending.wait()
         except Exception as wrong:  # noqa: BLE001 - as above
             return self._failed(wrong)
-        return Answer(fallbacks=dict(pending.fallbacks))
+        return CopyAnswer(fallbacks=dict(pending.fallbacks))
 
     def _serve_control(self, end: socket.socket) -> None:
         """Attach, detach and compare; meanwhile prepare the pool for later copies, piece by piece."""
@@ -290,22 +290,22 @@ class RankCopies:
                 unready = self._slots is not None
                 end.send(encode_answer(answer))
 
-    def _carried_out(self, packet: bytes) -> Answer:
+    def _carried_out(self, packet: bytes) -> CopyAnswer:
         try:
             match decode_copy_order(packet):
-                case AttachPool() as order:
+                case AttachSlots() as order:
                     self._attach(order)
-                case DetachPool():
+                case DetachSlots():
                     self._detach()
                 case CompareBlocks(slots=slots):
-                    return Answer(differs=self._copier.differs([Copy(*each) for each in slots]))
+                    return CopyAnswer(differs=self._copier.differs([Copy(*each) for each in slots]))
                 case CopyBlocks():
                     raise AssertionError("copies have connections of their own")
         except Exception as wrong:  # noqa: BLE001 - as above
             return self._failed(wrong)
-        return Answer()
+        return CopyAnswer()
 
-    def _attach(self, order: AttachPool) -> None:
+    def _attach(self, order: AttachSlots) -> None:
         """Share the lock first: from then on this rank may write."""
         directory = Path(order.directory)
         if self._lock is None or self._lock.path.name != order.owner or not self._lock.held:
@@ -336,9 +336,9 @@ class RankCopies:
         except Exception:  # noqa: BLE001 - copies then touch their pages themselves
             return False
 
-    def _failed(self, wrong: Exception) -> Answer:
+    def _failed(self, wrong: Exception) -> CopyAnswer:
         said = str(wrong) if isinstance(wrong, HeadraceError) else f"{type(wrong).__name__}: {wrong}"
-        return Answer(failed=f"rank {self._rank}: {said[:1024]}")
+        return CopyAnswer(failed=f"rank {self._rank}: {said[:1024]}")
 
 
 def _has_packet(end: socket.socket) -> bool:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 
-class AttachPool(Struct, frozen=True, tag="attach"):
+class AttachSlots(Struct, frozen=True, tag="attach"):
     """Map these slots of the pool, and hold the engine's lock next to it."""
 
     directory: str
@@ -18,7 +18,7 @@ class AttachPool(Struct, frozen=True, tag="attach"):
     """The fields of the Arena."""
 
 
-class DetachPool(Struct, frozen=True, tag="detach"):
+class DetachSlots(Struct, frozen=True, tag="detach"):
     """Let go of the pool."""
 
 
@@ -35,7 +35,7 @@ class CompareBlocks(Struct, frozen=True, tag="compare"):
     slots: list[tuple[int, int]]
 
 
-class Answer(Struct, frozen=True):
+class CopyAnswer(Struct, frozen=True):
     """The order is carried out, or failed."""
 
     failed: str = ""
@@ -43,10 +43,10 @@ class Answer(Struct, frozen=True):
     fallbacks: dict[str, int] = {}
 
 
-CopyOrder = AttachPool | DetachPool | CopyBlocks | CompareBlocks
+CopyOrder = AttachSlots | DetachSlots | CopyBlocks | CompareBlocks
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[CopyOrder] = msgspec.msgpack.Decoder(CopyOrder)
-_answers = msgspec.msgpack.Decoder(Answer)
+_answers = msgspec.msgpack.Decoder(CopyAnswer)
 
 
 def encode_copy_order(order: CopyOrder) -> bytes:
@@ -58,10 +58,10 @@ def decode_copy_order(packet: bytes) -> CopyOrder:
     return _orders.decode(packet)
 
 
-def encode_answer(answer: Answer) -> bytes:
+def encode_answer(answer: CopyAnswer) -> bytes:
     return _encoder.encode(answer)
 
 
-def decode_answer(packet: bytes) -> Answer:
+def decode_answer(packet: bytes) -> CopyAnswer:
     """Return an answer. Raise msgspec.DecodeError."""
     return _answers.decode(packet)

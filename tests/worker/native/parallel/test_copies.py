@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from services.worker.contracts.mover import Copy
-from services.worker.contracts.runner import PoolPlace
+from services.worker.contracts.runner import AttachedPool
 from services.worker.kv_connector.pool_attachment import OwnerName
 from services.worker.native.parallel.copies import CopyEnds, GroupCopier, RankCopies
 from services.worker.native.parallel.peers import RankLost
@@ -91,8 +91,8 @@ class GroupRig:
         )
         opened.callback(self.hang_up)
 
-    def place(self) -> PoolPlace:
-        return PoolPlace(str(self.directory), self.owner, self.file)
+    def place(self) -> AttachedPool:
+        return AttachedPool(str(self.directory), self.owner, self.file)
 
     def in_pool(self, slot: int) -> bytes:
         with self.slots.slot(slot) as memory:
@@ -232,13 +232,13 @@ def test_ranks_hold_the_engines_lock_until_the_last_of_them_is_gone(tmp_path: Pa
 @pytest.mark.parametrize("wrong", ["owner", "file", "arena"])
 def test_a_rank_that_cannot_map_what_the_engine_has_mapped_says_so(tmp_path: Path, wrong: str) -> None:
     with rigged(tmp_path, HALVES, attached=False) as rig:
-        place: Callable[[], PoolPlace] = rig.place
+        place: Callable[[], AttachedPool] = rig.place
         right = rig.copier
         if wrong == "owner":
-            rig.copier._place = lambda: PoolPlace(str(tmp_path), "w9-00", rig.file)
+            rig.copier._place = lambda: AttachedPool(str(tmp_path), "w9-00", rig.file)
             said = "rank 1: .*w9-00: No such file or directory"
         elif wrong == "file":
-            rig.copier._place = lambda: PoolPlace(str(tmp_path), rig.owner, (0, 0))
+            rig.copier._place = lambda: AttachedPool(str(tmp_path), rig.owner, (0, 0))
             said = "rank 1: .*: another pool has taken the place of the engine's"
         else:
             (tmp_path / POOL).unlink()
