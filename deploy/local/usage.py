@@ -112,7 +112,7 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the native engine computes; cuda: workers take the visible GPUs in turn."""
     tensor_parallel: int = 1
-    """The number of processes that compute each layer together, for the native engine on a CPU
+    """The number of processes that compute each layer together, for the native engine on a CPU, or each on a GPU
     (docs/tensor_parallel.md)."""
     gpu_memory_share: float | None = None
     """The share of each GPU's memory for all of its workers together (0.9)."""

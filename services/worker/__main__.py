@@ -50,7 +50,7 @@ def check_files(config: WorkerConfig) -> None:
 
         check_source(source, Path(config.cache))
     if config.tensor_parallel > 1:
-        _check_ranks(source, config.tensor_parallel)
+        _check_ranks(source, config)
     if source.is_dir():
         _check_directory(source, config)
     if config.engine == "attached":
@@ -63,14 +63,15 @@ def check_files(config: WorkerConfig) -> None:
         read_times(config.simulated)
 
 
-def _check_ranks(source: Path, ranks: int) -> None:
+def _check_ranks(source: Path, config: WorkerConfig) -> None:
     from services.worker.native.config import read_config  # here: NumPy, as above
     from services.worker.native.parallel.group import check_processors
-    from services.worker.native.parallel.shares import share_out
+    from services.worker.native.parallel.shares import share_out, share_out_evenly
 
-    check_processors(ranks)
+    check_processors(config.tensor_parallel)
     if source.is_dir():  # of a GGUF file the engine says it
-        share_out(read_config(source), ranks)
+        share = share_out_evenly if config.device == "cuda" else share_out
+        share(read_config(source), config.tensor_parallel)
 
 
 def _check_directory(source: Path, config: WorkerConfig) -> None:

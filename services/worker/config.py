@@ -143,7 +143,11 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The native engine on an NVIDIA GPU. These settings are read only where `device` is cuda."""
 
     gpu: Natural = 0
-    """Number of the GPU among those that CUDA shows. CUDA_VISIBLE_DEVICES limits those."""
+    """Number of the GPU among those that CUDA shows. CUDA_VISIBLE_DEVICES limits those. The ranks of `tensor_parallel`
+    have this GPU and those after it."""
+    ranks_share_gpus: bool = False
+    """Whether ranks begin again with the first GPU if there are fewer GPUs than ranks. Answers are right, but slow: it
+    is for tests."""
     dtype: Dtype = "bfloat16"
     """Type in which weights, activations and KV are stored and multiplied; sums are float32."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
@@ -329,8 +333,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     device: Device = "cpu"
     """Device on which the native engine computes."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=8)] = 1
-    """Processes that compute each layer of the native engine together, on a CPU: each has a part of its heads and of
-    its feed-forward width."""
+    """Processes that compute each layer of the native engine together, on a CPU or each on a GPU of its own: each has a
+    part of its heads and of its feed-forward width."""
     cuda: CudaConfig = CudaConfig()
     weights: WeightsConfig = WeightsConfig()
     max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
@@ -439,12 +443,17 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
 
     def _ranks_fault(self) -> str:
         """Return why the engine cannot be several ranks. Empty if it can, or need not."""
-        if self.tensor_parallel == 1 or (self.engine == "native" and self.device == "cpu"):
-            return ""
-        what = "device is cuda" if self.device == "cuda" else f"engine is {self.engine}"
-        instead = "vllm.tensor_parallel_size" if self.engine == "vllm" else "tensor_parallel = 1"
         setting = f"tensor_parallel is {self.tensor_parallel}"
-        return f"{setting}, but {what}; only the native engine on a CPU has it: set {instead}"
+        if self.tensor_parallel == 1:
+            return ""
+        if self.engine != "native":
+            instead = "vllm.tensor_parallel_size" if self.engine == "vllm" else "tensor_parallel = 1"
+            return f"{setting}, but engine is {self.engine}; only the native engine has it: set {instead}"
+        if self.device == "cuda" and self.role != "aggregated":
+            return f"{setting} on GPUs, but role is {self.role}; such a worker does all: set role = aggregated"
+        if self.device == "cuda" and self.weights.memory:
+            return f"{setting} on GPUs, but weights.memory is set; each rank has its own weights: leave it empty"
+        return ""
 
     def _standby_fault(self) -> str:
         """Return why no engine can stand by. Empty if one can, or need not."""

@@ -25,7 +25,7 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Shutdown, StandingBy, TakeOver
-from services.worker.contracts.runner import Runner
+from services.worker.contracts.runner import CopiesInRanks, Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
@@ -203,7 +203,10 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
     attachment = mover = share_reader = sharer = kvbm = None
     with ExitStack() as opened:
         if number is not None:
-            attachment = PoolAttachment(Path(config.worker.kvbm.pool), config.instance, number)
+            shared = isinstance(runner, CopiesInRanks) and config.worker.tensor_parallel > 1
+            attachment = PoolAttachment(Path(config.worker.kvbm.pool), config.instance, number, shared=shared)
+            if isinstance(runner, CopiesInRanks):
+                runner.pool_place = attachment.place
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             mover = runner.mover(time.monotonic)
             if mover.fileno() >= 0:

@@ -27,6 +27,7 @@ from services.worker.contracts.messages import (
     KvbmAsks,
     KvbmLink,
     Loading,
+    MemoryUse,
     Probed,
     ProbeDevice,
     Ready,
@@ -97,7 +98,7 @@ async def answer(
     async with asyncio.timeout(LIMIT_S):
         while not parts or parts[-1].finish is None:
             report = await engine.receive()
-            if store is not None and isinstance(report, KvbmAsks | KvbmLink):
+            if isinstance(report, MemoryUse) or (store is not None and isinstance(report, KvbmAsks | KvbmLink)):
                 continue
             assert isinstance(report, Stepped), report
             parts += report.parts.get("f", [])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -153,11 +154,23 @@ def test_the_check_before_a_start_names_heads_that_cannot_be_shared_out(tmp_path
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"engine": "simulated"}, "but engine is simulated; .* set tensor_parallel = 1"),
-        ({"engine": "vllm"}, "but engine is vllm; .* set vllm.tensor_parallel_size"),
-        ({"device": "cuda"}, "but device is cuda; .* set tensor_parallel = 1"),
+        ({"engine": "simulated"}, ", but engine is simulated; .* set tensor_parallel = 1"),
+        ({"engine": "vllm"}, ", but engine is vllm; .* set vllm.tensor_parallel_size"),
+        (
+            {"device": "cuda", "role": "decode", "kvbm": KVConnectorConfig(pool="/p")},
+            " on GPUs, but role is decode; .* set role = aggregated",
+        ),
+        ({"device": "cuda", "weights": WeightsConfig(memory="/m")}, " on GPUs, but weights.memory is set; .* empty"),
     ],
 )
-def test_other_engines_and_gpus_are_refused_by_name(settings: dict[str, str], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^tensor_parallel is 2, {named}$"):
-        WorkerConfig(model="m", tensor_parallel=2, **settings)  # type: ignore[arg-type]
+def test_what_does_not_go_with_ranks_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^tensor_parallel is 2{named}$"):
+        WorkerConfig(model="m", tensor_parallel=2, **settings)
+
+
+def test_the_check_before_a_start_on_gpus_wants_as_many_heads_for_each_rank(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, 2, heads=6, kv_heads=3, hidden=96), device="cuda")
+    said = r"^tensor_parallel is 2, but 6 attention heads and 3 key-value heads .*; possible are 1, 3, 6$"
+    with pytest.raises(ModelError, match=said):
+        check_files(config)
+    check_files(replace(config, device="cpu"))

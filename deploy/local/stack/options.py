@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import get_args
@@ -24,6 +24,7 @@ from deploy.local.stack.stack import (
     ServiceName,
     Setting,
     UpOptions,
+    Value,
     default_replicas,
 )
 from deploy.local.stack.turns import turn_words
@@ -64,6 +65,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     if roles and not wanted.pool_bytes:
         raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
     of_gpus = _gpus(flags)
+    if flags.workers is None and of_gpus is not None and of_gpus.ranks > 1:
+        workers = of_gpus.usual_workers
     weights_bytes = _weights_bytes(flags)
     access, overrides = _access(flags), _overrides(flags.set)
     if "kvbm" in overrides and not wanted.pool_bytes:
@@ -189,7 +192,13 @@ def _check_tensor_parallel(flags: UpFlags) -> None:
     if flags.engine != "native":
         raise ConfigError(f"{flag}: engine {flags.engine} computes nothing; use --engine native")
     if flags.device == "cuda":
-        raise ConfigError(f"{flag}: not built for --device cuda; vLLM spreads a model over GPUs (--engine vllm)")
+        refused = {
+            "--prefill": flags.prefill is not None,
+            "--decode": flags.decode is not None,
+            "--weights-bytes": flags.weights_bytes not in ("", "0"),
+        }
+        for other in (name for name, given in refused.items() if given):
+            raise ConfigError(f"{flag}: not with {other} and --device cuda; ranks on GPUs do all, with own weights")
     if flags.on == "machine" and flags.tensor_parallel > (processors := usable_processors()):
         raise ConfigError(f"{flag}: more ranks than the processors that can be used here ({processors})")
 
@@ -320,9 +329,16 @@ def _gpus(flags: UpFlags) -> Gpus | None:
         if key in settings:
             raise ConfigError(f"--cuda {key}: {instead}")
     # On Ray each worker sees one GPU, and this machine may have none.
-    return Gpus(
-        1 if flags.on == "ray" else gpus.count_visible(), GPU_MEMORY_SHARE if share is None else share, settings
-    )
+    count = 1 if flags.on == "ray" else gpus.count_visible()
+    return shared_gpus(count, GPU_MEMORY_SHARE if share is None else share, settings, flags.tensor_parallel)
+
+
+def shared_gpus(count: int, share: float, settings: Mapping[str, Value], ranks: int) -> Gpus:
+    """Return the GPUs of workers, each with several if it has several ranks. Raise ConfigError if there are too few.
+    *Pure.*"""
+    if ranks > count and settings.get("ranks_share_gpus") != "true":
+        raise ConfigError(f"--tensor-parallel {ranks}: there must be as many GPUs, and CUDA shows {count}")
+    return Gpus(count, share, settings, ranks)
 
 
 def _weights_bytes(flags: UpFlags) -> int:

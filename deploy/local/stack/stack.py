@@ -44,13 +44,26 @@ class BlockStoreOptions(Struct, frozen=True):
 
 
 class Gpus(Struct, frozen=True):
-    """The GPUs of the workers: worker i computes on GPU i modulo `count`."""
+    """The GPUs of the workers: worker i computes on GPU i modulo `count`, or with several ranks on the group i modulo
+    the number of groups: GPUs 0 to ranks - 1, and so on."""
 
     count: int
     memory_share: float
     """Share of each GPU's memory for all of its workers together, above 0 and at most 1."""
     settings: Mapping[str, Value] = {}
     """Further settings of a worker's table `cuda`."""
+    ranks: int = 1
+    """The GPUs of a worker."""
+
+    @property
+    def groups(self) -> int:
+        """How many workers can have GPUs of their own."""
+        return max(1, self.count // self.ranks)
+
+    @property
+    def usual_workers(self) -> int:
+        """How many workers there are if no flag says so: two, but one where two would share the GPUs of ranks."""
+        return 2 if self.ranks == 1 else min(2, self.groups)
 
 
 class AccessFiles(Struct, frozen=True):
@@ -460,8 +473,8 @@ def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
     first one."""
     gpu, sharing = 0, options.awake
     if not options.turns:
-        gpu = worker % gpus.count
-        sharing = len(range(gpu, options.workers, gpus.count))
+        group = worker % gpus.groups
+        gpu, sharing = group * gpus.ranks, len(range(group, options.workers, gpus.groups))
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 

@@ -145,3 +145,21 @@ class Overlaps(Protocol):
     meanwhile: Callable[[Callable[[], bool]], None] | None
     """Called once in each step, while the device computes it, with a function that says whether it still does; the
     step goes on when it returns. None if nothing is called."""
+
+
+class AttachedPool(Struct, frozen=True):
+    """The pool that an engine is attached to, for its other processes."""
+
+    directory: str
+    owner: str
+    """The name of the engine's lock, which they share."""
+    file: tuple[int, int]
+    """The device and inode of the pool's file."""
+
+
+@runtime_checkable
+class CopiesInRanks(Protocol):
+    """A Runner whose other processes copy blocks, too."""
+
+    pool_place: Callable[[], AttachedPool] | None
+    """Says what the engine is attached to, once it is. Set before `mover` is called."""

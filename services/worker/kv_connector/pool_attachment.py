@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from services.worker.contracts.runner import AttachedPool
 from shared.messages.kvbm import Attached
 from shared.pool.format import Arena, PoolUnfit
 from shared.pool.lock import POOL, HeldLock, hold_owner, join_owner
@@ -40,6 +41,12 @@ class OwnerName:
                 return self._keep(hold_owner(self._directory, name, shared=self._shared))
         except OSError as wrong:
             raise PoolUnfit(f"{self._directory}: {wrong.strerror}") from None
+        return self._lock.path.name
+
+    @property
+    def held(self) -> str:
+        """The name that this process holds."""
+        assert self._lock is not None
         return self._lock.path.name
 
     def join(self, owner: str) -> None:
@@ -95,6 +102,12 @@ class MappedPool:
             self._slots = self._pool.arena(arena)
         return self._slots
 
+    @property
+    def file(self) -> tuple[int, int]:
+        """The device and inode of the pool's file, which is mapped."""
+        assert self._pool is not None
+        return self._pool.about.st_dev, self._pool.about.st_ino
+
     def close(self) -> None:
         """Unmap the slots and the pool."""
         if self._slots is not None:
@@ -108,10 +121,15 @@ class MappedPool:
 class PoolAttachment:
     """A `connector.Attachment` to the pool in `directory`, of the worker `instance`."""
 
-    def __init__(self, directory: Path, instance: str, number: int | None = None) -> None:
-        """`number` is that of OwnerName."""
-        self._name = OwnerName(directory, instance, number)
+    def __init__(self, directory: Path, instance: str, number: int | None = None, *, shared: bool = False) -> None:
+        """`number` and `shared` are those of OwnerName."""
+        self._directory = directory
+        self._name = OwnerName(directory, instance, number, shared=shared)
         self._pool = MappedPool(directory)
+
+    def place(self) -> AttachedPool:
+        """Return what other processes of the engine need to map the same slots, which are mapped."""
+        return AttachedPool(str(self._directory), self._name.held, self._pool.file)
 
     def hold(self) -> str:
         """Return the name under which this process holds a lock, as OwnerName does."""

@@ -1,4 +1,5 @@
-"""Device memory that other processes can map, by a descriptor; and such memory of another process, mapped for reading.
+"""Device memory that other processes can map, by a descriptor; and such memory of another process, mapped for reading,
+or for writing too between the ranks of a group, which trust each other.
 
     cuMemCreate ──▶ a descriptor ── SCM_RIGHTS ──▶ cuMemImportFromShareableHandle ──▶ mapped, read-only
 
@@ -67,10 +68,11 @@ class DevicePages:
 
 
 class DeviceMapper:
-    """Maps the memory of other processes for one device of this one."""
+    """Maps the memory of other processes for one device of this one, for reading unless `access` says otherwise."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, access: int = READ) -> None:
         self._device = device
+        self._access = access
 
     def map(self, descriptors: Sequence[int], size_bytes: int, device: str) -> DeviceMapping:
         if len(descriptors) != 1 or not device:
@@ -81,7 +83,7 @@ class DeviceMapper:
             self._check_reach(device, driver)
             handle = driver.import_(descriptors[0])
             try:
-                address = driver.map(handle, size_bytes, self._device, READ)
+                address = driver.map(handle, size_bytes, self._device, self._access)
             finally:
                 driver.release(handle)
         except DeviceFailed as wrong:
@@ -98,7 +100,7 @@ class DeviceMapper:
 
 
 class DeviceMapping:
-    """Device memory of another process, which this process cannot write."""
+    """Device memory of another process, which this process cannot write unless its mapper says so."""
 
     def __init__(self, driver: Driver, address: int, size_bytes: int) -> None:
         self.address = address

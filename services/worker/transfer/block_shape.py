@@ -5,6 +5,9 @@ on the device   fragment f of slot i: regions[f] + i · stride_bytes
 
 one super-block a slot    one region, a stride of the whole block       the native engine
 layer-major               a region for each layer's keys and values     engines that keep a tensor a layer
+
+A rank of a tensor-parallel group has the part of each block that belongs to its key-value heads. Its fragments lie
+apart in the pool's slot, among those of other ranks (SlotPart).
 """
 
 from __future__ import annotations
@@ -16,6 +19,16 @@ from msgspec import Struct
 
 MOST_PITCH_BYTES = (1 << 31) - 1
 """The largest pitch of a 2-D copy, on all devices that we know (cudaDeviceProp.memPitch)."""
+
+
+class SlotPart(Struct, frozen=True):
+    """Where the fragments of a block lie in a slot of the pool: f at first_bytes + f · pitch_bytes. Fragments that lie
+    back to back from the slot's beginning need none."""
+
+    first_bytes: int
+    pitch_bytes: int
+    block_bytes: int
+    """The bytes of whole blocks in the pool."""
 
 
 class BlockShape(Struct, frozen=True):
@@ -31,6 +44,12 @@ class BlockShape(Struct, frozen=True):
     @staticmethod
     def contiguous(at: int, block_bytes: int, slots: int) -> BlockShape:
         return BlockShape((at,), block_bytes, block_bytes, slots)
+
+    @staticmethod
+    def of_heads(at: int, rows: int, row_bytes: int, slots: int) -> BlockShape:
+        """Return the shape of contiguous blocks of `rows` rows, each of which is a fragment of `row_bytes`."""
+        regions = tuple(range(at, at + rows * row_bytes, row_bytes))
+        return BlockShape(regions, row_bytes, rows * row_bytes, slots)
 
     @property
     def fragments(self) -> int:

@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import cupy  # pyright: ignore[reportMissingImports]
+import numpy as np
 
 from services.worker.config import CopyPath
 from services.worker.contracts.mover import Copy, Slots
 from services.worker.transfer import memcpy_batch
 from services.worker.transfer.block_checksum import block_checksum
-from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.block_shape import BlockShape, SlotPart
 from services.worker.transfer.checksum_kernel import ChecksumKernel
 from services.worker.transfer.copier import group_blocks
 from services.worker.transfer.cuda import (
@@ -62,14 +63,17 @@ class CudaCopier:
         *,
         path: CopyPath = "auto",
         chunk_bytes: int = CHUNK_BYTES,
+        part: SlotPart | None = None,
     ) -> None:
         """Prepare both directions.
 
         `shape` lies on `memory.device`. `path` names the path to take, or is `auto`. `chunk_bytes` is PinnedSlots'.
-        Raise ConfigError if there is no such path, and DeviceFailed.
+        `part` says where the blocks' fragments lie in the pool's slots, if they are a part of those. Raise ConfigError
+        if there is no such path, and DeviceFailed.
         """
         shape.validate()
         self.shape = shape
+        self._part = part or SlotPart(0, shape.fragment_bytes, shape.block_bytes)
         self.group_blocks = group_blocks(shape.block_bytes)
         self._device = memory.device
         self._clock = clock
@@ -77,7 +81,7 @@ class CudaCopier:
         use_device(memory.device)
         with translated_errors():
             cupy.cuda.get_current_stream().synchronize()  # the blocks may still be being filled
-            self.directions = {loads: Direction(shape, memory) for loads in (False, True)}
+            self.directions = {loads: Direction(shape, memory, whole=part is None) for loads in (False, True)}
         self._slots: Slots | None = None
         self._pool: SlotArray | None = None
         self._pinned: PinnedSlots | None = None
@@ -101,7 +105,7 @@ class CudaCopier:
         arena = slots.arena
         at = ctypes.addressof(ctypes.c_char.from_buffer(slots.bytes))
         self._slots = slots
-        self._pool = SlotArray(at, arena.slot_bytes)
+        self._pool = SlotArray(at + self._part.first_bytes, arena.slot_bytes, self._part.pitch_bytes)
         self._pinned = PinnedSlots(
             at, arena.slot_bytes, arena.slots, register, unregister, self._clock, self._chunk_bytes
         )
@@ -142,12 +146,21 @@ class CudaCopier:
         if self._checksums is None:
             self._checksums = ChecksumKernel(self.shape)
         on_device = self._checksums.checksums([copy.device_slot for copy in copies], self.directions[True].stream)
-        slot_bytes, block_bytes = slots.arena.slot_bytes, self.shape.block_bytes
+        slot_bytes = slots.arena.slot_bytes
         begins = [copy.pool_slot * slot_bytes for copy in copies]
         return [
-            mine != block_checksum(slots.bytes[at : at + block_bytes])
+            mine != block_checksum(self._own_part(slots.bytes[at : at + self._part.block_bytes]))
             for mine, at in zip(on_device, begins, strict=True)
         ]
+
+    def _own_part(self, block: memoryview) -> memoryview:
+        """Return the fragments of a block in the pool, back to back."""
+        part, shape = self._part, self.shape
+        if part.pitch_bytes == shape.fragment_bytes:
+            return block
+        rows = np.frombuffer(block, np.uint8).reshape(shape.fragments, part.pitch_bytes)
+        own = rows[:, part.first_bytes : part.first_bytes + shape.fragment_bytes]
+        return memoryview(own.tobytes())
 
     def close(self) -> None:
         """Free what the copier holds. Nothing may be under way."""
@@ -159,8 +172,9 @@ class CudaCopier:
 class Direction:
     """The stream and the paths of one direction. It belongs to that direction's thread."""
 
-    def __init__(self, shape: BlockShape, memory: DeviceMemory) -> None:
-        """Make the stream and the paths. If the GPU has no room for a staging ring, the path `staged` is missing."""
+    def __init__(self, shape: BlockShape, memory: DeviceMemory, *, whole: bool = True) -> None:
+        """Make the stream and the paths. The path `staged` is missing if the GPU has no room for a staging ring, or
+        blocks are not `whole` in the pool, so that their fragments lie apart there."""
         self.stream = new_stream()
         self._block_bytes = shape.block_bytes
         self.fallbacks = Fallbacks()
@@ -174,7 +188,7 @@ class Direction:
         if memcpy is not None:
             self.paths["batch"] = BatchPath(shape, memcpy)
         self.ring: StagingRing | None = None
-        if shape.fragments > 1:  # otherwise a block is one piece already
+        if shape.fragments > 1 and whole:  # otherwise a block is one piece already
             kernel = FragmentKernel(shape, min(PAGE_BYTES, _alignment(shape.block_bytes)))
             try:
                 self.ring = StagingRing(memory, shape.block_bytes)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from services.worker.contracts.mover import Copy, Slots
-from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.block_shape import BlockShape, SlotPart
 from shared.pool.map import touch
 
 PATH = "memmove"
@@ -29,10 +29,12 @@ class HostCopier:
 
     duplex = False
 
-    def __init__(self, shape: BlockShape, memory: object) -> None:
-        """Copy blocks of `shape`, which lies in `memory`; the copier keeps `memory` alive."""
+    def __init__(self, shape: BlockShape, memory: object, part: SlotPart | None = None) -> None:
+        """Copy blocks of `shape`, which lies in `memory`; the copier keeps `memory` alive. `part` says where their
+        fragments lie in the pool's slots, if they are a part of those."""
         shape.validate()
         self.shape = shape
+        self._part = part or SlotPart(0, shape.fragment_bytes, shape.block_bytes)
         self._memory: object | None = memory
         self.group_blocks = max(1, GROUP_BYTES // shape.block_bytes)
         self._slots: Slots | None = None
@@ -90,10 +92,10 @@ class HostCopier:
         assert self._slots is not None
         slot_bytes, shape = self._slots.arena.slot_bytes, self.shape
         for copy in copies:
-            in_pool = self._pool_at + copy.pool_slot * slot_bytes
+            in_pool = self._pool_at + copy.pool_slot * slot_bytes + self._part.first_bytes
             for region in shape.regions:
                 yield region + copy.device_slot * shape.stride_bytes, in_pool
-                in_pool += shape.fragment_bytes
+                in_pool += self._part.pitch_bytes
 
 
 class FinishedCopies:

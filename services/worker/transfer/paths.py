@@ -36,7 +36,10 @@ class SlotArray(Struct, frozen=True):
     """Slots back to back, in pinned host memory or on a device; the path `pageable` also takes memory not pinned."""
 
     at: int
+    """Where the first fragment of slot 0 lies."""
     slot_bytes: int
+    pitch_bytes: int = 0
+    """The distance between the fragments of a slot. 0 means that they lie back to back."""
 
 
 class TransferPath(Protocol):
@@ -59,6 +62,7 @@ class RowsPath:
     def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
         shape, stream = self._shape, on.ptr
         size_bytes, pitch = shape.fragment_bytes, shape.pitch_bytes
+        pool_pitch = pool.pitch_bytes or size_bytes
         for copy in copies:
             in_pool = pool.at + copy.pool_slot * pool.slot_bytes
             offset = copy.device_slot * shape.stride_bytes
@@ -66,13 +70,13 @@ class RowsPath:
                 for region in shape.regions:
                     to, source = (region + offset, in_pool) if loads else (in_pool, region + offset)
                     runtime.memcpyAsync(to, source, size_bytes, ANYWHERE, stream)
-                    in_pool += size_bytes
+                    in_pool += pool_pitch
             elif loads:
                 at = shape.regions[0] + offset
-                runtime.memcpy2DAsync(at, pitch, in_pool, size_bytes, size_bytes, shape.fragments, ANYWHERE, stream)
+                runtime.memcpy2DAsync(at, pitch, in_pool, pool_pitch, size_bytes, shape.fragments, ANYWHERE, stream)
             else:
                 at = shape.regions[0] + offset
-                runtime.memcpy2DAsync(in_pool, size_bytes, at, pitch, size_bytes, shape.fragments, ANYWHERE, stream)
+                runtime.memcpy2DAsync(in_pool, pool_pitch, at, pitch, size_bytes, shape.fragments, ANYWHERE, stream)
         return on
 
 
@@ -85,7 +89,7 @@ class BatchPath:
         self._most = group_blocks(shape.block_bytes)
         self._places = _Places(self._most)
         self._regions = np.array(shape.regions, np.int64)
-        self._steps = np.arange(shape.fragments, dtype=np.int64) * shape.fragment_bytes
+        self._numbers = np.arange(shape.fragments, dtype=np.int64)
         self._in_pool = np.empty((self._most, shape.fragments), np.int64)
         self._on_device = np.empty((self._most, shape.fragments), np.int64)
         self._sizes = np.full(self._most * shape.fragments, shape.fragment_bytes, np.uint64)
@@ -94,7 +98,8 @@ class BatchPath:
         for first in range(0, len(copies), self._most):
             blocks, slots = self._places.of(copies[first : first + self._most], pool)
             in_pool, on_device = self._in_pool[: len(slots)], self._on_device[: len(slots)]
-            np.add(blocks[:, None], self._steps, out=in_pool)
+            steps = self._numbers * (pool.pitch_bytes or self._shape.fragment_bytes)
+            np.add(blocks[:, None], steps, out=in_pool)
             slots *= self._shape.stride_bytes
             np.add(slots[:, None], self._regions, out=on_device)
             to, source = (on_device, in_pool) if loads else (in_pool, on_device)

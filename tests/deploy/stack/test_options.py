@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.local.stack.options import checked_options, takes_turns
+from deploy.local.stack.options import checked_options, shared_gpus, takes_turns
+from deploy.local.stack.stack import Gpus
 from deploy.local.usage import UpFlags
 from shared.errors import ConfigError
 from shared.processors import usable_processors
@@ -136,7 +137,14 @@ def test_only_the_native_engine_shares_weights() -> None:
             "--tensor-parallel 2: with --engine vllm it is --set worker.vllm.tensor_parallel_size=2",
         ),
         (UpFlags(tensor_parallel=2, engine="echo"), "--tensor-parallel 2: engine echo computes nothing"),
-        (UpFlags(tensor_parallel=2, device="cuda"), "--tensor-parallel 2: not built for --device cuda"),
+        (
+            UpFlags(tensor_parallel=2, device="cuda", prefill=1, decode=1),
+            "--tensor-parallel 2: not with --prefill and --device cuda",
+        ),
+        (
+            UpFlags(tensor_parallel=2, device="cuda", weights_bytes="1G"),
+            "--tensor-parallel 2: not with --weights-bytes and --device cuda",
+        ),
         (UpFlags(tensor_parallel=2, on="ray"), "--tensor-parallel: not with --on ray"),
         *(
             (
@@ -151,6 +159,13 @@ def test_ranks_are_refused_where_they_are_not_built(flags: UpFlags, named: str) 
     with pytest.raises(ConfigError) as wrong:
         checked_options(flags)
     assert str(wrong.value).startswith(named)
+
+
+def test_more_ranks_than_gpus_are_refused_unless_they_are_to_share() -> None:
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel 2: there must be as many GPUs, and CUDA shows 1$"):
+        shared_gpus(1, 0.9, {}, 2)
+    assert shared_gpus(1, 0.9, {"ranks_share_gpus": "true"}, 2).usual_workers == 1
+    assert shared_gpus(2, 0.9, {}, 2) == Gpus(2, 0.9, {}, 2)
 
 
 @pytest.mark.skipif(usable_processors() < 2, reason="needs two processors")

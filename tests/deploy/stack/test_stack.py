@@ -223,6 +223,27 @@ def test_models_that_take_turns_on_a_gpu_share_its_memory_with_those_that_are_aw
     assert [(cuda.gpu, cuda.memory_share) for cuda in loaded] == [(0, share)] * 3
 
 
+@pytest.mark.parametrize(
+    ("count", "usual", "expected"),
+    [
+        (1, 1, [(0, 0.4), (0, 0.4)]),
+        (2, 1, [(0, 0.4), (0, 0.4)]),
+        (3, 1, [(0, 0.4), (0, 0.4)]),
+        (4, 2, [(0, 0.8), (2, 0.8)]),
+        (5, 2, [(0, 0.8), (2, 0.8)]),
+    ],
+)
+def test_each_worker_of_two_ranks_takes_two_gpus(
+    tmp_path: Path, count: int, usual: int, expected: list[tuple[int, float]]
+) -> None:
+    gpus = Gpus(count, 0.8, {"ranks_share_gpus": "true"}, 2)
+    assert gpus.usual_workers == usual
+    stack = planned(msgspec.structs.replace(OPTIONS, workers=2, tensor_parallel=2, gpus=gpus))
+    loaded = [load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}) for name in names(stack)[4:]]
+    assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
+    assert all(worker.cuda.ranks_share_gpus and worker.tensor_parallel == 2 for worker in loaded)
+
+
 @pytest.mark.parametrize(("host", "url"), [("10.0.0.7", "http://10.0.0.7:"), ("fd00::7", "http://[fd00::7]:")])
 def test_services_of_an_address_that_other_machines_reach_have_ports_for_kv_events(
     tmp_path: Path, host: str, url: str

@@ -27,7 +27,7 @@ class Buffers:
     q_rest: Array
     """The rounding errors of `q`; only float16 uses them."""
     added: Array
-    """What is normed before it is added to `hidden`; one row for models without such norms."""
+    """What is normed, or is a rank's part of a sum, before it is added to `hidden`; one row if there is neither."""
     attended: Array
     gate_up: Array
     activated: Array

@@ -53,6 +53,8 @@ class StepLimits(Struct, frozen=True):
     """The most integers of a step's layout."""
     positions: int
     """The most positions of a sequence."""
+    ranks: int = 1
+    """How many ranks add up what they compute of a layer."""
 
 
 def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shape, Item]]:
@@ -64,7 +66,7 @@ def step_arrays(config: ModelConfig, limits: StepLimits) -> dict[str, tuple[Shap
         "qkv": ((rows, config.queries + 2 * config.keys), "float32"),
         "q": ((rows, config.queries), "element"),
         "q_rest": ((rows, config.queries), "element"),
-        "added": ((rows if config.norms != "before" else 1, config.hidden), "float32"),
+        "added": ((rows if config.norms != "before" or limits.ranks > 1 else 1, config.hidden), "float32"),
         "attended": ((rows, config.queries), "element"),
         "gate_up": ((rows, 2 * config.intermediate), "float32"),
         "activated": ((rows, config.intermediate), "element"),

@@ -8,8 +8,9 @@
 What a model has in addition follows from its ModelConfig, in kernels mostly by flags of their compilation.
 
 Activations have the element type. The residual stream stays float32, and cuBLAS itself accumulates products in it: no
-kernel adds, and nothing is rounded between layers. All of it runs on one stream. Nothing here waits for the device or,
-without LoRAs, allocates memory, so a step can be captured as a CUDA graph.
+kernel adds, and nothing is rounded between layers. A rank of a tensor-parallel group has a part of each product's sum
+or columns, and exchanges them with the others (`exchange.py`). All of it runs on one stream. Nothing here waits for the
+device or, without LoRAs, allocates memory, so a step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers
+from services.worker.native.cuda.exchange import DeviceExchange
 from services.worker.native.cuda.hopper import page_map
 from services.worker.native.cuda.kernels import Kernels
 from services.worker.native.cuda.layout import StepCounts, sections
@@ -47,15 +49,24 @@ class CudaDecoder:
     """Enqueues steps with a model's weights and KV pages. Only one thread may use it at a time."""
 
     def __init__(
-        self, config: ModelConfig, weights: CudaWeights, pages: Array, kernels: Kernels, blas: Blas, buffers: Buffers
+        self,
+        config: ModelConfig,
+        weights: CudaWeights,
+        pages: Array,
+        kernels: Kernels,
+        blas: Blas,
+        buffers: Buffers,
+        exchange: DeviceExchange | None = None,
     ) -> None:
-        """Compute on `pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type."""
+        """Compute on `pages` (slots, layers, 2, block_size, kv_heads, head_dim) of the element type. With `exchange`
+        all these are a rank's part."""
         self._config = config
         self._weights = weights
         self._pages = pages
         self._kernels = kernels
         self._blas = blas
         self._buffers = buffers
+        self._exchange = exchange
         self._scale = config.attention_scale
         self._slot_stride = pages.size // pages.shape[0]
         prefill = kernels.attend_prefill
@@ -120,7 +131,11 @@ class CudaDecoder:
         config, rows = self._config, logits.shape[0]
         normed = self._buffers.normed[:rows]
         self._norm(normed, hidden, None, self._weights.norm, which)
-        self._product(logits, normed, self._weights.head)
+        if self._exchange is None:
+            self._product(logits, normed, self._weights.head)
+        else:
+            self._product(self._exchange.own(logits), normed, self._weights.head)
+            self._exchange.join(logits)
         if config.logit_scale != 1 or config.logit_cap:
             bending = (logits, np.int64(logits.size), np.float32(config.logit_scale), np.float32(config.logit_cap))
             self._kernels.bend((min(4096, -(-logits.size // _THREADS)),), (_THREADS,), bending)
@@ -153,13 +168,19 @@ class CudaDecoder:
         Return the bias if the next norm must add it.
         """
         factor = self._config.residual_scale
-        if norm is None:
+        if norm is None and self._exchange is None:
             self._product(hidden, x, weight, add=True, factor=factor)
             loras.add(hidden, x, number, projections, factor)
             return bias
         added = self._buffers.added[: len(hidden)]
         self._product(added, x, weight)
+        if norm is None:
+            assert self._exchange is not None
+            self._exchange.add_total(hidden, added, factor)
+            return bias
         loras.add(added, x, number, projections)
+        if self._exchange is not None:
+            self._exchange.total(added)
         self._norm_floats(hidden, added, bias, norm, hidden.shape[1], factor=factor)
         return None
 

@@ -7,6 +7,8 @@ All device memory comes from one DeviceMemory, and the memory of the largest ste
 when the device has done the step. Only one thread may use it at a time.
 
 A sleeping engine frees everything and is built again by the code of its start, so there is one way to take memory.
+
+Each rank of a tensor-parallel group has a runner of its part. That of rank 0 is the engine's; the others `obey` it.
 docs/decisions/0030 says why the engine is its own.
 """
 
@@ -27,19 +29,23 @@ from numpy.typing import NDArray
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
-from services.worker.contracts.runner import Drawn, EmbeddingStore, Work
+from services.worker.contracts.runner import AttachedPool, Drawn, EmbeddingStore, Work
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
 from services.worker.native.cuda.capacity import StepLimits, graph_rows, split_parts
 from services.worker.native.cuda.decoder import CudaDecoder
+from services.worker.native.cuda.exchange import DeviceExchange
 from services.worker.native.cuda.faults import device_errors_as_model_error, no_room_as_model_error
 from services.worker.native.cuda.graphs import DecodeGraphs
-from services.worker.native.cuda.kernels import PREFILL_ROWS, compile_kernels
-from services.worker.native.cuda.layout import StepLayout, most_ints
+from services.worker.native.cuda.group import CudaRankGroup
+from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels, compile_kernels
+from services.worker.native.cuda.layout import CudaStep, StepLayout, most_ints
 from services.worker.native.cuda.lora import place_lora
+from services.worker.native.cuda.orders import LogitsOrder, StepOrder
 from services.worker.native.cuda.pooling import Pooling
+from services.worker.native.cuda.rank_place import RankPlace
 from services.worker.native.cuda.sampler import CudaSampler
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.splits import SplitPlanner
@@ -48,7 +54,7 @@ from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_w
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.linear import Array
-from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
+from services.worker.native.lora import LORA_OPERATIONS, LoraRows, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
@@ -58,6 +64,7 @@ from services.worker.sharing.device_copier import SharedDeviceCopier
 from services.worker.sharing.device_pages import DeviceMapper, DevicePages
 from services.worker.sharing.memory import SharableMemory, pages_to_share
 from services.worker.transfer.block_shape import BlockShape
+from services.worker.transfer.copier import Copier
 from services.worker.transfer.cuda import ERRORS
 from services.worker.transfer.cuda_copier import CudaCopier
 from services.worker.transfer.device_memory import DeviceMemory
@@ -73,6 +80,11 @@ _log = logging.getLogger(__name__)
 
 class CudaRunner:
     """Computes steps on the current device: it stores and multiplies in `settings.dtype` and sums in float32."""
+
+    pool_place: Callable[[], AttachedPool] | None = None
+    """What the engine is attached to, as `CopiesInRanks` says."""
+    _exchange: DeviceExchange | None = None
+    """What this rank exchanges with the others within a step; None if there is one rank."""
 
     def __init__(
         self,
@@ -97,6 +109,9 @@ class CudaRunner:
         most_images: int = 0,
         encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
         progress: Callable[[float], None] = lambda _share: None,
+        place: RankPlace | None = None,
+        group: CudaRankGroup | None = None,
+        processors: int = 0,
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
@@ -104,9 +119,11 @@ class CudaRunner:
         A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `shares_blocks`
         other engines can copy blocks, if the GPU has memory that they can map. `shared` has loaded the weights, if the
         memory service keeps them. With `most_images` 0 the model takes no images. `progress` is called with the share
-        of the graphs that are captured."""
+        of the graphs that are captured. With `place` config, weights and KV are a rank's part; rank 0 has the `group`,
+        and all plan for as many `processors`. Raise RankLost then, too."""
         element_type = settings.dtype
-        layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
+        kv_heads = config.kv_heads if place is None else place.config.kv_heads
+        layout = KvLayout(element_type, config.layers, kv_heads, config.head_dim, block_size)
         if capacity_blocks < 1:
             raise ModelError(f"a KV cache of {capacity_blocks} blocks holds nothing; it needs at least one")
         self._facts = Ready(
@@ -126,8 +143,12 @@ class CudaRunner:
             # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
             weights=digest if element_type == "float32" else f"{digest}-{element_type}",
             operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
-            gpus=(cp.cuda.runtime.deviceGetPCIBusId(memory.device),),
+            gpus=tuple(
+                cp.cuda.runtime.deviceGetPCIBusId(gpu)
+                for gpu in sorted({memory.device} if place is None else set(place.gpus))
+            ),
         )
+        self._place, self._group = place, group
         self._config = config
         vision = config.vision if most_images else None
         self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
@@ -139,7 +160,13 @@ class CudaRunner:
             images = {"images": vision.input, "most_images": most_images, "image_cost": image_cost(config)}
             self._facts = replace(self._facts, **images)
         self._digest = digest
-        self._limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
+        self._limits = step_limits(
+            self._facts.context_length,
+            block_size,
+            max_running=max_running,
+            max_rows=max_rows,
+            ranks=1 if place is None else len(place.gpus),
+        )
         self._graph_rows = graph_rows(settings, max_running)
         self._blocks = min(first_blocks or capacity_blocks, capacity_blocks)
         """How many blocks of KV there are at present."""
@@ -159,7 +186,7 @@ class CudaRunner:
         """The clock of the mover, and so of each of its copiers."""
         self._kept: CudaWeights | None = None
         """The weights in host memory, during a sleep of level 1."""
-        processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        processors = processors or int(cp.cuda.Device().attributes["MultiProcessorCount"])
         self._layout = StepLayout(block_size, PREFILL_ROWS, SplitPlanner.of(config, processors, max_running))
         self.use_graphs = True
         """Whether graphs are used; otherwise every step runs eagerly."""
@@ -190,7 +217,10 @@ class CudaRunner:
                 """Happens when the staged integers can be overwritten."""
                 self._kernels = compile_kernels(config, element_type, layout.block_size, hopper=settings.hopper_kernels)
                 self._blas = Blas(element_type, self.stream)
-                self._decoder = CudaDecoder(config, weights, self.pages, self._kernels, self._blas, self._buffers)
+                if self._place is not None:
+                    self._exchange = self._place.exchange()
+                    self._exchange.limit(self._place.start_limit_s)
+                self._decoder = self._new_decoder(weights, self._kernels)
                 self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
                 room, counts = self._buffers.changed_logits, self._buffers.token_counts
                 self._drawing = CudaSampler(self._kernels, self.stream, room, counts, settings)
@@ -198,7 +228,7 @@ class CudaRunner:
             with no_room_as_model_error(model, "graphs"):
                 early = self._kernels.beginning_early()
                 self._graphs = DecodeGraphs(
-                    CudaDecoder(config, weights, self.pages, early, self._blas, self._buffers),
+                    self._new_decoder(weights, early),
                     self._buffers,
                     self.stream,
                     self._layout,
@@ -207,6 +237,16 @@ class CudaRunner:
                     progress=progress,
                 )
                 self.stream.synchronize()
+            if self._place is not None and self._exchange is not None:
+                self._exchange.check()
+                self._exchange.limit(self._place.limit_s)
+                self.stream.synchronize()
+                self._place.peers.meet()
+                self._place.peers.limit(self._place.limit_s)
+
+    def _new_decoder(self, weights: CudaWeights, kernels: Kernels) -> CudaDecoder:
+        parts = (self.pages, kernels, self._blas, self._buffers, self._exchange)
+        return CudaDecoder(self._config, weights, *parts)
 
     def _take_tower(self) -> None:
         """Load the vision tower, if the model takes images."""
@@ -236,6 +276,9 @@ class CudaRunner:
 
     def _free_memory(self) -> None:
         """Free what `_take_memory` has allocated, as far as it came, and the weights on the device."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
         if self._tower is not None:
             self._tower.close()
         self._tower = self._images = None
@@ -259,8 +302,14 @@ class CudaRunner:
         """Compute a step; return one entry for each work, None for those that do not end.
 
         The device has then done the step, so that the blocks that it filled can be copied on any stream. Raises
-        ModelError if the device fails.
+        ModelError if the device fails, and RankLost if another rank is.
         """
+        if self._group is None:
+            return self._step(works)
+        with self._group.guard():
+            return self._step(works)
+
+    def _step(self, works: Sequence[Work]) -> list[Drawn | None]:
         drawing = [work for work in works if work.draws]
         self._masks.begin(works)
         spans = pooling_spans(works)
@@ -279,6 +328,8 @@ class CudaRunner:
             else:
                 drawn = []
                 self._drawing.wait()
+            if self._exchange is not None:
+                self._exchange.check()
             prompts = [self._score(rows) for rows in scored_rows(works)]
         results = step_results(works, drawn, self._pooling.sums(spans))
         return with_prompt_logprobs(works, results, prompts) if prompts else results
@@ -287,6 +338,8 @@ class CudaRunner:
         """Return log-probabilities of a prompt from the hidden states of the step, as `score_rows` does."""
 
         def score_turn(first: int, tokens: NDArray[np.int32], count: int) -> tuple[Array, Array, Array]:
+            if self._group is not None:
+                self._group.tell(LogitsOrder(first, len(tokens)))
             return self._drawing.score(self._decoder.logits(first, len(tokens)), tokens, count)
 
         return score_rows(rows, self._limits.drawing, score_turn)
@@ -304,6 +357,29 @@ class CudaRunner:
         placed = [] if self._images is None else self._images.place(works)
         padded_rows = self._graphs.rows_for(works) if self.use_graphs and not placed else 0
         step = self._layout.lay_out(works, padded_rows=padded_rows)
+        if self._group is not None:
+            self._group.tell(StepOrder(step, padded_rows))
+        return self._enqueue(step, padded_rows, self._loras.of(works), placed)[: len(works)]
+
+    def obey(self, order: StepOrder | LogitsOrder) -> None:
+        """Compute this rank's part of what rank 0 computes, and wait for it. Raise RankLost."""
+        assert self._exchange is not None
+        with self.stream:
+            if isinstance(order, StepOrder):
+                self._enqueue(order.step, order.padded_rows)
+            else:
+                self._decoder.logits(order.first, order.rows)
+            self._drawing.wait()
+        self._exchange.check()
+
+    def _enqueue(
+        self,
+        step: CudaStep,
+        padded_rows: int,
+        loras: Sequence[LoraRows] = (),
+        placed: Sequence[tuple[int, Array]] = (),
+    ) -> Array:
+        """Enqueue a step as it is laid out, on a graph of `padded_rows` unless that is 0; return its logits."""
         ints = step.ints
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
@@ -314,11 +390,9 @@ class CudaRunner:
             arguments = (self._buffers.ints, self._staged_at, np.int32(fours))
             self._kernels.fetch((blocks,), (_FETCH_THREADS,), arguments)
             self._ints_left.record(self.stream)
-            loras = self._loras.of(works)
             if padded_rows and not loras:
-                return self._graphs.launch(padded_rows)[: len(works)]
-            logits = self._decoder.step(step.counts, loras, placed)  # with LoRAs also a graph's kernels, one by one
-            return logits[: len(works)]
+                return self._graphs.launch(padded_rows)
+            return self._decoder.step(step.counts, loras, placed)  # with LoRAs also a graph's kernels, one by one
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         """Do an operation that the facts name, between steps; return why it was not done, empty if it was.
@@ -326,6 +400,8 @@ class CudaRunner:
         Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, or weights in
         that of the memory service; at level 2 the weights are read again at `wake`, unless the service still has them.
         """
+        if self._group is not None and operation != "clear":
+            return f"{operation}: not built for ranks on GPUs: set tensor_parallel = 1"
         with device_errors_as_model_error(), self.stream, cp.cuda.using_allocator(self._memory.allocator()):
             match operation:
                 case "clear":
@@ -373,7 +449,7 @@ class CudaRunner:
                 self._take_memory(self._weights_again(), lambda _share: None)
                 self._loras.move(cp.asarray)
                 if self._mover is not None:
-                    copier = self._copier()
+                    copier = self.copier()
         except (ModelError, ConfigError) as wrong:
             failed = f"wake: {wrong}"
         if failed:
@@ -411,17 +487,30 @@ class CudaRunner:
         by a step that is scheduled after that.
         """
         self._clock = clock
+        copier: Copier
         with device_errors_as_model_error():
-            self._mover = TransferMover(self._copier(), clock, verify=self._verify)
+            copier = self.copier()
+            if self._group is not None:
+                assert self.pool_place is not None
+                copier = self._group.copier(copier, self._facts.kv_layout.block_bytes, self.pool_place)
+            self._mover = TransferMover(copier, clock, verify=self._verify)
         return self._mover
 
-    def _copier(self) -> CudaCopier:
+    def copier(self) -> CudaCopier:
+        """Return a copier between the KV pages and a pool; of a rank, for its part of blocks."""
         self.stream.synchronize()
-        return CudaCopier(self._block_shape(), self._memory, self._clock, path=self._settings.copy_path)
+        part, layout = None, self._facts.kv_layout
+        if self._place is not None:
+            part = self._place.slot_part(self.pages.itemsize, layout.block_size)
+        return CudaCopier(self._block_shape(), self._memory, self._clock, path=self._settings.copy_path, part=part)
 
     def _block_shape(self) -> BlockShape:
-        facts = self._facts
-        return BlockShape.contiguous(self.pages.data.ptr, facts.kv_layout.block_bytes, facts.capacity_blocks)
+        facts, at = self._facts, self.pages.data.ptr
+        if self._place is None:
+            return BlockShape.contiguous(at, facts.kv_layout.block_bytes, facts.capacity_blocks)
+        row_bytes = self._config.keys * self.pages.itemsize
+        rows = self._config.layers * 2 * facts.kv_layout.block_size
+        return BlockShape.of_heads(at, rows, row_bytes, facts.capacity_blocks)
 
     def sharable_memory(self) -> SharableMemory:
         shape, device = self._block_shape(), self._memory.device
@@ -433,6 +522,8 @@ class CudaRunner:
     def close(self) -> None:
         """Wait for the device and free its memory. On a lost device there is nothing to free."""
         self._masks.close()
+        if self._group is not None:
+            self._group.close()  # a step that waits for a rank ends now
         try:
             self.stream.synchronize()
         except ERRORS as wrong:
@@ -443,11 +534,11 @@ class CudaRunner:
         del self._loras
 
 
-def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int) -> StepLimits:
+def step_limits(context_length: int, block_size: int, *, max_running: int, max_rows: int, ranks: int = 1) -> StepLimits:
     """Return the size of the largest step.
 
     It has `max_rows` rows, or, if more sequences run, a row for each and a block's worth in addition.
     """
     rows, blocks = max(max_rows, max_running + block_size), -(-context_length // block_size)
     ints = most_ints(rows, max_running, blocks, PREFILL_ROWS, split_parts(max_running))
-    return StepLimits(rows=rows, drawing=max_running, ints=-(-ints // 4) * 4, positions=context_length)
+    return StepLimits(rows=rows, drawing=max_running, ints=-(-ints // 4) * 4, positions=context_length, ranks=ranks)

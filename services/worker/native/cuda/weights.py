@@ -1,6 +1,8 @@
 """Loads a model's weights to the device: matrices in the element type, norms and biases in float32.
 
-Matrices that are multiplied by the same rows are joined: q, k and v are one matrix, gate and up another.
+Matrices that are multiplied by the same rows are joined: q, k and v are one matrix, gate and up another. A rank of a
+tensor-parallel group has the rows, and of output and down the columns, that belong to its heads and its part of the
+feed-forward width.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import numpy as np
 from services.worker.config import Dtype
 from services.worker.native.bfloat16 import to_bfloat16
 from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.pieces import Piece, PiecesOfLayers
 from services.worker.native.linear import Array
+from services.worker.native.parallel.shares import Share
 from services.worker.native.tensor_file import Floats
-from services.worker.native.weights import HEAD, NORM_NAMES, Checkpoint
+from services.worker.native.weights import EMBEDDING, HEAD, NORM_NAMES, Checkpoint
 
 _STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPES: dict[Dtype, type[np.generic]] = {
@@ -61,7 +65,7 @@ class CudaWeights:
     layers: tuple[CudaLayer, ...]
     norm: Array
     head: Array
-    """The output projection, (vocab, hidden); the embedding itself if they are tied."""
+    """The output projection, (vocab, hidden); the embedding itself if they are tied. A rank has its rows."""
 
 
 def load_cuda_weights(
@@ -72,13 +76,15 @@ def load_cuda_weights(
     *,
     place: Callable[[tuple[int, ...], Any], Array] = cp.empty,
     fills: bool = True,
+    share: Share | None = None,
 ) -> CudaWeights:
     """Copy a directory's weights to the current device, piece by piece. Raise ModelError.
 
     `progress` is called with the share of the weights that are on the device. `place` returns the memory of each
-    matrix; without `fills` it has the matrix already.
+    matrix; without `fills` it has the matrix already. `config` is that of the whole model; `share` is a rank's part.
     """
     checkpoint = Checkpoint(directory, config)
+    pieces = PiecesOfLayers(config, share)
     dtype = DTYPES[element_type]
     elements = sum(prod(shape) for shape in checkpoint.shapes.values())
     done = 0
@@ -86,26 +92,26 @@ def load_cuda_weights(
     def count(name: str) -> None:
         nonlocal done
         done += prod(checkpoint.shapes[name])
-        progress(done / elements)
+        progress(min(1.0, done / elements))
 
-    def matrix(*names: str) -> Array:
-        """Return the named matrices, one above the other."""
-        rows = [checkpoint.shapes[name][0] for name in names]
-        joined = place((sum(rows), checkpoint.shapes[names[0]][1]), dtype)
+    def matrix(*parts: Piece) -> Array:
+        """Return these parts of matrices, one above the other."""
+        shapes = [part.shape(checkpoint.shapes[part.name]) for part in parts]
+        joined = place((sum(rows for rows, _ in shapes), shapes[0][1]), dtype)
         first = 0
-        for name, height in zip(names, rows, strict=True):
+        for part, (height, _) in zip(parts, shapes, strict=True):
             if fills:
-                _fill(joined[first : first + height], checkpoint, name, element_type)
+                _fill(joined[first : first + height], checkpoint, part, element_type)
             first += height
-            count(name)
+            count(part.name)
         return joined
 
-    def vector(*names: str, read: Callable[[str], Floats] = checkpoint.floats) -> Array | None:
-        if names[0] not in checkpoint.shapes:
+    def vector(*parts: Piece, read: Callable[[str], Floats] = checkpoint.floats) -> Array | None:
+        if parts[0].name not in checkpoint.shapes:
             return None
-        joined = cp.asarray(np.concatenate([read(name) for name in names]))
-        for name in names:
-            count(name)
+        joined = cp.asarray(np.concatenate([read(part.name)[part.rows] for part in parts]))
+        for part in parts:
+            count(part.name)
         return joined
 
     def scaled(name: str) -> Floats:
@@ -115,31 +121,30 @@ def load_cuda_weights(
         stem = f"model.layers.{number}."
         attention = f"{stem}self_attn."
         norms = {
-            field: vector(f"{stem}{name}.weight", read=checkpoint.norm)
+            field: vector(Piece(f"{stem}{name}.weight"), read=checkpoint.norm)
             for field, name in NORM_NAMES[config.norms].items()
         }
         return CudaLayer(
             input_norm=norms.get("input_norm"),
-            qkv=matrix(*(f"{attention}{name}_proj.weight" for name in (["qkv"] if config.fused else "qkv"))),
-            qkv_bias=vector(*(f"{attention}{name}_proj.bias" for name in "qkv")),
-            output=matrix(f"{attention}o_proj.weight"),
-            output_bias=vector(f"{attention}o_proj.bias", read=scaled),
+            qkv=matrix(*pieces.qkv(attention)),
+            qkv_bias=vector(*pieces.qkv_bias(attention)),
+            output=matrix(pieces.output(attention)),
+            output_bias=vector(Piece(f"{attention}o_proj.bias"), read=scaled),
             output_norm=norms.get("output_norm"),
-            gate_up=matrix(
-                *(f"{stem}mlp.{name}_proj.weight" for name in (["gate_up"] if config.fused else ["gate", "up"]))
-            ),
-            down=matrix(f"{stem}mlp.down_proj.weight"),
-            query_norm=vector(*(f"{attention}{name}_norm.weight" for name in "qk"), read=checkpoint.norm),
+            gate_up=matrix(*pieces.gate_up(stem)),
+            down=matrix(pieces.down(stem)),
+            query_norm=vector(*(Piece(f"{attention}{name}_norm.weight") for name in "qk"), read=checkpoint.norm),
             attended_norm=norms.get("attended_norm"),
             fed_norm=norms.get("fed_norm"),
         )
 
-    embedding = matrix("model.embed_tokens.weight")
+    embedding = matrix(Piece(EMBEDDING))
+    vocab = slice(None) if share is None else share.vocab
     return CudaWeights(
         embedding=embedding,
         layers=tuple(layer(number) for number in range(config.layers)),
-        norm=vector("model.norm.weight", read=checkpoint.norm),
-        head=embedding if checkpoint.tied else matrix(HEAD),
+        norm=vector(Piece("model.norm.weight"), read=checkpoint.norm),
+        head=(embedding if share is None else embedding[vocab]) if checkpoint.tied else matrix(Piece(HEAD, vocab)),
     )
 
 
@@ -161,20 +166,21 @@ def move_weights(weights: CudaWeights, move: Callable[[Array], Array]) -> CudaWe
     )
 
 
-def _fill(matrix: Array, checkpoint: Checkpoint, name: str, element_type: Dtype) -> None:
-    """Copy one tensor: unchanged if it is stored in the element type, otherwise through float32.
+def _fill(matrix: Array, checkpoint: Checkpoint, part: Piece, element_type: Dtype) -> None:
+    """Copy a part of one tensor: unchanged if it is stored in the element type, otherwise through float32.
 
     It is copied in pieces, so that a conversion needs little additional memory.
     """
-    same = checkpoint.entry(name).dtype == _STORED[element_type]
+    same = checkpoint.entry(part.name).dtype == _STORED[element_type]
     if same:
-        (stored,) = checkpoint.pieces(name, 1, sys.maxsize)
-        source = np.frombuffer(stored, DTYPES[element_type]).reshape(matrix.shape)
+        (stored,) = checkpoint.pieces(part.name, 1, sys.maxsize)
+        source = np.frombuffer(stored, DTYPES[element_type]).reshape(checkpoint.shapes[part.name])
     else:
-        source = checkpoint.floats(name)
+        source = checkpoint.floats(part.name)
+    source = source[part.rows, part.columns]
     height = max(1, _PIECE_ELEMENTS // matrix.shape[1])
     for first in range(0, matrix.shape[0], height):
-        piece, to = source[first : first + height], matrix[first : first + height]
+        piece, to = np.ascontiguousarray(source[first : first + height]), matrix[first : first + height]
         if same:
             to.set(piece)
         elif element_type == "bfloat16":

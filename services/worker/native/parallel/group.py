@@ -15,12 +15,8 @@ docs/decisions/0083 gives the reasons.
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +28,9 @@ from services.worker.native.config import ModelConfig
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.lora import LORA_OPERATIONS
-from services.worker.native.parallel.peers import ENDED, Peers, RankLost, buffer_bytes
+from services.worker.native.parallel.peers import Peers, RankLost, buffer_bytes
 from services.worker.native.parallel.plan import encode_plan
+from services.worker.native.parallel.processes import RankProcesses, close_ends, connect
 from services.worker.native.parallel.rank import RankOrder, rank_cache, rank_decoder
 from services.worker.native.parallel.shares import share_out
 from services.worker.native.weights import Weights
@@ -48,8 +45,8 @@ STALL_SHARE = 3
 """A peer is lost after `stall_s` divided by this: before the shell would kill an engine without saying why."""
 LEAST_LIMIT_S = 1.0
 """The fewest seconds after which it is: a layer of a long prompt takes some time, too."""
-END_WAIT_S = 1.0
-"""Most seconds in which a rank whose connection has ended ends, too, so that its exit status is known."""
+RANK_MODULE = "services.worker.native.parallel.rank"
+"""The program of a further rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +91,8 @@ class RankGroup:
         self._block_size, (self._capacity_blocks, self._context_length) = layout.block_size, sizes
         self._exchange = HostPages(2 * terms.ranks * buffer_bytes(config.vocab, terms.ranks))
         pages = HostPages(layout.block_bytes * self._capacity_blocks)
-        ends = _connect(terms.ranks)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        """The processes of rank 1 and higher."""
+        ends = connect(terms.ranks)
+        self._processes = RankProcesses()
         self._peers = Peers(0, ends[0], self._exchange.array, [share.vocab for share in shares])
         self._peers.limit(terms.start_limit_s)
         self.cache: KvCache = rank_cache(layout, self._capacity_blocks, self._share, pages, self._peers)
@@ -118,15 +114,18 @@ class RankGroup:
                     limit_s=terms.limit_s,
                     parent_pid=os.getpid(),
                 )
-                self._processes.append(_spawn(order, terms.descriptors))
+                inherited = [
+                    order.pages,
+                    order.exchange,
+                    *terms.descriptors,
+                    *(end for end in order.sockets if end >= 0),
+                ]
+                self._processes.spawn(RANK_MODULE, msgspec.json.encode(order), inherited)
         except BaseException:
             self.close()
             raise
         finally:
-            for of_rank in ends[1:]:
-                for end in of_rank:
-                    if end is not None:
-                        end.close()
+            close_ends(ends[1:])
 
     def decoder(self, weights: Weights) -> Decoder:
         """Return rank 0's decoder, when all ranks have theirs. Raise RankLost; the group has ended then."""
@@ -151,42 +150,16 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """The processes of rank 1 and higher."""
-        return [process.pid for process in self._processes]
+        return self._processes.pids
 
     def close(self) -> None:
         """End all ranks, also those that stand still, and wait for their end."""
         self._peers.close()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        self._processes.kill()
         self._exchange.close()
 
     def _ended(self, lost: RankLost) -> RankLost:
         """End the group; return what was lost, with what the end of its process says."""
-        status = 0
-        if lost.rank and lost.reason == ENDED:
-            with suppress(subprocess.TimeoutExpired):
-                status = self._processes[lost.rank - 1].wait(END_WAIT_S)
+        said = self._processes.end(lost)
         self.close()
-        if status == 0:
-            return lost
-        if status > 0:  # a library ended it, as OpenBLAS does without memory, and has said why on standard error
-            return RankLost(lost.rank, f"ended with status {status}; the log may have its last words")
-        return RankLost(lost.rank, f"was killed by signal {-status} ({signal.Signals(-status).name})")
-
-
-def _connect(ranks: int) -> list[list[socket.socket | None]]:
-    """Return the ends of a connection between each two ranks, by rank and peer."""
-    ends: list[list[socket.socket | None]] = [[None] * ranks for _ in range(ranks)]
-    for one in range(ranks):
-        for other in range(one + 1, ranks):
-            ends[one][other], ends[other][one] = socket.socketpair()
-    return ends
-
-
-def _spawn(order: RankOrder, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start a rank in this process's group, which its shell ends as a whole."""
-    inherited = [order.pages, order.exchange, *descriptors, *(end for end in order.sockets if end >= 0)]
-    command = [sys.executable, "-m", "services.worker.native.parallel.rank", msgspec.json.encode(order).decode()]
-    return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        return said

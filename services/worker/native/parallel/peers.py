@@ -104,7 +104,7 @@ class Peers:
                 said = connection.recv(1)
             except BlockingIOError:
                 if not patient:
-                    raise RankLost(number, f"did not answer in {self._limit_s:g} s: it stands still") from None
+                    raise RankLost(number, self._stands_still) from None
                 continue
             except ConnectionResetError:
                 pass
@@ -112,6 +112,56 @@ class Peers:
                 raise RankLost(number, ENDED)
         if said == _FAILED:
             raise _read_reason(number, connection)
+
+    def numbers(self, own: Sequence[int]) -> list[list[int]]:
+        """Return each rank's numbers, of which all give as many. Raise RankLost."""
+        said = np.array(own, np.int64).view(np.uint8)
+        self._buffers[self._parity][self._rank, : said.size] = said
+        heard = self._buffers[self.meet()]
+        return [heard[rank, : said.size].copy().view(np.int64).tolist() for rank in range(len(heard))]
+
+    def descriptors(self, own: int) -> dict[int, int]:
+        """Give a descriptor to each peer; return those that they gave, by rank. They are the caller's. Raise
+        RankLost."""
+        found: dict[int, int] = {}
+        for _, connection in self._sockets:
+            with suppress(OSError):  # it has ended: what it said before is read below
+                socket.send_fds(connection, [_HERE], [own])
+        for number, connection in self._sockets:
+            try:
+                said, given, _, _ = socket.recv_fds(connection, 1, 1)
+            except BlockingIOError:
+                raise RankLost(number, self._stands_still) from None
+            except ConnectionResetError:
+                raise RankLost(number, ENDED) from None
+            if said == _FAILED:
+                raise _read_reason(number, connection)
+            if not given:
+                raise RankLost(number, ENDED)
+            found[number] = given[0]
+        return found
+
+    def lost(self, number: int) -> RankLost:
+        """Return why a peer did not give what its step must give: it has ended, has said why, or stands still."""
+        connection = dict(self._sockets)[number]
+        said = _HERE
+        while said == _HERE:
+            try:
+                said = connection.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return RankLost(number, self._stands_still)
+            except OSError:
+                said = b""
+        return _read_reason(number, connection) if said == _FAILED else RankLost(number, ENDED)
+
+    @property
+    def connections(self) -> Sequence[tuple[int, socket.socket]]:
+        """Each peer's number and the connection to it, which hangs up when the peer ends."""
+        return self._sockets
+
+    @property
+    def _stands_still(self) -> str:
+        return f"did not answer in {self._limit_s:g} s: it stands still"
 
     def say_failed(self, lost: RankLost) -> None:
         """Say to all peers why this rank does not go on; it makes no further exchange."""

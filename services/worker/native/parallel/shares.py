@@ -49,10 +49,12 @@ class Share:
         )
 
 
-def share_out(config: ModelConfig, ranks: int) -> tuple[Share, ...]:
-    """Return the part of each rank. Raise ModelError if the model cannot be shared out."""
-    if not _fits(config, ranks):
-        others = ", ".join(str(number) for number in range(1, MOST_RANKS + 1) if _fits(config, number))
+def share_out(config: ModelConfig, ranks: int, *, even: bool = False) -> tuple[Share, ...]:
+    """Return the part of each rank; with `even`, as on GPUs, all have as many heads. Raise ModelError if the model
+    cannot be shared out."""
+    if not _fits(config, ranks, even=even):
+        possible = (number for number in range(1, MOST_RANKS + 1) if _fits(config, number, even=even))
+        others = ", ".join(map(str, possible))
         raise ModelError(
             f"tensor_parallel is {ranks}, but {config.heads} attention heads and {config.kv_heads} key-value heads"
             f" cannot be shared out like that; possible are {others}"
@@ -78,6 +80,16 @@ def share_out(config: ModelConfig, ranks: int) -> tuple[Share, ...]:
     )
 
 
+def share_out_evenly(config: ModelConfig, ranks: int) -> tuple[Share, ...]:
+    """Return the part of each rank on GPUs. Raise ModelError if ranks on GPUs cannot compute the model."""
+    if ranks > 1 and config.query_norm == "whole":
+        raise ModelError(
+            f"tensor_parallel is {ranks}, but the model norms the queries of all heads as one vector, which is not"
+            " built for ranks on GPUs: set tensor_parallel = 1"
+        )
+    return share_out(config, ranks, even=True)
+
+
 def _widths(config: ModelConfig, heads: Sequence[int], kv_heads: Sequence[int]) -> list[slice]:
     """Return each rank's part of the feed-forward width: what its heads leave of an equal part of a layer's weights.
     The parts are equal where some heads leave nothing."""
@@ -91,11 +103,14 @@ def _widths(config: ModelConfig, heads: Sequence[int], kv_heads: Sequence[int]) 
     return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
-def _fits(config: ModelConfig, ranks: int) -> bool:
-    """Whether each rank gets whole heads: some of the key-value heads, or an equal part of the heads of one of them."""
+def _fits(config: ModelConfig, ranks: int, *, even: bool) -> bool:
+    """Whether each rank gets whole heads: some of the key-value heads, or an equal part of the heads of one of them.
+    With `even`, also as many of the key-value heads."""
     if ranks > min(config.heads, config.intermediate, config.vocab):
         return False
-    return config.kv_heads >= ranks or (ranks % config.kv_heads == 0 and config.heads % ranks == 0)
+    if config.kv_heads >= ranks:
+        return not even or config.kv_heads % ranks == 0
+    return ranks % config.kv_heads == 0 and config.heads % ranks == 0
 
 
 def _part(whole: int, number: int, parts: int) -> slice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -110,3 +111,60 @@ def test_what_peers_exchange_is_a_stream_of_unix_sockets() -> None:
 def test_a_row_of_logits_fits_into_a_buffer() -> None:
     assert buffer_bytes(49_152, 2) == BUFFER_BYTES
     assert buffer_bytes(1_000_001, 2) == 4 * 500_001
+
+
+def test_numbers_and_descriptors_reach_all() -> None:
+    with closing_all(connected(3)) as group:
+        for turn in range(3):
+            told = at_once([partial(peers.numbers, [turn, -rank, 1 << 40]) for rank, peers in enumerate(group)])
+            assert told == [[[turn, -rank, 1 << 40] for rank in range(3)]] * 3
+            files = [os.memfd_create(f"of-rank-{rank}") for rank in range(3)]
+            given = at_once([partial(peers.descriptors, file) for peers, file in zip(group, files, strict=True)])
+            inodes = [os.fstat(file).st_ino for file in files]
+            for rank, heard in enumerate(given):
+                assert {peer: os.fstat(each).st_ino for peer, each in heard.items()} == {
+                    peer: inodes[peer] for peer in range(3) if peer != rank
+                }
+            for descriptor in [*files, *(each for heard in given for each in heard.values())]:
+                os.close(descriptor)
+
+
+def test_a_peer_that_gives_no_descriptor_is_lost_by_its_number() -> None:
+    file = os.memfd_create("own")
+    for says in ("nothing", "why", "stands still"):
+        with closing_all(connected(2)) as group:
+            own, other = group
+            if says == "why":
+                other.say_failed(RankLost(1, "failed: no memory"))
+            if says != "stands still":
+                other.close()
+            own.limit(0.1)
+            with pytest.raises(RankLost) as lost:
+                own.descriptors(file)
+            said = {
+                "nothing": ENDED,
+                "why": "failed: no memory",
+                "stands still": "did not answer in 0.1 s: it stands still",
+            }
+            assert str(lost.value) == f"tensor_parallel: rank 1 {said[says]}"
+    os.close(file)
+
+
+def test_what_a_lost_peer_said_last_is_found_after_what_it_said_before() -> None:
+    for says in ("nothing", "why", "stands still"):
+        with closing_all(connected(2)) as group:
+            own, other = group
+            own.limit(0.1)
+            other.limit(0.1)
+            with pytest.raises(RankLost):
+                other.meet()
+            if says == "why":
+                other.say_failed(RankLost(1, "failed: no memory"))
+            if says != "stands still":
+                other.close()
+            said = {
+                "nothing": ENDED,
+                "why": "failed: no memory",
+                "stands still": "did not answer in 0.1 s: it stands still",
+            }
+            assert own.lost(1).reason == said[says]

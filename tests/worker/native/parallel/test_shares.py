@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.worker.native.config import ModelConfig, read_config
-from services.worker.native.parallel.shares import MOST_RANKS, share_out
+from services.worker.native.parallel.shares import MOST_RANKS, share_out, share_out_evenly
 from shared.errors import ModelError
 from tests.tiny_model import write_tiny_model
 
@@ -51,6 +51,28 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_what_is_possible(tmp_p
         share_out(config, 4)
     with pytest.raises(ModelError, match=r"possible are 1, 2, 3$"):
         share_out(config, 8)
+
+
+def test_ranks_on_gpus_have_as_many_heads_each_or_are_refused_with_what_is_possible(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 12, 6)
+    for ranks in range(1, MOST_RANKS + 1):
+        if ranks not in (1, 2, 3, 6):
+            with pytest.raises(ModelError, match=r"possible are 1, 2, 3, 6$"):
+                share_out_evenly(config, ranks)
+            continue
+        shapes = {(share.of(config).heads, share.of(config).kv_heads) for share in share_out_evenly(config, ranks)}
+        assert shapes == {(12 // ranks, 6 // ranks)}
+    one = share_out_evenly(config_of(tmp_path, 8, 1), 4)
+    assert [(share.heads.start, share.kv_heads, share.stores) for share in one] == [
+        (start, slice(0, 1), start == 0) for start in (0, 2, 4, 6)
+    ]
+
+
+def test_a_model_that_norms_all_queries_at_once_is_refused_on_gpus(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, 4, 2), query_norm="whole")
+    assert len(share_out_evenly(config, 1)) == 1
+    with pytest.raises(ModelError, match=r"^tensor_parallel is 2, but the model norms .*: set tensor_parallel = 1$"):
+        share_out_evenly(config, 2)
 
 
 def test_a_rank_with_fewer_heads_has_more_of_the_width(tmp_path: Path) -> None:
