@@ -199,7 +199,7 @@ def _check_tensor_parallel(flags: UpFlags) -> None:
         }
         for other in (name for name, given in refused.items() if given):
             raise ConfigError(f"{flag}: not with {other} and --device cuda; ranks on GPUs do all, with own weights")
-    elif flags.on == "machine" and flags.tensor_parallel > (processors := usable_processors()):
+    if flags.on == "machine" and flags.tensor_parallel > (processors := usable_processors()):
         raise ConfigError(f"{flag}: more ranks than the processors that can be used here ({processors})")
 
 

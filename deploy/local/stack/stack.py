@@ -469,13 +469,13 @@ def _one_model(options: UpOptions) -> TurnModel:
 
 
 def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
-    """Return a worker's table `cuda`. The workers of one GPU, or of one group of them, have equal parts of its memory;
-    models take turns on the first one."""
-    group, sharing = 0, options.awake
+    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory; models take turns on the
+    first one."""
+    gpu, sharing = 0, options.awake
     if not options.turns:
         group = worker % gpus.groups
-        sharing = len(range(group, options.workers, gpus.groups))
-    return {"gpu": group * gpus.ranks, "memory_share": gpus.memory_share / sharing, **gpus.settings}
+        gpu, sharing = group * gpus.ranks, len(range(group, options.workers, gpus.groups))
+    return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 
 def tiers(store: BlockStoreOptions) -> dict[str, Mapping[str, Value]]:

@@ -64,8 +64,8 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None], *, st
     # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
     directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
     config = read_config(directory)
-    if not settings.most_images or settings.tensor_parallel > 1:
-        config = msgspec.structs.replace(config, vision=None)  # its text part alone: the card says so
+    if settings.tensor_parallel > 1 or not settings.most_images:
+        config = msgspec.structs.replace(config, vision=None)  # its text part alone
     if settings.tensor_parallel == 1:
         return start_runner(settings, directory, config, progress, stands_by=stands_by)
     group = CudaRankGroup(settings, directory, config)

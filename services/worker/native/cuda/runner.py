@@ -81,6 +81,11 @@ _log = logging.getLogger(__name__)
 class CudaRunner:
     """Computes steps on the current device: it stores and multiplies in `settings.dtype` and sums in float32."""
 
+    pool_place: Callable[[], AttachedPool] | None = None
+    """What the engine is attached to, as `CopiesInRanks` says."""
+    _exchange: DeviceExchange | None = None
+    """What this rank exchanges with the others within a step; None if there is one rank."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -144,12 +149,16 @@ class CudaRunner:
             ),
         )
         self._place, self._group = place, group
-        self._exchange: DeviceExchange | None = None
-        """What this rank exchanges with the others within a step; None if there is one rank."""
-        self.pool_place: Callable[[], AttachedPool] | None = None
-        """What the engine is attached to, as `CopiesInRanks` says."""
         self._config = config
-        self._take_images(most_images, encoder_cache_bytes)
+        vision = config.vision if most_images else None
+        self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
+        self._tower: CudaVisionTower | None = None
+        self._images: ImageEncoder | None = None
+        """Not there while the engine sleeps, or if the model takes no images."""
+        self._store: EmbeddingStore | None = None
+        if vision is not None:
+            images = {"images": vision.input, "most_images": most_images, "image_cost": image_cost(config)}
+            self._facts = replace(self._facts, **images)
         self._digest = digest
         self._limits = step_limits(
             self._facts.context_length,
@@ -189,18 +198,6 @@ class CudaRunner:
         """Happens when the logits of the last step are computed, and mostly when its tokens are drawn."""
         self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
         self._take_memory(weights, progress)
-
-    def _take_images(self, most_images: int, cache_bytes: int) -> None:
-        """Say that the model takes images, if it does."""
-        vision = self._config.vision if most_images else None
-        self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(cache_bytes)
-        self._tower: CudaVisionTower | None = None
-        self._images: ImageEncoder | None = None
-        """Not there while the engine sleeps, or if the model takes no images."""
-        self._store: EmbeddingStore | None = None
-        if vision is not None:
-            images = {"images": vision.input, "most_images": most_images, "image_cost": image_cost(self._config)}
-            self._facts = replace(self._facts, **images)
 
     def _take_memory(self, weights: CudaWeights, progress: Callable[[float], None]) -> None:
         """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room."""
@@ -279,14 +276,14 @@ class CudaRunner:
 
     def _free_memory(self) -> None:
         """Free what `_take_memory` has allocated, as far as it came, and the weights on the device."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
         if self._tower is not None:
             self._tower.close()
         self._tower = self._images = None
         if self.encoder_cache is not None:
             self.encoder_cache.clear()
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
         blas = self.__dict__.pop("_blas", None)
         if blas is not None:
             blas.close()
@@ -382,8 +379,7 @@ class CudaRunner:
         loras: Sequence[LoraRows] = (),
         placed: Sequence[tuple[int, Array]] = (),
     ) -> Array:
-        """Enqueue a step as it is laid out, on a graph of `padded_rows` unless that is 0; return its logits. `placed`
-        are embeddings of images, as `CudaDecoder.step` takes them."""
+        """Enqueue a step as it is laid out, on a graph of `padded_rows` unless that is 0; return its logits."""
         ints = step.ints
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints

@@ -12,7 +12,7 @@ import cupy as cp  # pyright: ignore[reportMissingImports]
 import msgspec
 from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
-from services.worker.config import Dtype, WorkerConfig
+from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Loading
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.model.tensor_header import Shape
@@ -45,7 +45,7 @@ def start_runner(
     stands_by: bool = False,
 ) -> CudaRunner:
     """Return a runner of a prepared model, whose shape is `config`; or one rank's runner, which all ranks make at once.
-    Rank 0 has the `group`. `stands_by` is as `load_cuda` says. Raise ConfigError, ModelError, RankLost."""
+    Rank 0 has the `group`. `stands_by` is that of `load_cuda`. Raise ConfigError, ModelError, RankLost."""
     share = None
     if place is not None:
         settings, share = place.settings(settings), place.share
@@ -56,7 +56,7 @@ def start_runner(
     if share is not None:
         shapes = _rank_shapes(own, share, tied=HEAD not in shapes)
     room = _room(model, place)
-    if stands_by or settings.turns:  # others leave the GPU before this engine takes its part
+    if stands_by or settings.turns:
         room = replace(room, free_bytes=room.total_bytes)
     parts = _gpu_parts(settings, own, shapes, model, room, place)
     with ExitStack() as loading:
@@ -66,10 +66,8 @@ def start_runner(
         memory = DeviceMemory(cuda.gpu, keep_bytes=room.total_bytes)
         cp.cuda.set_allocator(memory.allocator())
         with no_room_as_model_error(model, "the weights"):
-            text = msgspec.structs.replace(config, vision=None)  # each engine has a vision tower of its own
-            shared = cuda_weights_of(settings, directory, text, Checkpoint(directory, text).shapes)
-            weights = _weights(
-                *(directory, config, cuda.dtype, shared),
+            weights, shared = _weights(
+                *(settings, directory, config),
                 lambda done: progress(Loading("copying weights to the GPU", done)),
                 share,
             )
@@ -101,18 +99,6 @@ def start_runner(
         )
 
 
-def _turn(
-    settings: WorkerConfig, needed_bytes: int, progress: Callable[[Loading], None]
-) -> AbstractContextManager[None]:
-    """Wait until the other models of the GPU leave room. Raise ModelError."""
-    return turn_room(
-        Path(settings.cache) / f"turns-gpu-{settings.cuda.gpu}.lock",
-        needed_bytes,
-        lambda: int(runtime.memGetInfo()[0]),
-        lambda: progress(Loading("waiting for other models to leave the GPU", 0.0)),
-    )
-
-
 def _room(model: str, place: RankPlace | None) -> RankRoom:
     """Return what the GPU has, or the least that those of all ranks have. Raise ModelError, RankLost."""
     with no_room_as_model_error(model, "CUDA itself"):
@@ -129,17 +115,31 @@ def _rank_shapes(own: ModelConfig, share: Share, *, tied: bool) -> dict[str, Sha
     return shapes
 
 
+def _turn(
+    settings: WorkerConfig, needed_bytes: int, progress: Callable[[Loading], None]
+) -> AbstractContextManager[None]:
+    """Wait until the other models of the GPU leave room. Raise ModelError."""
+    return turn_room(
+        Path(settings.cache) / f"turns-gpu-{settings.cuda.gpu}.lock",
+        needed_bytes,
+        lambda: int(runtime.memGetInfo()[0]),
+        lambda: progress(Loading("waiting for other models to leave the GPU", 0.0)),
+    )
+
+
 def _weights(
+    settings: WorkerConfig,
     directory: Path,
     config: ModelConfig,
-    element_type: Dtype,
-    shared: SharedCudaWeights[CudaWeights] | None,
     progress: Callable[[float], None],
     share: Share | None,
-) -> CudaWeights:
+) -> tuple[CudaWeights, SharedCudaWeights[CudaWeights] | None]:
+    """Return the weights, and what keeps them if the memory service does. Raise ModelError, DeviceMemoryExhausted."""
+    text = msgspec.structs.replace(config, vision=None)  # each engine has a vision tower of its own
+    shared = cuda_weights_of(settings, directory, text, Checkpoint(directory, text).shapes)
     if shared is not None:
-        return shared.load(progress)
-    return load_cuda_weights(directory, config, element_type, progress, share=share)
+        return shared.load(progress), shared
+    return load_cuda_weights(directory, config, settings.cuda.dtype, progress, share=share), None
 
 
 class _GpuParts(msgspec.Struct, frozen=True):
