@@ -1,6 +1,6 @@
 """Makes the environment of the diffusers engine: `diffusers` in the state directory, `.headrace` in a checkout.
 
-no GPU    torch for a CPU, as the package index has it, and diffusers with what its pipelines need
+no GPU    torch for a CPU, and diffusers with what its pipelines need
 a GPU     the same, but a torch that the machine's Python has stays: the environment sees its packages
 
 diffusers/headrace.json   what was installed; written last, so that it is there only if all of it is there
@@ -25,6 +25,8 @@ from shared.installation import COMMAND
 ENVIRONMENT = DEFAULT_HOME / "diffusers"
 VERSION = "0.42.1"
 """The version of diffusers that is installed."""
+TORCH = "torch==2.13.0"
+"""The torch that is installed, unless the machine has one for its GPUs."""
 NEEDED = (
     f"diffusers=={VERSION}",
     "transformers>=5,<6",
@@ -43,7 +45,7 @@ DISK_BYTES = 4 << 30
 """Room that the installation needs for a CPU; 1.5 GB stay."""
 STAMP = "headrace.json"
 CPU_TORCH = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
-"""Where torch is without CUDA, if the package index has it only with."""
+"""Where torch is without CUDA, which counts as newer than the same version with it: that takes 4 GB more."""
 
 DiffusersDevice = Literal["cpu", "cuda"]
 
@@ -106,9 +108,9 @@ def _build(environment: Path, device: DiffusersDevice, say: Callable[[str], None
     seen = ("--system-site-packages",) if device == "cuda" else ()
     step("making the environment", sys.executable, "-m", "venv", *seen, str(environment))
     if device == "cpu":
-        step("installing torch", *pip, "torch>=2.6", *CPU_TORCH)
+        step(f"installing {TORCH}", *pip, TORCH, *CPU_TORCH)
     elif subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
-        step("installing torch for GPUs", *pip, "torch>=2.6")
+        step(f"installing {TORCH} for GPUs", *pip, TORCH)
     step(f"installing diffusers {VERSION}", *pip, *NEEDED)
     step("loading diffusers once", python, "-c", "import diffusers, transformers, torch, imageio, msgspec, zmq, xxhash")
     stamp = {"diffusers": VERSION, "device": device}
