@@ -25,7 +25,7 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Shutdown, StandingBy, TakeOver
-from services.worker.contracts.runner import Runner
+from services.worker.contracts.runner import EmbeddingStore, Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
@@ -189,7 +189,7 @@ def _compute_first_tokens(config: WorkerConfig, channel: EngineEnd, runner: Runn
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int | None) -> None:
     """Run the engine's loop until Shutdown; `number` is a descriptor for the lock in the kvbm's pool, if there is one.
     Raise ConfigError, and what the runner raises."""
-    attachment = mover = share_reader = sharer = kvbm = None
+    attachment = mover = share_reader = sharer = kvbm = embeddings = None
     with ExitStack() as opened:
         if number is not None:
             attachment = PoolAttachment(Path(config.worker.kvbm.pool), config.instance, number)
@@ -200,7 +200,10 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
-            _share_embeddings(config, runner)
+            embeddings = _share_embeddings(config, runner)
+            if embeddings is not None:
+                opened.enter_context(closing(embeddings))
+                channel.watch(embeddings.fileno())
         if not config.stands_by:
             _compute_first_tokens(config.worker, channel, runner)
         engine = EngineCore.of(
@@ -208,20 +211,24 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             share_reader=share_reader,
             sharer=sharer,
             encoder_cache=runner.encoder_cache if isinstance(runner, EncodesImages) else None,
+            looks_up=embeddings is not None,
         )
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
-            EngineLoop(channel, core, runner, time.monotonic, kvbm).run()
+            EngineLoop(channel, core, runner, time.monotonic, kvbm, embeddings).run()
 
 
-def _share_embeddings(config: EngineConfig, runner: Runner) -> None:
-    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so."""
+def _share_embeddings(config: EngineConfig, runner: Runner) -> EmbeddingStore | None:
+    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so. Return the store."""
     facts = runner.facts
     if config.worker.kvbm.embeddings and facts.images is not None and isinstance(runner, EncodesImages):
         image_bytes = 4 * facts.images.tokens * facts.embedding_size
         shape = KvLayout("float32", 1, 1, 1, 1, form="embeddings of images", form_bytes=image_bytes)
         layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
-        runner.use_store(KvbmEmbeddings(Path(config.worker.kvbm.pool), config.instance, layout))
+        store = KvbmEmbeddings(Path(config.worker.kvbm.pool), config.instance, layout)
+        runner.use_store(store)
+        return store
+    return None
 
 
 def _sharing(

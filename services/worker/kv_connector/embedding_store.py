@@ -1,30 +1,36 @@
 """KvbmEmbeddings: the embeddings of images in the machine's kvbm, so that other engines and later ones find them.
 
-    connect ─▶ Attach ─▶ Fetch ─┬─▶ there: copy, Release ───────────────────────────────────▶ leave
-                                └─▶ not there: Store ─┬─▶ a slot: encode, copy, Commit ─────▶ leave
-                                                      └─▶ none: Fetch ─┬─▶ it comes: copy ──▶ leave
-                                                                       └─▶ late: encode ────▶ leave
+    the loop    look_up             take_found            (a step encodes)   keep
+    a thread       ▼                     ▲                                     ▼
+    connect ─▶ Attach ─▶ Fetch ─┬─▶ there: copy, Release ──▶ leave
+                                └─▶ not there: Store ─┬─▶ a slot: tell the loop ─▶ copy, Commit ─▶ leave
+                                                      └─▶ none: Fetch ─┬─▶ it comes: copy ───────▶ leave
+                                                                       └─▶ late: tell the loop ──▶ leave
 
 A slot is the right to encode: of engines that need a new image at the same time, one encodes it and the others wait.
 
 Embeddings have a layout of their own, in which a block is one image: all images of a model have as many embeddings. So
 kvbm keeps, evicts, writes to disk and lends them as it does blocks of KV. Their layout needs an arena of its own.
 
-An engine attaches for one image, with a lock of its own, and waits for the answers: they take some ms, and encoding
-takes seconds on a CPU. It holds no lock in between, since a kvbm that starts again grants nothing while former engines
-hold one. Where something fails, the image is encoded as without a kvbm, and kvbm is left alone for RETRY_S.
+An engine attaches for one image, with a lock of its own. It holds no lock in between, since a kvbm that starts again
+grants nothing while former engines hold one. Where something fails, the image is encoded as without a kvbm, and kvbm is
+left alone for RETRY_S.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import select
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import count
 from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from msgspec import Struct
 
 from services.worker.contracts.messages import KvbmOperation
 from services.worker.kv_connector.actions import unpack_slots
@@ -59,15 +65,23 @@ from shared.messages.kvbm import (
 from shared.pool.format import PoolUnfit
 
 WAIT_S = 0.5
-"""Most seconds for each answer of kvbm, also from its disk: the engine's streams wait as long."""
+"""Most seconds for each answer of kvbm, also from its disk: the image's requests wait as long."""
 STEP_MOST_S = 8.0
 """Most seconds that an engine may wait for an image that another one encodes, and then encode it: frontends give up a
-worker after 10 s without a step (`limits.frozen_s`). Within that it waits twice as long as its last image took, since
-both engines may share their cores."""
+worker after 10 s without a step (`limits.frozen_s`), and perhaps nothing else runs there. Within that it waits twice as
+long as its last image took, since both engines may share their cores."""
 LEAST_AWAIT_S = 4.0
 """The least of that wait, as far as STEP_MOST_S leaves it. If the other engine ends, so does the wait."""
 RETRY_S = 5.0
 """Seconds for which kvbm is not asked after it has failed."""
+THREADS = 8
+"""Threads that speak with kvbm, each about one image."""
+MOST_JOBS = 64
+"""The most jobs that wait for a thread. Embeddings beyond that are not stored."""
+MOST_CLAIMS = 8
+"""The most slots that are held for images which a step has still to encode. Beyond that the oldest is given back."""
+CLAIM_S = 5.0
+"""Seconds after which such a slot is given back: its request may have ended. What is encoded later asks again."""
 _TOKENS = bytes(4)
 """The tokens of a block of embeddings: its layout has one, which says nothing."""
 
@@ -82,8 +96,23 @@ class _Late(_Away):
     """The kvbm has not answered in time."""
 
 
+class _Job(Struct, frozen=True):
+    """An image to look up, or to store if there are embeddings."""
+
+    key: bytes
+    embeddings: bytes | None = None
+
+
+class _Claim(Struct, frozen=True):
+    """A slot for an image that is still to be encoded, in a session that is open until then."""
+
+    session: _Session
+    opened: ExitStack
+    until_s: float
+
+
 class KvbmEmbeddings:
-    """An `EmbeddingStore` in the kvbm of a pool's directory. Belongs to one thread."""
+    """An `EmbeddingStore` in the kvbm of a pool's directory."""
 
     def __init__(self, directory: Path, worker: str, layout: StoreLayout) -> None:
         """`layout` is that of embeddings: its `block_bytes` are the size of an image's."""
@@ -95,25 +124,110 @@ class KvbmEmbeddings:
         """Seconds for which an image is waited for that another engine encodes."""
         self._trouble = ""
         """Why kvbm could not be used at the last try. Empty if it could."""
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._claims: dict[bytes, _Claim] = {}
+        """The oldest first."""
+        self._lock = threading.Lock()
+        """Held for changes of `_claims`."""
+        self._found: deque[tuple[bytes, bytes | None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"embeddings-{number}", daemon=True) for number in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
-        """Return an image's embeddings, and whether they came from kvbm."""
-        name = content_key(root_key(self._layout.model), key)
-        with ExitStack() as opened:
-            session, found = self._fetch(opened, name)
-            if found is not None:
-                return found, True
-            began_s = time.monotonic()
-            embeddings = encode()
-            took_s = time.monotonic() - began_s
-            self._await_s = max(WAIT_S, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
-            assert len(embeddings) == self._layout.kv.block_bytes
-            if session is not None:
-                try:
-                    session.store(name, embeddings)
-                except (HeadraceError, OSError) as wrong:
-                    self._note(str(wrong))
-            return embeddings, False
+    def fileno(self) -> int:
+        """A descriptor that is readable while `take_found` has something to return."""
+        return self._wake
+
+    def look_up(self, key: bytes) -> None:
+        """Begin to look for an image's embeddings; `take_found` has the answer, some time later."""
+        self._jobs.put(_Job(key))
+
+    def take_found(self) -> list[tuple[bytes, bytes | None]]:
+        """Return the answers since the last call: an image's key and its embeddings, or None if there are none."""
+        if not self._found:
+            return []
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        return [self._found.popleft() for _ in range(len(self._found))]
+
+    def keep(self, key: bytes, embeddings: bytes, took_s: float) -> None:
+        """Store what was encoded in `took_s` seconds, if that can be done."""
+        assert len(embeddings) == self._layout.kv.block_bytes
+        self._await_s = max(WAIT_S, min(max(LEAST_AWAIT_S, 2 * took_s), STEP_MOST_S - took_s))
+        if self._jobs.qsize() < MOST_JOBS:
+            self._jobs.put(_Job(key, embeddings))
+
+    def close(self) -> None:
+        """End the threads, as soon as each has an answer of kvbm."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    # --- in the threads
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=CLAIM_S if self._claims else None)
+                if job is None:
+                    break
+                if job.embeddings is None:
+                    self._answer(job.key)
+                else:
+                    self._store(job.key, job.embeddings)
+            except Empty:
+                pass
+            except Exception:  # noqa: BLE001 - a thread's edge: without it, images would be waited for in vain
+                _log.exception("embeddings of an image are not exchanged with the kvbm")
+            self._close_claims(time.monotonic())
+        self._close_claims(float("inf"))
+
+    def _answer(self, key: bytes) -> None:
+        """Look an image up, and say what was found."""
+        found = None
+        try:
+            with ExitStack() as opened:
+                session, found = self._fetch(opened, self._name(key))
+                if session is not None and session.claimed:
+                    claim = _Claim(session, opened.pop_all(), time.monotonic() + CLAIM_S)
+                    with self._lock:
+                        before, self._claims[key] = self._claims.pop(key, None), claim
+                    if before is not None:
+                        before.opened.close()
+        finally:
+            self._found.append((key, found))
+            os.eventfd_write(self._wake, 1)
+
+    def _store(self, key: bytes, embeddings: bytes) -> None:
+        """Store embeddings in the slot that is held for them, or in another one, if there is one."""
+        with self._lock:
+            claim = self._claims.pop(key, None)
+        if claim is None and time.monotonic() < self._retry_s:
+            return
+        with ExitStack() if claim is None else claim.opened as opened:
+            try:
+                if claim is not None:
+                    claim.session.store(self._name(key), embeddings)
+                    return
+                session = _Session(opened, self._directory, self._worker, self._layout)
+                if session.claim(self._name(key)):
+                    session.store(self._name(key), embeddings)
+            except (HeadraceError, OSError) as wrong:
+                self._note(str(wrong))
+
+    def _close_claims(self, now_s: float) -> None:
+        """Give back the slots that are late, or too many."""
+        with self._lock:
+            extra = len(self._claims) - MOST_CLAIMS
+            late = [key for at, (key, claim) in enumerate(self._claims.items()) if at < extra or claim.until_s <= now_s]
+            closed = [self._claims.pop(key) for key in late]
+        for claim in closed:
+            claim.opened.close()
+
+    def _name(self, key: bytes) -> bytes:
+        return content_key(root_key(self._layout.model), key)
 
     def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:
         """Attach until `opened` is closed. Return the session, and the embeddings if they are there or come."""
@@ -159,6 +273,11 @@ class _Session:
         self._slots = attachment.map(attached)
         if self._slots.arena.slot_bytes < self._size_bytes:
             raise PoolUnfit(f"slots of {self._slots.arena.slot_bytes} bytes for {self._size_bytes} of an image")
+
+    @property
+    def claimed(self) -> bool:
+        """Whether there is a slot for this engine."""
+        return self._granted is not None
 
     def fetch(self, name: bytes, *, await_s: float = 0.0) -> bytes | None:
         """Return what is stored under this name; if nothing is, what another engine stores within `await_s`, if it is

@@ -194,6 +194,16 @@ class NativeRunner:
         if self._images is not None:
             self._images.store = store
 
+    def take_embeddings(self, key: bytes, embeddings: bytes) -> bool:
+        """Put an image's embeddings from the store into the cache. Return whether they are of use."""
+        return self._images is not None and self._images.take(key, embeddings)
+
+    def encode_image(self, key: bytes, pixels: bytes) -> None:
+        """Encode an image for the store alone. Nothing is done while the runner sleeps."""
+        if self._images is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._images.encode_image(key, pixels)
+
     def _forget_images(self) -> None:
         if self.encoder_cache is not None:
             self.encoder_cache.clear()
