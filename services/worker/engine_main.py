@@ -94,6 +94,8 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     with closing(runner):
         try:
             _check_probe(config.worker, runner)
+            if config.worker.role == "encode" and runner.facts.images is None:
+                raise ConfigError("role is encode, but the model takes no images; docs/models.md has those that do")
             serving = _stand_by(config, channel, runner) if config.stands_by else config
             if serving is not None:
                 _serve(serving, channel, runner, number)

@@ -1,6 +1,7 @@
 """Worker: the shell, which answers the network and passes on the results of the engine process.
 
     NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineSupervisor ──▶ engine process
+    NATS  encode                             ──▶ ImageOrders ────────▲
     NATS  operate                            ──▶ Operator ───────────▲
     NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀──────────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
@@ -41,6 +42,7 @@ from services.worker.requests import attempt_notes
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
+from services.worker.requests.image_orders import ImageOrders
 from services.worker.requests.traced_attempts import TracedAttempts
 from shared import subjects
 from shared.bus.contract import Message
@@ -52,7 +54,7 @@ from shared.messages.control import Note
 from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, Resent
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
-from shared.messages.load import LOAD_REPORT, LoadReport, StandbyState
+from shared.messages.load import LOAD_REPORT, EncoderState, LoadReport, StandbyState
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried
@@ -156,6 +158,9 @@ class Worker:
             hand_back=self._hand_back,
             answer=self._answer,
         )
+        self._image_orders = ImageOrders(
+            runtime, self.engine, self._model_name, self._answer, encodes=config.role == "encode"
+        )
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
 
@@ -170,6 +175,7 @@ class Worker:
             "snapshot": self._snapshot,
             "files": SentFiles(self._announcement.known_card, self._answer).receive,
             "operate": self._operator.receive,
+            "encode": self._image_orders.receive,
         }
         subscriptions = [
             await self._runtime.bus.subscribe(self._subject(operation), receive)
@@ -256,6 +262,7 @@ class Worker:
             sampling=self._config.sampling,
             role=self._config.role,
             max_running=self._config.places,
+            shares_embeddings=self._config.kvbm.embeddings and self._config.engine == "native",
         )
         self._metrics.engine_started(self.engine.start_s)
         self._gpus.watch(facts.gpus)
@@ -502,8 +509,15 @@ class Worker:
             output_tokens=self._metrics.output_tokens,
             standby=self._standby_state,
             standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
-            encoder=self._ranks.encoder,
+            encoder=self._encoder_state,
         )
+
+    @property
+    def _encoder_state(self) -> EncoderState | None:
+        state = self._ranks.encoder
+        if self._config.role != "encode":
+            return state
+        return msgspec.structs.replace(state or EncoderState(0, 0, 0, 0), waiting=self.engine.encoding)
 
     @property
     def _standby_state(self) -> StandbyState:

@@ -53,15 +53,20 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
     words, flags = turn_words(flags), _check(flags)
     prefill, decode = _roles(flags)
-    roles = prefill + decode > 0
+    encode = _encode(flags)
+    roles = prefill + decode + encode > 0
     frontends, routers, workers = _numbers(flags, prefill + decode or len(words))
+    workers += encode
+    if workers > 64:
+        raise ConfigError(f"--encode {encode}: with the others they are {workers} workers; 64 together at most")
     simulated = _settings("--simulated", flags.simulated)
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = store_request(
         flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
     )
     if roles and not wanted.pool_bytes:
-        raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
+        flag, what = ("--encode needs", "embeddings") if encode else ("--prefill and --decode need", "prompts")
+        raise ConfigError(f"{flag} some --kvbm-bytes: {what} are handed over through that memory")
     of_gpus = _gpus(flags)
     weights_bytes = _weights_bytes(flags)
     access, overrides = _access(flags), _overrides(flags.set)
@@ -83,6 +88,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         late_workers=takes_turns(flags, roles=roles, on_gpus=bool(vllm_gpus)),
         prefill=prefill,
         decode=decode,
+        encode=encode,
         chat_template=_chat_template(flags),
         sampling=SAMPLING if flags.model == DEFAULT_MODEL and not words else {},
         awake=flags.awake or 1,
@@ -212,6 +218,7 @@ def _single(flags: UpFlags) -> UpFlags:
         **{f"--{name} {number}": number not in (None, 1) for name, number in numbers.items()},
         "--prefill": flags.prefill is not None,
         "--decode": flags.decode is not None,
+        "--encode": flags.encode is not None,
         "--engine attached": flags.engine == "attached",
         "--weights-bytes": flags.weights_bytes not in ("", "0"),
         "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
@@ -258,6 +265,17 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     return prefill, decode
 
 
+def _encode(flags: UpFlags) -> int:
+    """Return how many workers only encode images. Raise ConfigError."""
+    if flags.encode is None:
+        return 0
+    if not 1 <= flags.encode <= 64:
+        raise ConfigError(f"--encode {flags.encode}: 1 to 64; leave it out, and each worker encodes its own images")
+    if flags.engine != "native" or flags.device != "cpu":
+        raise ConfigError("--encode: only the native engine on a CPU has the role encode")
+    return flags.encode
+
+
 def _chat_template(flags: UpFlags) -> str:
     """Return the chat template for the workers: a name, or the absolute path of a file. Empty means the model's own."""
     default = CHAT_TEMPLATE if flags.model == DEFAULT_MODEL and not flags.models else ""
@@ -290,7 +308,7 @@ def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
             raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
         flag = setting.replace(".", "-").replace("_", "-")
         if WIRING.fullmatch(f"{service}-{flag}"):
-            instead = "; use --prefill and --decode" if path == "worker.role" else ""
+            instead = "; use --prefill, --decode and --encode" if path == "worker.role" else ""
             raise ConfigError(f"--set {path}: `up` sets that itself{instead}")
         more.setdefault(service, []).append((f"--{setting}", value))
     return more

@@ -51,7 +51,9 @@ class RankReports:
         """The encoder cache of all ranks. None if no image has come."""
         load = self.load
         counts = load.encoder_hits, load.encoded_images, load.fetched_images
-        return EncoderState(load.encoder_entries, load.encoder_bytes, *counts) if any(counts) else None
+        if not any(counts):
+            return None
+        return EncoderState(load.encoder_entries, load.encoder_bytes, *counts, image_s=load.image_s)
 
     @property
     def rank_loads(self) -> list[RankLoad]:
