@@ -158,9 +158,6 @@ class Worker:
             hand_back=self._hand_back,
             answer=self._answer,
         )
-        self._image_orders = ImageOrders(
-            runtime, self.engine, self._model_name, self._answer, encodes=config.role == "encode"
-        )
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
 
@@ -175,7 +172,7 @@ class Worker:
             "snapshot": self._snapshot,
             "files": SentFiles(self._announcement.known_card, self._answer).receive,
             "operate": self._operator.receive,
-            "encode": self._image_orders.receive,
+            "encode": self._image_orders().receive,
         }
         subscriptions = [
             await self._runtime.bus.subscribe(self._subject(operation), receive)
@@ -191,6 +188,10 @@ class Worker:
             # All at once: each takes seconds where NATS is frozen.
             await asyncio.gather(*(subscription.unsubscribe() for subscription in subscriptions))
             self._publisher.close()
+
+    def _image_orders(self) -> ImageOrders:
+        encodes = self._config.role == "encode"
+        return ImageOrders(self._runtime, self.engine, self._model_name, self._answer, encodes=encodes)
 
     @property
     def event_source(self) -> EventSource | None:

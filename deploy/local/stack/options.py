@@ -53,20 +53,12 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
     words, flags = turn_words(flags), _check(flags)
     prefill, decode = _roles(flags)
-    encode = _encode(flags)
-    roles = prefill + decode + encode > 0
     frontends, routers, workers = _numbers(flags, prefill + decode or len(words))
-    workers += encode
-    if workers > 64:
-        raise ConfigError(f"--encode {encode}: with the others they are {workers} workers; 64 together at most")
+    encode = _encode(flags, workers)
+    roles, workers = prefill + decode + encode > 0, workers + encode
     simulated = _settings("--simulated", flags.simulated)
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
-    wanted = store_request(
-        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
-    )
-    if roles and not wanted.pool_bytes:
-        flag, what = ("--encode needs", "embeddings") if encode else ("--prefill and --decode need", "prompts")
-        raise ConfigError(f"{flag} some --kvbm-bytes: {what} are handed over through that memory")
+    wanted = _wanted_store(flags, roles=roles)
     of_gpus = _gpus(flags)
     weights_bytes = _weights_bytes(flags)
     access, overrides = _access(flags), _overrides(flags.set)
@@ -265,12 +257,27 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     return prefill, decode
 
 
-def _encode(flags: UpFlags) -> int:
-    """Return how many workers only encode images. Raise ConfigError."""
+def _wanted_store(flags: UpFlags, *, roles: bool) -> BlockStoreOptions:
+    """Return which block store is wanted. Raise ConfigError, also if it is none and workers have roles."""
+    wanted = store_request(
+        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
+    )
+    if roles and not wanted.pool_bytes:
+        flag = "--encode needs" if flags.encode else "--prefill and --decode need"
+        what = "embeddings" if flags.encode else "prompts"
+        raise ConfigError(f"{flag} some --kvbm-bytes: {what} are handed over through that memory")
+    return wanted
+
+
+def _encode(flags: UpFlags, others: int) -> int:
+    """Return how many workers only encode images, next to `others`. Raise ConfigError."""
     if flags.encode is None:
         return 0
     if not 1 <= flags.encode <= 64:
         raise ConfigError(f"--encode {flags.encode}: 1 to 64; leave it out, and each worker encodes its own images")
+    if flags.encode + others > 64:
+        both = f"with the others they are {flags.encode + others} workers"
+        raise ConfigError(f"--encode {flags.encode}: {both}; 64 together at most")
     if flags.engine != "native" or flags.device != "cpu":
         raise ConfigError("--encode: only the native engine on a CPU has the role encode")
     return flags.encode

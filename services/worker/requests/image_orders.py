@@ -48,13 +48,13 @@ class ImageOrders:
             raise ProtocolError("no reply subject")
         try:
             order = ENCODE.decode(message.payload, message.headers)
-            refused = self._refusal(order)
         except ProtocolError as wrong:
-            refused = str(wrong)
-        if refused:
+            await self._answer(message, ENCODED.encode(Encoded(str(wrong)), message.headers))
+            return
+        if refused := self._refusal(order):
             await self._answer(message, ENCODED.encode(Encoded(refused), message.headers))
-        else:
-            self._runtime.tasks.create_task(self._carry_out(message, order), name="encode")
+            return
+        self._runtime.tasks.create_task(self._carry_out(message, order), name="encode")
 
     def _refusal(self, order: Encode) -> str:
         """Return why an order is not taken. Empty if it is."""

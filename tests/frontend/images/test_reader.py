@@ -302,7 +302,12 @@ async def test_an_answer_that_contains_the_images_token_can_be_sent_back_and_is_
 async def test_a_key_without_tokens_has_no_image_decoded(seeing: Path, tmp_path: Path) -> None:
     keys = KeysFile(tmp_path)
     broken = RED[:45]
-    async with eyes(seeing, access=keys.write(tokens_per_minute=30)) as w, aiohttp.ClientSession(w.url) as http:
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        body = {"model": MODEL, "messages": user(shown(RED), text("What?"))}
+        async with http.post("/tokenize", json=body) as answer:
+            cost = (await answer.json())["count"] + 5
+    access = keys.write(tokens_per_minute=cost * 3 // 2)
+    async with eyes(seeing, access=access) as w, aiohttp.ClientSession(w.url) as http:
         for asked, status in (([shown(RED), text("What?")], 200), ([shown(broken), text("What?")], 429)):
             body = {"model": MODEL, "messages": user(*asked), "max_tokens": 5}
             async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
