@@ -14,7 +14,7 @@ class Encode(Struct, frozen=True, tag="encode"):
     key: bytes
     """The key of the embeddings: `shared.hashing.embedding_key` of the image's key and the tenant's salt (32 bytes)."""
     pixels: bytes
-    """As `Image.pixels`."""
+    """The prepared image, in the form of `Image.pixels`."""
     time_left_s: float
     """The time after which the frontend waits no longer, in seconds."""
 

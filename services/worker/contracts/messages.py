@@ -116,9 +116,9 @@ class EncodeImage(Struct, frozen=True, tag="encode_image"):
     key: bytes
     """The key of the embeddings."""
     pixels: bytes
-    """As `Image.pixels`."""
+    """The prepared image, in the form of `Image.pixels`."""
     time_left_s: float
-    """Seconds after which nobody waits for them."""
+    """Seconds after which no frontend waits for them."""
 
 
 class ProbeDevice(Struct, frozen=True, tag="probe"):

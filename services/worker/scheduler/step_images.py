@@ -11,7 +11,7 @@
 Streams wait while an image's embeddings are computed. So a step computes those of one image at most, whichever
 sequences need it. They count as a number of the step's tokens, by the arithmetic that they take. An image whose
 embeddings are in the encoder cache costs nothing. With a store that other engines share, an image is looked up there
-first, and nobody else waits meanwhile.
+first, and no other sequence waits meanwhile.
 """
 
 from __future__ import annotations
