@@ -158,8 +158,14 @@ class Worker:
             hand_back=self._hand_back,
             answer=self._answer,
         )
+        self._image_orders = self._make_image_orders(config)
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
+
+    def _make_image_orders(self, config: WorkerConfig) -> ImageOrders:
+        serves = lambda: self._announcement.card is not None and not self._attempts.draining  # noqa: E731
+        encodes = config.role == "encode"
+        return ImageOrders(self._runtime, self.engine, self._model_name, self._answer, encodes=encodes, serves=serves)
 
     async def run(self) -> bool:
         """Serve until `runtime.stopping`, then drain. With `checkpoint.directory`, serve until the worker sleeps; its
@@ -172,7 +178,7 @@ class Worker:
             "snapshot": self._snapshot,
             "files": SentFiles(self._announcement.known_card, self._answer).receive,
             "operate": self._operator.receive,
-            "encode": self._image_orders().receive,
+            "encode": self._image_orders.receive,
         }
         subscriptions = [
             await self._runtime.bus.subscribe(self._subject(operation), receive)
@@ -188,10 +194,6 @@ class Worker:
             # All at once: each takes seconds where NATS is frozen.
             await asyncio.gather(*(subscription.unsubscribe() for subscription in subscriptions))
             self._publisher.close()
-
-    def _image_orders(self) -> ImageOrders:
-        encodes = self._config.role == "encode"
-        return ImageOrders(self._runtime, self.engine, self._model_name, self._answer, encodes=encodes)
 
     @property
     def event_source(self) -> EventSource | None:
@@ -247,6 +249,7 @@ class Worker:
         if not await self._operator.idle_within(self._config.drain_s):
             _log.warning("%d attempts did not end in %g s", len(self._attempts), self._config.drain_s)
             self._fail_all(SHUTTING_DOWN)
+        await self._image_orders.idle_within(self._config.drain_s)
 
     # --- reports of the engine
 

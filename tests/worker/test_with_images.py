@@ -266,7 +266,7 @@ async def test_orders_of_an_engine_that_is_killed_end_and_the_next_one_takes_ord
         os.kill(pid, signal.SIGKILL)
         assert await waiting == "the engine is lost"
         await shell.peer.until(lambda: ("model", WORKER) not in shell.directory.cards)
-        assert await order(shell, first) == "the engine is starting"
+        assert await order(shell, first) == "this worker takes no orders now"
         await attached(shell, "k1")
         assert await order(shell, second) == ""
 
@@ -282,6 +282,28 @@ async def test_no_more_orders_are_taken_than_the_limit(encodes: WorkerConfig, mo
         waiting = asyncio.ensure_future(order(shell, first))
         await shell.peer.until(lambda: shell.worker.engine.encoding == 1)
         assert await order(shell, second) == "1 images wait already"
+        os.kill(pid, signal.SIGCONT)
+        assert await waiting == ""
+
+
+async def test_an_engine_that_sleeps_encodes_nothing_and_one_that_stops_ends_its_orders_first(
+    encodes: WorkerConfig,
+) -> None:
+    first, second = orders()
+    encodes = msgspec.structs.replace(encodes, drain_s=60.0)
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        assert await shell.worker.engine.operate("sleep", 60.0) == ""
+        assert await order(shell, first) == "the engine is asleep"
+        assert await shell.worker.engine.operate("wake", 60.0) == ""
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.ensure_future(order(shell, second))
+        await shell.peer.until(lambda: shell.worker.engine.encoding == 1)
+        shell.runtime.stopping.set()
+        await shell.peer.until(lambda: shell.worker._attempts.draining)
+        assert await order(shell, first) == "this worker takes no orders now"
         os.kill(pid, signal.SIGCONT)
         assert await waiting == ""
 

@@ -189,7 +189,7 @@ class EngineCore:
 
     def handle(
         self, command: EngineOrder | KvbmNews, now_s: float
-    ) -> Sequence[Stepped | Snapshot | BlockExplained | Operated]:
+    ) -> Sequence[Stepped | Snapshot | BlockExplained | Operated | ImageEncoded]:
         """Handle a command, or what the kvbm says; return the answers. A snapshot comes after everything that it
         contains was reported. An operation that is not refused is `due_operation` later, and a probe is answered by
         `take_probed`."""
@@ -217,7 +217,7 @@ class EngineCore:
                     if self._connector is not None:
                         self._connector.pause(now_s)
             case EncodeImage():
-                self._orders.add(command, now_s)
+                return self._take_order(command, now_s)
             case ProbeDevice(prompt):
                 self._probe_asked_s = now_s
                 if self._asleep:
@@ -229,6 +229,13 @@ class EngineCore:
                     self._connector.handle(command, now_s)
             case _:
                 assert_never(command)
+        return []
+
+    def _take_order(self, order: EncodeImage, now_s: float) -> list[ImageEncoded]:
+        """Take an image to encode for other workers. Return the answer if there is one already."""
+        if self._asleep:
+            return [ImageEncoded(order.ticket, "the engine is asleep")]
+        self._orders.add(order, now_s)
         return []
 
     def _refusal(self, command: Operate) -> str:
@@ -323,15 +330,17 @@ class EngineCore:
         None if there is none, or the engine is asleep."""
         return None if self._asleep else self._orders.due(now_s)
 
-    def encoded(self, order: EncodeImage) -> Stepped:
-        """The image that was due is encoded. Return what to report."""
+    def encoded(self, order: EncodeImage) -> None:
+        """Take note that the image which was due is encoded."""
         self._orders.encoded(order)
-        self._progress += 1
-        return self._stepped(Outcome(), [])
 
-    def take_encoded(self) -> list[ImageEncoded]:
-        """Return the answers to orders that have ended."""
-        return self._orders.take_ended()
+    def take_encoded(self) -> list[Stepped | ImageEncoded]:
+        """Return what to report of orders that have ended: that the engine goes on, and the answers."""
+        ended = self._orders.take_ended()
+        if not ended:
+            return []
+        self._progress += 1
+        return [self._stepped(Outcome(), []), *ended]
 
     def step_connector(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Return the messages for the kvbm, so that it works while the step is computed. Called once after each

@@ -130,9 +130,9 @@ class EngineLoop:
         due = self._core.due_image(self._clock())
         if due is not None:
             self._runner.encode_image(due.key, due.pixels)
-            self._channel.send(self._core.encoded(due))
-        for answer in self._core.take_encoded():
-            self._channel.send(answer)
+            self._core.encoded(due)
+        for report in self._core.take_encoded():
+            self._channel.send(report)
         for key in self._core.take_lookups():
             self._store.look_up(key)
         return due is not None

@@ -7,6 +7,7 @@ Only a worker with the role encode takes such orders.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.worker.contracts.messages import Ready
@@ -34,13 +35,16 @@ class ImageOrders:
         answer: Callable[[Message, bytes], Awaitable[bool]],
         *,
         encodes: bool,
+        serves: Callable[[], bool],
     ) -> None:
-        """`encodes` says whether the worker has the role."""
+        """`encodes` says whether the worker has the role, `serves` whether it takes requests now."""
         self._runtime = runtime
         self._engine = engine
         self._model = model
         self._answer = answer
         self._encodes = encodes
+        self._serves = serves
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def receive(self, message: Message) -> None:
         """Take an order, or refuse it. Raise ProtocolError for a message that has no subject for the answer."""
@@ -54,15 +58,22 @@ class ImageOrders:
         if refused := self._refusal(order):
             await self._answer(message, ENCODED.encode(Encoded(refused), message.headers))
             return
-        self._runtime.tasks.create_task(self._carry_out(message, order), name="encode")
+        task = self._runtime.tasks.create_task(self._carry_out(message, order), name="encode")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def idle_within(self, limit_s: float) -> None:
+        """Wait until no order is left, for `limit_s` seconds at most."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
 
     def _refusal(self, order: Encode) -> str:
         """Return why an order is not taken. Empty if it is."""
         facts = self._engine.facts
         if not self._encodes:
             return "this worker does not have the role encode"
-        if facts is None or facts.images is None:
-            return "the engine is starting"
+        if facts is None or facts.images is None or not self._serves():
+            return "this worker takes no orders now"
         if self._engine.encoding >= MOST_ORDERS:
             return f"{MOST_ORDERS} images wait already"
         return _fault(order, self._model, facts)
