@@ -163,9 +163,11 @@ class Worker:
         """Frontends that have gone, and for which frames are still kept."""
 
     def _make_image_orders(self, config: WorkerConfig) -> ImageOrders:
-        serves = lambda: self._announcement.card is not None and not self._attempts.draining  # noqa: E731
+        def facts() -> Ready | None:
+            return None if self._announcement.card is None or self._attempts.draining else self.engine.facts
+
         encodes = config.role == "encode"
-        return ImageOrders(self._runtime, self.engine, self._model_name, self._answer, encodes=encodes, serves=serves)
+        return ImageOrders(self._runtime, self._model_name, self._answer, facts, self.engine.encode, encodes=encodes)
 
     async def run(self) -> bool:
         """Serve until `runtime.stopping`, then drain. With `checkpoint.directory`, serve until the worker sleeps; its

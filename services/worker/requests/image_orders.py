@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.worker.contracts.messages import Ready
-from services.worker.engine.supervisor import EngineSupervisor
 from services.worker.requests.validation import IMAGE_KEY_BYTES
 from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
@@ -30,21 +29,23 @@ class ImageOrders:
     def __init__(
         self,
         runtime: Runtime,
-        engine: EngineSupervisor,
         model: str,
         answer: Callable[[Message, bytes], Awaitable[bool]],
+        facts: Callable[[], Ready | None],
+        encode: Callable[[bytes, bytes, float], Awaitable[str]],
         *,
         encodes: bool,
-        serves: Callable[[], bool],
     ) -> None:
-        """`encodes` says whether the worker has the role, `serves` whether it takes requests now."""
+        """`facts` are None while the worker takes no orders. `encode` gets key, pixels and seconds, and returns why the
+        image was not encoded, or raises Unavailable. `encodes` says whether the worker has the role."""
         self._runtime = runtime
-        self._engine = engine
         self._model = model
         self._answer = answer
+        self._facts = facts
+        self._encode = encode
         self._encodes = encodes
-        self._serves = serves
         self._tasks: set[asyncio.Task[None]] = set()
+        """One for each order."""
 
     async def receive(self, message: Message) -> None:
         """Take an order, or refuse it. Raise ProtocolError for a message that has no subject for the answer."""
@@ -69,18 +70,18 @@ class ImageOrders:
 
     def _refusal(self, order: Encode) -> str:
         """Return why an order is not taken. Empty if it is."""
-        facts = self._engine.facts
+        facts = self._facts()
         if not self._encodes:
             return "this worker does not have the role encode"
-        if facts is None or facts.images is None or not self._serves():
+        if facts is None:
             return "this worker takes no orders now"
-        if self._engine.encoding >= MOST_ORDERS:
+        if len(self._tasks) >= MOST_ORDERS:
             return f"{MOST_ORDERS} images wait already"
         return _fault(order, self._model, facts)
 
     async def _carry_out(self, message: Message, order: Encode) -> None:
         try:
-            failed = await self._engine.encode(order.key, order.pixels, order.time_left_s)
+            failed = await self._encode(order.key, order.pixels, order.time_left_s)
         except Unavailable as wrong:
             failed = str(wrong)
         await self._answer(message, ENCODED.encode(Encoded(failed), message.headers))
@@ -88,7 +89,8 @@ class ImageOrders:
 
 def _fault(order: Encode, model: str, facts: Ready) -> str:
     """Return what is wrong with an order, beginning with the field. Empty if nothing is."""
-    assert facts.images is not None
+    if facts.images is None:
+        return "this engine takes no images"
     size_bytes = 3 * facts.images.width * facts.images.height
     if order.model != model:
         return f"model: {order.model[:256]}; this worker serves {model}"

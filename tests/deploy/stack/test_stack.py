@@ -100,7 +100,7 @@ def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_
         assert load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}).role == role
 
 
-def test_workers_that_encode_images_come_besides_the_others_and_embeddings_have_an_arena(tmp_path: Path) -> None:
+def test_workers_that_encode_images_come_after_the_others_and_embeddings_have_an_arena(tmp_path: Path) -> None:
     store = BlockStoreOptions("/pool", 1 << 20)
     stack = planned(msgspec.structs.replace(OPTIONS, workers=3, encode=1, store=store))
     assert names(stack)[-3:] == ["worker-0", "worker-1", "encode-0"]

@@ -303,13 +303,13 @@ async def test_a_key_without_tokens_has_no_image_decoded(seeing: Path, tmp_path:
     keys = KeysFile(tmp_path)
     broken = RED[:45]
     async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
-        body = {"model": MODEL, "messages": user(shown(RED), text("What?"))}
-        async with http.post("/tokenize", json=body) as answer:
+        counted = {"model": MODEL, "messages": user(shown(RED), text("What?"))}
+        async with http.post("/tokenize", json=counted) as answer:
             cost = (await answer.json())["count"] + 5
     access = keys.write(tokens_per_minute=cost * 3 // 2)
     async with eyes(seeing, access=access) as w, aiohttp.ClientSession(w.url) as http:
         for asked, status in (([shown(RED), text("What?")], 200), ([shown(broken), text("What?")], 429)):
-            body = {"model": MODEL, "messages": user(*asked), "max_tokens": 5}
+            body: dict[str, Any] = {"model": MODEL, "messages": user(*asked), "max_tokens": 5}
             async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
                 assert answer.status == status, await answer.text()
         body = {"model": MODEL, "messages": user(shown(broken), text("What?")), "max_tokens": 5}

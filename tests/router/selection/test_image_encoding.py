@@ -74,7 +74,7 @@ def test_an_idle_worker_encodes_its_own_images(router: ModelRouter) -> None:
     assert chosen(router, select("r", 7)).encode == ""
 
 
-def test_a_prompt_without_images_or_whose_images_are_cached_needs_nobody(router: ModelRouter) -> None:
+def test_a_prompt_without_images_or_whose_images_are_cached_needs_no_other_worker(router: ModelRouter) -> None:
     assert chosen(router, select("r")).encode == ""
     cached = pack_hashes(range(1, 7))
     chosen(router, select("s", hashes=cached))
