@@ -9,7 +9,7 @@
 
 Every request that decodes at a worker waits while an image is encoded there, so all of their seconds count, and an idle
 worker encodes its own images. A router that takes an image for new although the kvbm has it costs a message: the encode
-worker looks there first.
+worker looks there first. docs/decisions/0081 gives the reasons.
 """
 
 from __future__ import annotations
