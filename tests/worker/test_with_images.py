@@ -232,6 +232,22 @@ async def test_what_an_encode_worker_leaves_in_the_kvbm_another_worker_computes_
             await other.peer.until(lambda: counted(other, "encoded") == 2)
 
 
+async def test_embeddings_that_are_evicted_before_their_request_comes_are_encoded_in_place(
+    encodes: WorkerConfig, expected: list[int]
+) -> None:
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2, size_bytes=1 << 18):
+        await attached(shell, "k1")
+        assert [await order(shell, each) for each in orders()] == ["", ""]
+        for number in range(10, 80):
+            other = image(number, 0)
+            assert await order(shell, Encode("model", other.key, other.pixels, 60.0)) == ""
+        answering = msgspec.structs.replace(encodes, role="aggregated")
+        async with running_worker(answering) as answers:
+            await attached(answers, "k1")
+            assert (await answer(answers, asked("first")))[0] == expected
+            await answers.peer.until(lambda: counted(answers, "encoded") == 2)
+
+
 async def test_an_order_that_makes_no_sense_or_comes_to_another_worker_is_refused_by_name(
     encodes: WorkerConfig, config: WorkerConfig
 ) -> None:
