@@ -25,7 +25,7 @@ import select
 import threading
 import time
 from collections import deque
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -128,8 +128,9 @@ class KvbmEmbeddings:
         self._claims: dict[bytes, _Claim] = {}
         """The oldest first."""
         self._lock = threading.Lock()
-        """Held for changes of `_claims`."""
-        self._found: deque[tuple[bytes, bytes | None]] = deque()
+        """Held for changes of `_claims` and `_found`."""
+        self._found: list[tuple[bytes, bytes | None]] = []
+        """Answers that were not taken yet: while there are some, and only then, `_wake` is readable."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._threads = [
             threading.Thread(target=self._work, name=f"embeddings-{number}", daemon=True) for number in range(THREADS)
@@ -149,9 +150,10 @@ class KvbmEmbeddings:
         """Return the answers since the last call: an image's key and its embeddings, or None if there are none."""
         if not self._found:
             return []
-        with suppress(BlockingIOError):
+        with self._lock:
             os.eventfd_read(self._wake)
-        return [self._found.popleft() for _ in range(len(self._found))]
+            found, self._found = self._found, []
+        return found
 
     def keep(self, key: bytes, embeddings: bytes, took_s: float) -> None:
         """Store what was encoded in `took_s` seconds, if that can be done."""
@@ -197,8 +199,9 @@ class KvbmEmbeddings:
                     if before is not None:
                         before.opened.close()
         finally:
-            self._found.append((key, found))
-            os.eventfd_write(self._wake, 1)
+            with self._lock:
+                self._found.append((key, found))
+                os.eventfd_write(self._wake, 1)
 
     def _store(self, key: bytes, embeddings: bytes) -> None:
         """Store embeddings in the slot that is held for them, or in another one, if there is one."""

@@ -210,3 +210,42 @@ def test_a_kvbm_that_says_nothing_is_not_waited_for_again_for_a_while(
         assert fetch_or_encode(store, b"a" * 32, lambda: A) == (A, False)
         with pytest.raises(BlockingIOError):
             silent.accept()
+
+
+def test_the_descriptor_is_readable_while_there_are_answers_and_only_then(tmp_path: Path) -> None:
+    store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
+    for number in range(200):
+        store.look_up(number.to_bytes(32, "big"))
+    answered: list[bytes] = []
+    while len(answered) < 200:
+        assert select.select([store], [], [], 60)[0], "no answer"
+        taken = store.take_found()
+        assert taken, "it is readable, and there is nothing: the engine would spin"
+        answered += [key for key, found in taken if found is None]
+    assert select.select([store], [], [], 0.0)[0] == []
+    assert store.take_found() == []
+    store.close()
+
+
+async def test_a_slot_for_an_image_that_is_never_encoded_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "CLAIM_S", 0.05)
+    async with serving(tmp_path / "pool") as served:
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+        one.look_up(b"a" * 32)
+        await until(lambda: one.take_found() == [(b"a" * 32, None)])
+        await until(lambda: [layout.tickets.statistics().stores for layout in served.layouts.open.values()] == [0])
+        assert await asyncio.to_thread(fetch_or_encode, two, b"a" * 32, lambda: A) == (A, False)
+        one.keep(b"a" * 32, A, 0.1)
+        assert await asyncio.to_thread(fetch_or_encode, one, b"a" * 32, unexpected) == (A, True)
+
+
+async def test_no_more_slots_are_held_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_store, "MOST_CLAIMS", 2)
+    async with serving(tmp_path / "pool") as served:
+        store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
+        for number in range(5):
+            store.look_up(bytes([number]) * 32)
+            await until(lambda: bool(store.take_found()))
+        await until(lambda: [layout.tickets.statistics().stores for layout in served.layouts.open.values()] == [2])
