@@ -11,7 +11,7 @@ files     open descriptors of the same. Goal: as many at the end as before
 running   requests that the frontend or a worker still counts. Goal: none
 
 What could mislead: an allocator keeps what the largest load took, so memory of the first half is no leak. Routers
-remember the last 65,536 attempts that ended, and for two minutes which blocks were sent where, so the router grows
+remember the last 16,384 attempts that ended, and for two minutes which blocks were sent where, so the router grows
 until then; with --words 1 prompts have no whole block. A leak of less than a few hundred bytes a stream is below 5 % of
 a program.
 

@@ -10,13 +10,16 @@
 The model has an 8B Llama's shape with random bfloat16 weights (`benchmarks.gpu.model`). The three servers of `serve`
 run all the time, each with the same bytes of KV, which hold 128 streams. An idle engine costs the others nothing, so
 they take turns without a start between them, which would put a minute between the sides. Each part
-runs by itself, within ten minutes; `serve` ends after the round that begins before --most-s.
+runs by itself, within ten minutes, and within five with --rounds 1 and two of --streams; `serve` ends after the round
+that begins before --most-s. Rows are printed to stderr as they come, and those that there are count if a part fails.
+With --gptq `engines` also has vLLM with the same shape in 4 bits (`benchmarks.gpu.gptq_model`).
 
 What could mislead: the load generator and all servers have cores of one machine. Engines are driven by this process:
 times are those of its reports, for both alike, and include 50 to 100 µs of the channel. A decode step is the time
 between tokens of a full batch, without its first tenth, at 2,048 tokens of context on average.
 
-    python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--step-tokens 8192] [--json]
+    python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--streams 1 32 64 128]
+                                       [--step-tokens 8192] [--gptq] [--json]
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.gpu.gptq_model import write_gptq_model
 from benchmarks.gpu.model import add_model, model_in
 from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.gpu.serving import NAME, StreamLoad, ask_streams
@@ -57,6 +61,7 @@ from shared.messages.generate import Sampling
 from tests.worker.engine.driven_engine import DrivenEngine
 
 ALONE, HEADRACE, KVBM = "vllm serve", "headrace", "headrace and kvbm"
+GPTQ = "vllm, 4 bits"
 REQUESTS = {1: 8, 32: 160, 64: 320, 128: 512}
 """Streams → requests of a run: 5 to 9 seconds each."""
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 128
@@ -74,7 +79,8 @@ START_LIMIT_S = 300.0
 def arguments(flags: argparse.Namespace) -> dict[str, Any]:
     """Return vLLM's arguments, the same for all that run."""
     if flags.device == "cpu":
-        return {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
+        dtype = getattr(flags, "dtype", "float32")
+        return {"dtype": dtype, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     own = {"dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": MAX_RUNNING, "block_size": 16}
     own |= {"max_num_batched_tokens": flags.step_tokens, "kv_cache_memory_bytes": KV_BYTES}
     return own | {"gpu_memory_utilization": 0.28}  # read only to see whether that much is free
@@ -159,8 +165,17 @@ def metrics(running: RunningStack, name: str) -> float:
 # --- serve
 
 
-def serve(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Load the sides in turn, each round in another order. Return a row for each side and number of streams."""
+class Rows(list[dict[str, Any]]):
+    """The rows of a part, each printed as it comes."""
+
+    def show(self, *rows: dict[str, Any]) -> None:
+        for row in rows:
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            self.append(row)
+
+
+def serve(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
+    """Load the sides in turn, each round in another order. Add a row for each side and number of streams."""
     found: dict[tuple[str, int], list[StreamLoad]] = {}
     begun_s = time.monotonic()
     with ExitStack() as held:
@@ -185,8 +200,8 @@ def serve(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, Any]],
                     run = load(ports[side], model, flags, streams, REQUESTS[streams], seed=1000 * rounds + streams)
                     found.setdefault((side, streams), []).append(run)
                     print(f"{side}, {streams}: {run}", file=sys.stderr, flush=True)
-    rows = [row_of(side, streams, runs) for (side, streams), runs in found.items()]
-    return rows, serve_goals(rows)
+    rows.show(*(row_of(side, streams, runs) for (side, streams), runs in found.items()))
+    return serve_goals(rows)
 
 
 def load(port: int, model: Path, flags: argparse.Namespace, streams: int, requests: int, *, seed: int) -> StreamLoad:
@@ -282,25 +297,26 @@ def engine_config(name: str, model: Path, flags: argparse.Namespace) -> WorkerCo
     return msgspec.convert(own | {"health": {"idle_s": 0.0}}, WorkerConfig)
 
 
-async def engine_rows(name: str, model: Path, flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure one engine."""
+async def engine_rows(name: str, engine_name: str, model: Path, flags: argparse.Namespace, rows: Rows) -> None:
+    """Measure one engine, which rows call `name`."""
     begun_s = time.monotonic()
-    engine = await TimedEngine.start(engine_config(name, model, flags))
+    engine = await TimedEngine.start(engine_config(engine_name, model, flags))
     small = flags.device == "cpu"
-    draw, rows = Random(7), [{"engine": name, "what": "ready", "s": round(time.monotonic() - begun_s, 1)}]
+    draw = Random(7)
+    rows.show({"engine": name, "what": "ready", "s": round(time.monotonic() - begun_s, 1)})
     try:
         for batch in (1, 2) if small else (1, 32, 128):
             context, most = (100, 20) if small else (2048, 160)
             await asyncio.gather(*(engine.timed(64, 8, draw) for _ in range(batch)))
             times = await asyncio.gather(*(engine.timed(context - most // 2, most, draw) for _ in range(batch)))
-            rows.append({"engine": name, "what": "decode", "batch": batch, "context": context, **decode_of(times)})
+            rows.show({"engine": name, "what": "decode", "batch": batch, "context": context, **decode_of(times)})
         for tokens in (64, 200) if small else (2048, 8192):
             first = [one[1] - one[0] for one in [await engine.timed(tokens, 1, draw) for _ in range(6)][1:]]
             shown = {
                 "ms": round(1e3 * median(first), 2),
                 "spread": [round(1e3 * min(first), 2), round(1e3 * max(first), 2)],
             }
-            rows.append({"engine": name, "what": "prefill", "tokens": tokens, **shown})
+            rows.show({"engine": name, "what": "prefill", "tokens": tokens, **shown})
         streams, requests = (2, 4) if small else (64, 512)
         left = iter(range(requests))
 
@@ -319,10 +335,9 @@ async def engine_rows(name: str, model: Path, flags: argparse.Namespace) -> list
                 f"{key}_p50_ms": round(percentile(values, 50), 2),
                 f"{key}_p99_ms": round(percentile(values, 99), 2),
             }
-        rows.append({"engine": name, "what": "streams", "streams": streams, "requests": requests, **shown})
+        rows.show({"engine": name, "what": "streams", "streams": streams, "requests": requests, **shown})
     finally:
         await engine.close()
-    return rows
 
 
 def decode_of(times: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -336,16 +351,21 @@ def decode_of(times: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"step_ms": round(1e3 * spent / steps, 3), "gap_p99_ms": round(percentile(gaps, 99), 3)}
 
 
-def engines(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Measure both engines, one after the other."""
-    rows = [row for name in flags.engines for row in asyncio.run(engine_rows(name, model, flags))]
+def engines(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
+    """Measure both engines, one after the other, and vLLM with 4 bits if that was asked for."""
+    for name in flags.engines:
+        asyncio.run(engine_rows(name, name, model, flags, rows))
+    if flags.gptq:
+        with tempfile.TemporaryDirectory(prefix="gptq-", dir=flags.memory) as directory:
+            flags.dtype = "bfloat16"
+            asyncio.run(engine_rows(GPTQ, "vllm", write_gptq_model(Path(directory), model), flags, rows))
     steps = {(row["engine"], row["batch"]): row["step_ms"] for row in rows if row["what"] == "decode"}
     goals = []
     for (name, batch), step_ms in steps.items():
         if name == "native" and ("vllm", batch) in steps:
             speed = steps["vllm", batch] / step_ms
             goals.append(Goal(f"native: decode at batch {batch}", round(speed, 3), "times", 1.0, speed >= 1.0))
-    return rows, goals
+    return goals
 
 
 # --- connector
@@ -372,13 +392,12 @@ def ask(port: int, prompt: Sequence[int], most: int = 16) -> tuple[float, float,
     return 1e3 * (times[0] - begun_s), 1e3 * step_s, int(details.get("cached_tokens") or 0)
 
 
-def connector(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, Any]], list[Goal]]:
+def connector(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
     """Measure first tokens of computed and of loaded prompts, the rates of both copies, and streams meanwhile."""
     small = flags.device == "cpu"
-    count, blocks = (256, 24) if small else (PROMPT_TOKENS, FEW_BLOCKS)
+    count, blocks = (512, 70) if small else (PROMPT_TOKENS, FEW_BLOCKS)
     draw = Random(3)
     prompts = [[draw.randrange(100, 300 if small else 48_000) for _ in range(count)] for _ in range(PROMPTS)]
-    rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="vllm-gpu-") as directory,
         stack(model, Path(directory), flags, store=True, blocks=blocks) as running,
@@ -396,24 +415,25 @@ def connector(flags: argparse.Namespace, model: Path) -> tuple[list[dict[str, An
             row |= {"ttft_p50_ms": round(median(each[0] for each in told), 2), "cached": [each[2] for each in told]}
             row |= {"step_p50_ms": round(median(each[1] for each in told), 2)}
             row |= {"on_the_device_ms": round(median(each[0] for each in hit), 2)}
-            rows.append(row | {name: value - before[name] for name, value in copied(running).items()})
+            rows.show(row | {name: value - before[name] for name, value in copied(running).items()})
         turns = ((), prompts, (), prompts)
-        rows += [streams_beside(running, model, flags, asked) for asked in turns]
+        for asked in turns:
+            rows.show(streams_beside(running, model, flags, asked))
     loaded = [row["ttft_p50_ms"] for row in rows if row["what"] == "loaded"]
     quiet, busy = ([row["gap_p50_ms"] for row in rows if row["what"] == what] for what in ("streams", "streams, loads"))
     ratio = median(busy) / median(quiet)
     goals: list[Goal] = []
     if not small:
         pinned = pinned_rates()
-        rows.append({"what": "pinned copies", **pinned})
+        rows.show({"what": "pinned copies", **pinned})
         for way, turn, name in (("save", 0, "saved_bytes"), ("load", 1, "loaded_bytes")):
-            share = rows[turn][name] / rows[turn][f"{way}_seconds"] / pinned[way]
+            share = rows[turn][name] / max(1e-9, rows[turn][f"{way}_seconds"]) / pinned[way]
             goals.append(Goal(f"{way}: of the pinned rate", round(share, 3), "times", 0.9, share >= 0.9))
     goals += [
         Goal("first token of a hit in the kvbm", median(loaded), "ms", 45.0, median(loaded) <= 45.0),
         Goal("step while prompts are loaded", round(ratio, 3), "times", 1.1, ratio <= 1.1),
     ]
-    return rows, goals
+    return goals
 
 
 def copied(running: RunningStack) -> dict[str, float]:
@@ -482,23 +502,29 @@ def main() -> int:
     parser.add_argument("--divisor", type=int, default=1, help="divides the numbers of requests")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)
     parser.add_argument("--most-s", type=float, default=420.0, help="seconds after which no round begins")
+    parser.add_argument("--gptq", action="store_true", help="`engines`: also vLLM with weights of 4 bits")
     parser.add_argument("--json", action="store_true")
     add_model(parser)
     flags = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit("./headrace install-vllm makes vLLM's environment")
     machine = gpu_or_exit() if flags.device == "cuda" else {}
+    rows, goals, failed = Rows(), list[Goal](), ""
     with model_in(flags) as model:
-        rows, goals = PARTS[flags.part](flags, model)
-    found = report("vllm_gpu", sys.argv[1:], goals, rows) | {"gpu": machine}
+        try:
+            goals = PARTS[flags.part](flags, model, rows)
+        except (Exception, SystemExit) as wrong:  # noqa: BLE001 - the rows so far are shown all the same
+            failed = f"{type(wrong).__name__}: {wrong}"[-3000:]
+            print(failed, file=sys.stderr)
+    found = report("vllm_gpu", sys.argv[1:], goals, rows) | {"gpu": machine, "failed": failed}
     if flags.json:
         print(msgspec.json.encode(found).decode())
-        return 0
+        return 1 if failed else 0
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     for goal in goals:
         print(f"{goal.name}: {goal.value} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

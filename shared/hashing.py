@@ -119,12 +119,6 @@ def image_extras(images: Iterable[tuple[bytes, int, int]], block_size: int) -> d
     return extras
 
 
-def embedding_key(image: bytes, salt: str) -> bytes:
-    """Return the key of an image's embeddings, from the image's own key. It differs for each tenant salt: how fast an
-    answer comes must not say which images other tenants have sent."""
-    return hashlib.sha256(salt.encode() + image).digest() if salt else image
-
-
 def split_extra(extra: bytes) -> list[tuple[bytes, int]]:
     """Return the images of one block, as `image_extras` has joined them: of each its key, and the index of its first
     token within the block. Raise ValueError."""
@@ -136,6 +130,12 @@ def split_extra(extra: bytes) -> list[tuple[bytes, int]]:
 def join_extra(images: Iterable[tuple[bytes, int]]) -> bytes:
     """Return what `split_extra` splits."""
     return b"".join(_IMAGE.pack(key, start) for key, start in images)
+
+
+def salted_image_key(key: bytes, salt: str) -> bytes:
+    """Return the key of an image's embeddings for a tenant salt, which may be empty: how fast an answer comes must not
+    say which images other tenants have sent."""
+    return hashlib.sha256(salt.encode() + key).digest() if salt else key
 
 
 def sequence_hashes(

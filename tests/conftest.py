@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from tests.event_planes import with_jetstream
 from tests.servers import EtcdServer, NatsServer, etcd_server, nats_server
 from tests.tiers import MARKS, Tier, tier_of, tier_with_marks, tiers_of
+from tests.worker.diffusers import environment as diffusers
 from tests.worker.vllm.environment import INSTALLED, ON_GPU
 
 # Tests start programs while gRPC's threads run. Its handlers of fork have kept such a child from its exec once.
@@ -50,6 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append(("tier", tier))  # goes into the report that tests/durations.py reads
         if item.get_closest_marker("vllm") and not INSTALLED:
             item.add_marker(pytest.mark.skip(reason="needs ./headrace install-vllm"))
+        if item.get_closest_marker("diffusers") and not diffusers.INSTALLED:
+            item.add_marker(pytest.mark.skip(reason="needs ./headrace install-diffusers"))
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 

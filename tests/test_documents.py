@@ -171,3 +171,18 @@ def test_the_index_has_every_document() -> None:
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {name for name in names if f"]({name}" not in text} == set()
+
+
+def test_every_document_is_two_links_from_the_readme() -> None:
+    readme = ROOT / "README.md"
+    first = linked_documents(readme)
+    assert ROOT / "docs" / "README.md" in first
+    reached = {readme, *first}.union(*map(linked_documents, first))
+    assert [str(document.relative_to(ROOT)) for document in DOCUMENTS if document not in reached] == []
+
+
+def linked_documents(document: Path) -> set[Path]:
+    """The Markdown files that a document links to; a link to a directory is one to its README."""
+    targets = [document.parent / link for link in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))]
+    files = [(target / "README.md" if target.is_dir() else target).resolve() for target in targets]
+    return {file for file in files if file.suffix == ".md" and file.is_file()}

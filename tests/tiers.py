@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 Tier = Literal["check", "all", "long"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
-MARKS: Mapping[str, Tier] = {"gpu": "long", "vllm": "long"}
+MARKS: Mapping[str, Tier] = {"gpu": "long", "vllm": "long", "diffusers": "long"}
 """The tiers of tests with these marks: what they need is not there in CI."""
 FILES: Mapping[str, Tier] = {
     "tests/test_": "check",
@@ -56,6 +56,9 @@ FILES: Mapping[str, Tier] = {
     "tests/deploy/test_cli.py": "all",
     "tests/deploy/test_etcd_users.py": "all",
     "tests/deploy/test_install_vllm.py": "all",
+    "tests/frontend/media/": "all",
+    "tests/frontend/serving/test_pictures.py": "all",
+    "tests/worker/diffusers/": "all",
     "tests/deploy/test_nats_cluster.py": "all",
     "tests/deploy/test_unit.py": "all",
     "tests/deploy/test_usage.py": "all",

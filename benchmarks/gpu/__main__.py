@@ -4,15 +4,18 @@
     `beside`  a decode step while blocks are copied at the same time
     memory    allocations: what one costs, and how many a decode step makes
     decode    decode and prefill of an 8B Llama shape, against the memory's rate and the tensor cores'
+    kernels   where the time of these steps goes, kernel by kernel
     attention the attention of prompts alone, and cuDNN's
     sampling  whole steps with each kind of sampling, of greedy's
+    images    a vision tower, of torch's, and embeddings from a pool to the GPU
     first     the first token of a prompt whose blocks are in kvbm's memory
+    lifetimes starts, sleeps, take-overs and turns of engines
     serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm
 
 Each part is a benchmark of its own (`python -m benchmarks.gpu.PART`), whose docstring says what could mislead. It runs
-in a process of its own, so that all of the GPU's memory is free for the next one. `first` and `serving` need a model of
-15 GB, which is written into the tmpfs and removed again, unless --model names a directory that `benchmarks.gpu.model`
-has written.
+in a process of its own, so that all of the GPU's memory is free for the next one. `first`, `lifetimes` and `serving`
+need a model of 15 GB, which is written into the tmpfs and removed again, unless --model names a directory that
+`benchmarks.gpu.model` has written.
 
     python -m benchmarks.gpu [--only PART …] [--memory TMPFS] [--model DIRECTORY] [--quick] [--json]
 """
@@ -32,9 +35,9 @@ from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.gpu.table import PARTS, lines
 from benchmarks.report import ROOT, Goal, report
 
-SERVED = ("first", "serving")
+SERVED = ("first", "lifetimes", "serving")
 """Parts that take a model's directory."""
-POOLED = ("copies", "beside", *SERVED)
+POOLED = ("copies", "beside", "images", *SERVED)
 """Parts that take a tmpfs."""
 
 

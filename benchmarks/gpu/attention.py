@@ -15,6 +15,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from services.worker.native.config import ModelConfig
 if TYPE_CHECKING:
     from services.worker.native.cuda.kernels import Prefill
 
-PROMPTS = ((0, 2048), (0, 8192), (24_576, 8192))
+PROMPTS = ((0, 2048), (0, 8192), (24_576, 8192), (122_880, 8192))
 """Positions that were computed before, and tokens of the prompt's part."""
 
 
@@ -50,7 +51,10 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     """Measure all kernels for each prompt."""
     config = llama.shape(quick=True)
     llama.device_memory()
-    rows = [row for before, tokens in PROMPTS for row in _rows(config, before, tokens, 4 if flags.quick else 12)]
+    rounds = 4 if flags.quick else 12
+    rows: list[AttentionRow] = []
+    for before, tokens in PROMPTS:
+        rows += part.attempted(f"{tokens} after {before}", partial(_rows, config, before, tokens, rounds))
     rates = {(row.kernel, row.before, row.tokens): row.tflops for row in rows}
     figures: dict[str, float] = {}
     for before, tokens in PROMPTS:

@@ -1,4 +1,4 @@
-"""Decode, prefill and embeddings: an 8B Llama shape with random bfloat16 weights on one GPU, against its memory.
+"""Decode, prefill, both in one step, and embeddings: an 8B Llama shape with random bfloat16 weights on one GPU.
 
     python -m benchmarks.gpu.decode [--quick] [--json]
 
@@ -9,7 +9,8 @@ service. Device times are between CUDA events around whole steps without the dra
 Runner's whole step, drawing and waiting included, the median of steps one after another; each setting's runner has one
 in turn. Lengths stay at the context stated, or are those of a mix; each mix has a step in turn. The matrix rate is of
 8192³ on random numbers, which is slower than on zeros. --quick has a quarter of the layers, so that launches and the
-logits weigh more.
+logits weigh more. Where a prompt has positions before the part that is computed, those hold random keys and values. In
+a mixed step 2,048 tokens of a prompt come next to 64 decodes; the step, the prompt and the decodes take turns.
 """
 
 from __future__ import annotations
@@ -44,10 +45,20 @@ MIXES = {
     "15 of 512 and 1 of 8,192": [512] * 15 + [8192],
     "31 of 1,024 and 1 of 32,768": [1024] * 31 + [32768],
     "64 of 64 to 4,096": [64 * (number + 1) for number in range(64)],
+    "1 of 131,072": [131_072],
 }
 """How many positions each row of a decode step attends to: rows of one step differ in service. The first is for
 comparison with the second."""
-PREFILL_TOKENS = 8192
+PREFILLS = {
+    "prefill of 2,048 tokens": (0, 2048),
+    "prefill of 8,192 tokens": (0, 8192),
+    "prefill of the fourth 8,192 of 32,768": (24_576, 8192),
+    "prefill of the last 8,192 of 131,072": (122_880, 8192),
+}
+"""Positions that were computed before, and tokens of the prompt's part."""
+MIXED_TOKENS, MIXED_BATCH = 2048, 64
+SCORED_TOKENS = 8192
+"""Tokens of the prompt that has a log-probability for each."""
 PROMPTS, PROMPT_TOKENS = 16, 512
 """The prompts of one step, which are embedded, or for which a token is drawn."""
 SETTINGS = {
@@ -106,6 +117,16 @@ class MixRow(Struct, frozen=True):
     """The quotient floor ÷ device."""
 
 
+class BesideRow(Struct, frozen=True):
+    """The time of a whole step that does more than another, and of what it does alone."""
+
+    step: str
+    step_ms: float
+    alone_ms: tuple[float, ...]
+    times: float
+    """The quotient step ÷ sum of what it does alone."""
+
+
 class Setting(Struct, frozen=True):
     """The time of a whole step with one of the runner's settings."""
 
@@ -157,9 +178,12 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
             runner.use_graphs = how == "graph"
             rows.append(_measured(how, runner, llama.decoding(batch, most), rounds, floor_s))
     mixed = _mixed(runner, config, rounds, read_rate)
-    prompt = llama.work(0, 0, PREFILL_TOKENS, list(range(PREFILL_TOKENS // llama.BLOCK_SIZE)))
-    rows.append(_measured("prefill", runner, [prompt], max(3, rounds // 4), _flops(config) / matrix_rate))
-    prompts = _prompts(runner, rounds)
+    for what, (before, tokens) in PREFILLS.items():
+        prompt, floor_s = _prompt(before, tokens), _flops(config, before, tokens) / matrix_rate
+        rows += part.attempted(what, partial(_one, what, runner, [prompt], max(3, rounds // 4), floor_s))
+    beside = part.attempted("mixed step", lambda: [_mixed_step(runner, rounds)])
+    beside += part.attempted("log-probabilities of a prompt", lambda: [_scored(runner, max(3, rounds // 4))])
+    prompts = part.attempted("embeddings", lambda: _prompts(runner, rounds))
     runner.close()
     runners = {
         name: CudaRunner(
@@ -173,10 +197,10 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         )
         for name, setting in SETTINGS.items()
     }
-    settings = _settings(runners, 10 * rounds)
+    settings = part.attempted("settings", lambda: _settings(runners, 10 * rounds))
     yardsticks = {"read_tb_per_s": read_rate / 1e12, "matrix_tflops": matrix_rate / 1e12}
-    figures = _figures(rows, mixed, prompts, settings)
-    return part.PartReport(figures, [*rows, *mixed, *prompts, *settings], yardsticks)
+    figures = _figures(rows, mixed, prompts, settings) | {row.step: row.times for row in beside}
+    return part.PartReport(figures, [*rows, *mixed, *beside, *prompts, *settings], yardsticks)
 
 
 def _figures(
@@ -185,22 +209,62 @@ def _figures(
     prompts: Sequence[DecodePrompts],
     settings: Sequence[Setting],
 ) -> dict[str, float]:
-    figures = {f"decode, batch {row.batch}, {row.what}": row.share for row in rows if row.what != "prefill"}
+    figures = {
+        row.what if row.what in PREFILLS else f"decode, batch {row.batch}, {row.what}": row.share for row in rows
+    }
     figures |= {f"decode, {row.mix}, {row.how}": row.share for row in mixed}
-    figures["prefill of 8,192 tokens"] = next(row.share for row in rows if row.what == "prefill")
-    drawn, *embedded = prompts
-    figures["16 prompts of 512 embedded"] = max(row.step_ms for row in embedded) / drawn.step_ms
-    figures["the same, the slower pooling"] = min(row.tokens_per_s for row in embedded)
-    plain, *others = settings
-    for row in others:
-        figures[f"whole step of batch {row.batch}, {row.setting}"] = row.step_ms / plain.step_ms
+    if prompts:
+        drawn, *embedded = prompts
+        figures["16 prompts of 512 embedded"] = max(row.step_ms for row in embedded) / drawn.step_ms
+        figures["the same, the slower pooling"] = min(row.tokens_per_s for row in embedded)
+    for row in settings[1:]:
+        figures[f"whole step of batch {row.batch}, {row.setting}"] = row.step_ms / settings[0].step_ms
     return figures
+
+
+def _prompt(before: int, tokens: int) -> Work:
+    """Make a work of a prompt's part, on pages in order."""
+    return llama.work(0, before, before + tokens, list(range((before + tokens) // llama.BLOCK_SIZE)))
+
+
+def _in_turn(runner: CudaRunner, ways: Sequence[list[Work]], rounds: int) -> list[float]:
+    """Return the median milliseconds of each way's whole step; they take turns."""
+    took: list[list[float]] = [[] for _ in ways]
+    for number in range(rounds + 2):
+        for times, works in zip(took, ways, strict=True):
+            ms = llama.step_ms(runner, works)
+            if number >= 2:  # warm
+                times.append(ms)
+    return [median(times) for times in took]
+
+
+def _mixed_step(runner: CudaRunner, rounds: int) -> BesideRow:
+    """Measure a step with a prompt and decodes, and steps of each alone."""
+    runner.use_graphs = True
+    prompt = [replace(_prompt(0, MIXED_TOKENS), sequence=MIXED_BATCH)]
+    decodes = llama.decoding(MIXED_BATCH, max(BATCHES))
+    both_ms, *alone_ms = _in_turn(runner, ([*decodes, *prompt], decodes, prompt), rounds)
+    what = "step of 2,048 of a prompt beside 64 decodes"
+    return BesideRow(what, both_ms, tuple(alone_ms), both_ms / sum(alone_ms))
+
+
+def _scored(runner: CudaRunner, rounds: int) -> BesideRow:
+    """Measure a prompt with a log-probability for each position, and without."""
+    plain = _prompt(0, SCORED_TOKENS)
+    scored = replace(plain, sequence=1, sampling=Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=1))
+    scored_ms, plain_ms = _in_turn(runner, ([scored], [plain]), rounds)
+    what = "prefill of 8,192 with log-probabilities of all positions"
+    return BesideRow(what, scored_ms, (plain_ms,), scored_ms / plain_ms)
 
 
 def _measured(what: str, runner: CudaRunner, works: list[Work], rounds: int, floor_s: float) -> DecodeRow:
     device_ms = median([llama.device_ms(runner, works) for _ in range(rounds + 2)][2:])
     step_ms = median([llama.step_ms(runner, works) for _ in range(rounds + 2)][2:])
     return DecodeRow(what, len(works), works[0].end, device_ms, step_ms, floor_s * 1e3, floor_s * 1e3 / device_ms)
+
+
+def _one(what: str, runner: CudaRunner, works: list[Work], rounds: int, floor_s: float) -> list[DecodeRow]:
+    return [_measured(what, runner, works, rounds, floor_s)]
 
 
 def _mixed(runner: CudaRunner, config: ModelConfig, rounds: int, read_rate: float) -> list[MixRow]:
@@ -263,10 +327,10 @@ def _kv_bytes(config: ModelConfig) -> int:
     return 2 * 2 * config.layers * config.keys
 
 
-def _flops(config: ModelConfig) -> float:
-    """Count a prompt's operations: all products, one row of logits, and the visible half of the scores."""
-    products = 2.0 * PREFILL_TOKENS * (_weight_bytes(config) // 2 - config.vocab * config.hidden)
-    return products + 2.0 * PREFILL_TOKENS**2 * config.queries * config.layers
+def _flops(config: ModelConfig, before: int, tokens: int) -> float:
+    """Count the operations of a prompt's part: all products, one row of logits, and the scores that rows see."""
+    products = 2.0 * tokens * (_weight_bytes(config) // 2 - config.vocab * config.hidden)
+    return products + 4.0 * (tokens * before + tokens**2 / 2) * config.queries * config.layers
 
 
 def _read_rate() -> float:

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +16,7 @@ from benchmarks.gpu.table import goals, lines, unknown
 from benchmarks.report import report
 from services.worker.engine_main import SWITCH_INTERVAL_S
 
+T = TypeVar("T")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _VERSION = re.compile(r"[0-9]+\.[0-9]+(\.[0-9]+)?")
 
@@ -63,6 +64,15 @@ def main(
         print(f"{name}: {_said(value)}")
     print("\n".join(lines((part,), {part: measured.figures})))
     return 0
+
+
+def attempted(what: str, measured: Callable[[], list[T]]) -> list[T]:
+    """Return the rows of `measured`; none if it fails, which is printed, so that the rows of others are not lost."""
+    try:
+        return measured()
+    except Exception as wrong:  # noqa: BLE001 - whatever it is
+        print(f"{what} failed: {type(wrong).__name__}: {wrong}", file=sys.stderr, flush=True)
+        return []
 
 
 def gpu_or_exit() -> dict[str, str]:

@@ -97,6 +97,8 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
             _install_nixl()
         case usage.InstallVllmFlags() as flags:
             _install_vllm(flags)
+        case usage.InstallDiffusersFlags() as flags:
+            _install_diffusers(flags)
         case usage.VersionFlags():
             print(version_text())
         case _:  # no command: the commands are shown
@@ -209,14 +211,16 @@ def _up(flags: usage.UpFlags) -> int:
 def _up_by_turns(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOptions) -> int:
     from deploy.local.stack.block_store import block_store
     from deploy.local.stack.check import check
-    from deploy.local.stack.model_source import cache_directory, fetch_source, find_source
-    from deploy.local.stack.turns import check_names, check_room, turn_words
+    from deploy.local.stack.model_source import cache_directory, fetch_source
+    from deploy.local.stack.turns import check_names, check_room, find_model, this_device, turn_model, turn_words
     from deploy.local.stack.up import exclusive, up
 
     state_dir, weights, terminal = flags.state_dir, flags.engine == "native", Terminal()
-    options = replace(options, cache=str(cache_directory(state_dir)))
+    cache = cache_directory(state_dir)
+    options = replace(options, cache=str(cache), turns_device=this_device())
     os.environ.pop(CACHE_VARIABLE, None)  # as in _up
-    sources = [find_source(word, weights=weights, flag="--models") for word in turn_words(flags)]
+    words = turn_words(flags)
+    sources = [find_model(word, cache, weights=weights) for word in words]
     check_names(sources)
 
     def check_model(name: str, path: str, *, here: bool = True) -> None:
@@ -227,8 +231,8 @@ def _up_by_turns(flags: usage.UpFlags, options: UpOptions, wanted: BlockStoreOpt
         check_model(source.name, str(source.path), here=source.here)
     with exclusive(state_dir, flags.port), block_store(wanted, terminal.notice) as store:
         models = [
-            TurnModel(each.name, str(fetch_source(each, partial(check_model, each.name), terminal, weights=weights)))
-            for each in sources
+            turn_model(word, each.name, fetch_source(each, partial(check_model, each.name), terminal, weights=weights))
+            for word, each in zip(words, sources, strict=True)
         ]
         if weights:
             check_room(models, options.awake, usable_memory_bytes())
@@ -320,6 +324,15 @@ def _install_vllm(flags: usage.InstallVllmFlags) -> None:
     new = install_vllm.install(device, lambda step: print(step, file=sys.stderr, flush=True), version=flags.version)
     print(f"vLLM is {'installed' if new else 'there already'}: {install_vllm.ENVIRONMENT}")
     print(f"{COMMAND} up --engine vllm")
+
+
+def _install_diffusers(flags: usage.InstallDiffusersFlags) -> None:
+    from deploy.local import install_diffusers
+
+    device = flags.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
+    new = install_diffusers.install(device, lambda step: print(step, file=sys.stderr, flush=True))
+    print(f"diffusers is {'installed' if new else 'there already'}: {install_diffusers.ENVIRONMENT}")
+    print(f"{COMMAND} up --engine diffusers --model DIRECTORY")
 
 
 def _operate(flags: usage.WorkerFlags | usage.LoraFlags) -> int:
@@ -467,7 +480,7 @@ def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
     if flags.up[:1] == ["plot"]:
         return plot_files(flags.up[1:], "plot" if flags.out == usage.BenchFlags().out else flags.out)
     connection_to(url := _url(flags))  # checks the address
-    prompts = "" if flags.prompts is None else _text(flags.prompts)
+    prompts = "" if flags.prompts is None else _text("--prompts", flags.prompts)
     options = bench_options(flags, words, url, _api_key(flags), prompts)
     return sweep.run_aiperf(options) if flags.driver == "aiperf" else sweep.bench(options)
 
@@ -499,7 +512,7 @@ def _profile(flags: usage.ProfileFlags) -> int:
         url="" if flags.up else url,
         model=flags.model,
         api_key=_api_key(flags),
-        state=flags.state_dir.home,
+        state=flags.state_dir.home if _running(flags.state_dir).get("url") == url else None,
         words=flags.up,
     )
     return profile.profile(options)
@@ -535,18 +548,18 @@ def _api_key(flags: usage.ClientFlags) -> str:
     """Return the API key from a file or, as for all OpenAI clients, from the environment. Empty if there is none. No
     flag takes the key itself, because `ps` would show it."""
     file = flags.api_key_file
-    key = (os.environ.get("OPENAI_API_KEY", "") if file is None else _text(file)).strip()
+    key = (os.environ.get("OPENAI_API_KEY", "") if file is None else _text("--api-key-file", file)).strip()
     if not key.isascii() or not key.isprintable():
         source = "OPENAI_API_KEY" if file is None else f"--api-key-file {file}"
         raise ConfigError(f"{source}: must contain only a key")
     return key
 
 
-def _text(file: Path) -> str:
+def _text(flag: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as wrong:
-        raise ConfigError(f"{file}: {getattr(wrong, 'strerror', None) or wrong}") from None
+        raise ConfigError(f"{flag} {file}: {getattr(wrong, 'strerror', None) or wrong}") from None
 
 
 def _running(state_dir: StateDirectory) -> dict[str, Any]:

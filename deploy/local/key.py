@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from deploy.local.table import table
 from shared.api_keys import FILE_LIMIT_BYTES, NAME, NAME_RULE, key_digest, parse_keys, read_keys
 from shared.errors import ConfigError
+from shared.installation import COMMAND
 from shared.regular_file import read_regular_file
 
 T = TypeVar("T")
@@ -117,6 +118,8 @@ def _write_new(file: Path, text: str) -> None:
 def _read(file: Path) -> str:
     try:
         return read_regular_file(file, FILE_LIMIT_BYTES).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"--file {file}: no such file; `{COMMAND} key new NAME --file {file}` makes one") from None
     except OSError as wrong:
         raise ConfigError(f"{file}: {wrong.strerror}") from None
     except UnicodeDecodeError:

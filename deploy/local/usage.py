@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import FieldInfo, fields
 
 from deploy.local.state import DEFAULT_HOME, StateDirectory
+from shared.errors import ConfigError
 from shared.installation import as_here, version_text
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
@@ -102,9 +103,9 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     """The number of --models that may be awake at once (1)."""
     discovery: Literal["etcd", "file"] = "etcd"
     """Where processes register and find each other."""
-    engine: Literal["native", "vllm", "attached", "simulated", "echo"] = "native"
-    """What workers run; attached uses the server at worker.attached.url, simulated has the timing of a GPU without one,
-    echo returns the prompt."""
+    engine: Literal["native", "vllm", "attached", "simulated", "echo", "diffusers"] = "native"
+    """What workers run; diffusers makes pictures and videos (docs/pictures.md), attached uses the server at
+    worker.attached.url, simulated has the timing of a GPU without one, echo returns the prompt."""
     vllm_args: File | None = None
     """The YAML file with arguments of vLLM, as `vllm serve --config` takes it; --set worker.vllm.NAME=VALUE overrides
     it."""
@@ -395,6 +396,10 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     """Send prompts as token ids to /v1/completions, so that a word is exactly one token."""
     prompts: File | None = None
     """The file with one prompt per line, in place of generated prompts."""
+    images: int = 0
+    """The number of images of each prompt: noise that the seed makes, no two alike, for models that see."""
+    image_size: Annotated[str, "WIDTHxHEIGHT"] = "336x336"
+    """The size of these images in pixels."""
     output_tokens: int = 128
     """The number of tokens of each answer."""
     saturate: bool = False
@@ -440,7 +445,7 @@ class EstimateFlags(Struct, frozen=True, kw_only=True):
     """Say what a model takes of GPUs, and how fast it is there, without a GPU; see docs/sizing.md."""
 
     model: Word
-    """The model's directory, or its config.json."""
+    """The model's directory, its config.json, or ORG/NAME on the hub, of which only small files are fetched."""
     gpu: Annotated[str, "NAME"] = ""
     """The GPU: H200, H100, …; a wrong name lists them."""
     engine: Literal["vllm", "native"] = "vllm"
@@ -620,6 +625,14 @@ class InstallVllmFlags(Struct, frozen=True, kw_only=True):
     """The version to install, of 0.32 or 0.33 (0.32.0)."""
 
 
+class InstallDiffusersFlags(Struct, frozen=True, kw_only=True):
+    """Install diffusers for --engine diffusers, into an environment of its own (1.5 GB for a CPU)."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """The device to install it for; not given: cuda where an NVIDIA driver is there. For cuda, a torch that the
+    machine's Python has is used."""
+
+
 class UnitFlags(Struct, frozen=True, kw_only=True):
     """Print a systemd unit that runs a service from here (docs/operations.md)."""
 
@@ -635,7 +648,8 @@ class DocsFlags(Struct, frozen=True, kw_only=True):
     """Print a document of Headrace as Markdown, or list them."""
 
     topic: Word | None = None
-    """The topic, such as gpu, or the path of a document, such as docs/gpu.md (all topics are listed)."""
+    """The topic, such as gpu, or the path of a document, such as docs/gpu.md; a subject names the documents on it (all
+    topics are listed)."""
 
 
 class VersionFlags(Struct, frozen=True, kw_only=True):
@@ -719,6 +733,7 @@ COMMANDS: dict[str, type[Struct]] = {
     "install-gpu": InstallGpuFlags,
     "install-nixl": InstallNixlFlags,
     "install-vllm": InstallVllmFlags,
+    "install-diffusers": InstallDiffusersFlags,
     "completion": CompletionFlags,
     "unit": UnitFlags,
     "docs": DocsFlags,
@@ -732,6 +747,10 @@ GROUPS = {
 """The first words of commands that have a second one."""
 
 
+FROM_FILE = "@"
+"""What a word of `up` begins with that names a file of flags."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser that accepts no abbreviated flags: a flag that is added later would change their meaning."""
 
@@ -742,8 +761,10 @@ class CommandParser(argparse.ArgumentParser):
 def parse(words: Sequence[str]) -> Struct | None:
     """Return the flags of the command in `words`; without a command, print the commands and return None.
 
-    Wrong usage, `--help` and `--version` end the process.
+    Wrong usage, `--help` and `--version` end the process. Raise ConfigError for a file of flags that cannot be read.
     """
+    if list(words[:1]) == ["up"]:
+        _check_files(words[1:])
     explain = not {"-h", "--help"}.isdisjoint(words)
     parser = CommandParser(prog="headrace", description="Serves language models: one API for many workers.")
     parser.add_argument("--version", action="version", version=version_text())
@@ -762,10 +783,25 @@ def parse(words: Sequence[str]) -> Struct | None:
     return chosen(**given)
 
 
+def _check_files(words: Sequence[str]) -> None:
+    """Raise ConfigError for an @FILE that cannot be read. argparse would say no more than the number of the error."""
+    for word in words:
+        if not word.startswith(FROM_FILE):
+            continue
+        try:
+            Path(word.removeprefix(FROM_FILE)).read_text(encoding="utf-8")
+        except (OSError, ValueError) as wrong:
+            why = getattr(wrong, "strerror", None) or "not text"
+            raise ConfigError(
+                f"up {word}: {why}; @FILE names a file with a flag or a value of `up` in each line, such as `plan` "
+                "writes; a model is --model DIRECTORY, FILE.gguf or ORG/NAME"
+            ) from None
+
+
 def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: bool) -> None:
     """Add a command. The texts of its flags, which cost time to read, are added only to `explain` them."""
     about = as_here(schema.__doc__ or "")
-    files = "@" if schema is UpFlags else None  # `up @FILE` reads a flag or a value from each line
+    files = FROM_FILE if schema is UpFlags else None  # `up @FILE` reads a flag or a value from each line
     command = commands.add_parser(name, help=about, description=about, fromfile_prefix_chars=files)
     command.set_defaults(schema=schema)
     said: dict[str, str] = {}

@@ -3,6 +3,7 @@
 start    step frames and lost instances, the directory and the models, the APIs for HTTP and NATS, the entry in etcd
 drain    leave the NATS queue group; /health says 503, and a load balancer has `http.drain_delay_s` to notice it;
          then accept no new connections; a client on an open one may send one more request (server/port.py);
+         meanwhile the endpoint picker ends the streams that need it no more, and only then refuses new ones;
          then refuse new requests and let running ones end; after `drain_s` they fail;
          then the entry in etcd goes: workers cancel what a frontend that is gone had sent
 """
@@ -23,6 +24,7 @@ import msgspec
 from services.frontend.auth.access import Authenticator
 from services.frontend.config import FrontendConfig, HttpConfig
 from services.frontend.images.reader import ImageReader
+from services.frontend.media.store import MediaStore
 from services.frontend.metrics import Metrics
 from services.frontend.models.encode_pool import EncodePool
 from services.frontend.models.fetched_files import ModelFiles
@@ -37,6 +39,7 @@ from services.frontend.server.port import Port
 from services.frontend.server.routes import HttpApi
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.dispatch import Dispatcher
+from services.frontend.serving.pictures import ServingPictures
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.text_proxy import TextProxy
 from services.frontend.structured.compiler import GrammarCompiler
@@ -79,7 +82,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         grammars, images = GrammarCompiler(), ImageReader(config.images)
         directory = ResponseDirectory(runtime, config.responses, metrics)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
-        dispatcher, texts = Dispatcher(chat, directory), TextProxy(runtime, service, models, metrics, config)
+        pictures = ServingPictures(service, models, MediaStore(config.media, lambda: http.url), runtime.draw)
+        dispatcher, texts = Dispatcher(chat, directory, pictures), TextProxy(runtime, service, models, metrics, config)
         port = Port(with_files(config.http), metrics)
         keys = access.requires_key
         place = config.ui.place(keys=keys)
@@ -101,7 +105,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             await page.start()
         await access.start(runtime.tasks)
         await asyncio.gather(*(each.start(runtime.tasks) for each in apps))
-        await service.start()
+        await pictures.start(runtime.tasks)
         await directory.start()
         readiness = await _informed(runtime, models)
         async with aclosing(grammars), aclosing(images), aclosing(texts), AsyncExitStack() as opened:
@@ -123,7 +127,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
 
 def _registry(runtime: Runtime, config: FrontendConfig, threads: Executor) -> ModelRegistry:
     files = ModelFiles(runtime.bus, runtime.namespace)
-    return ModelRegistry(runtime.directory, files, config.models, runtime.tasks, threads, partial(_parsers, config))
+    parsers, expected = partial(_parsers, config), config.expected_models
+    return ModelRegistry(runtime.directory, files, config.models, runtime.tasks, threads, parsers, expected)
 
 
 async def _pickers(
@@ -152,6 +157,7 @@ async def _drain(
     try:
         async with asyncio.timeout(drain_s):
             await asyncio.gather(*(port.drain() for port in ports))
+            await asyncio.shield(stops)  # streams that a picker still takes are let in
             service.admission.closed = True
             await service.wait_idle()
     except TimeoutError:

@@ -263,12 +263,35 @@ class ImagesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest number of images in one request."""
     fetch_s: SomeSeconds = 10.0
     """Seconds that fetching one image may take, redirects included."""
+    prepared_bytes: Natural = 64 << 20
+    """Most bytes of prepared pixels that are kept for later turns of chats. The least recently used go first. 0 means
+    that each turn decodes all of its images."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, which becomes a ConfigError, for a host that is no name."""
         for host in self.hosts:
             if not _HOST.fullmatch(host):
                 raise ValueError(f"hosts: {host!r} is neither a name such as img.example.org nor one with a port")
+
+
+class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Files of pictures and videos that are kept for their clients (docs/pictures.md)."""
+
+    directory: str = ""
+    """Path of the directory with the files. Frontends that share it serve one another's files. Empty means that none
+    are kept: then pictures come as base64 alone, and there are no videos."""
+    bytes: Positive = 8 << 30
+    """Largest number of bytes of all files together; beyond it 429."""
+    kept_s: SomeSeconds = 86400.0
+    """Seconds that a file is kept after it was written."""
+    base_url: str = ""
+    """Base URL of the files, without /v1, as clients reach it. Empty means the address at which this frontend
+    listens."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which becomes a ConfigError, for a URL that is none."""
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is {self.base_url}, not an http or https URL")
 
 
 class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
@@ -286,6 +309,7 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     picker: PickerConfig = PickerConfig()
     text: TextServersConfig = TextServersConfig()
     images: ImagesConfig = ImagesConfig()
+    media: MediaConfig = MediaConfig()
     access_log: bool = False
     """Whether each request has a line in the log. Those that fail in the service, with 500 or more, always have one."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
@@ -302,6 +326,9 @@ class FrontendConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True):
     as OpenAI's strict mode demands; open, by the letter of JSON Schema."""
     models: dict[str, str] = field(default_factory=dict)
     """Model name → directory with its tokenizer, that counts instead of the worker's."""
+    expected_models: Annotated[tuple[str, ...], Meta(max_length=256)] = ()
+    """Names of models that workers will bring: a request for one that is not known yet waits for it, up to 30 seconds,
+    and then gets 503 in place of 404."""
     tool_parser: dict[str, FormatName | Literal["auto", "none"]] = field(default_factory=dict)
     """Model name → format of its tool calls, if its chat template does not show it. None means no requests with
     tools."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.worker.config import WorkerConfig
+from services.worker.config import MODEL_INDEX, WorkerConfig
 from services.worker.model.card import served_name
 from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from services.worker.rounds import serve
@@ -39,6 +39,10 @@ def check_files(config: WorkerConfig) -> None:
         read_files(config.attached)
         return
     source = Path(config.model)
+    if config.engine == "diffusers":
+        if not (source / MODEL_INDEX).is_file():
+            raise ModelError(f"{source} has no {MODEL_INDEX}: it is no pipeline of diffusers")
+        return
     if config.chat_template or source.is_dir():
         read_templates(source, config.chat_template)
     if config.engine == "native" or not source.is_dir():

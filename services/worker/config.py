@@ -15,7 +15,7 @@ from shared.config import ServiceConfig
 from shared.messages.cards import Role
 from shared.subjects import is_id
 
-EngineName = Literal["native", "simulated", "echo", "vllm", "attached"]
+EngineName = Literal["native", "simulated", "echo", "vllm", "attached", "diffusers"]
 _ADDRESS = re.compile(r"([^\s:@/?#\[\]]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
 ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
 ENGINES_BY_TURNS = ("native", "simulated", "echo")
@@ -273,6 +273,31 @@ class AttachedConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ValueError("events is set, but kind is text: what such a server caches is not known")
 
 
+MODEL_INDEX = "model_index.json"
+"""The file by which a directory is a pipeline of diffusers."""
+
+
+class DiffusersConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The diffusers engine, which makes pictures and videos. It computes on a GPU if its torch finds one."""
+
+    python: str = ".headrace/diffusers/bin/python"
+    """Path of the Python of diffusers' environment, which `headrace install-diffusers` makes."""
+    gpu: str = ""
+    """GPU that it computes on, as CUDA_VISIBLE_DEVICES names it. Empty means the first that is visible."""
+    dtype: Dtype | Literal["auto"] = "auto"
+    """Type of weights and activations. auto: float32, or on a GPU bfloat16."""
+    most_together: Natural = 0
+    """Most pictures that a step computes together; their size, steps and guidance must be the same. 0 means 1 on a CPU,
+    and on a GPU `max_running`. With 1, equal seeds give equal bytes whatever else is computed; a batch may round the
+    last bit of a few pixels in another way."""
+    most_pixels: Annotated[int, Meta(ge=4096, le=1 << 26)] = 2048 * 2048
+    """Most pixels of a picture, or of a frame of a video."""
+    most_steps: Annotated[int, Meta(ge=1, le=1000)] = 200
+    """Most denoising steps of a picture."""
+    most_frames: Annotated[int, Meta(ge=1, le=1000)] = 161
+    """Most frames of a video."""
+
+
 class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One worker: one engine, one model."""
 
@@ -351,6 +376,7 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     """GPUs that vLLM computes on, as CUDA_VISIBLE_DEVICES names them, separated by commas. Empty means as many as it
     needs of those that are visible."""
     attached: AttachedConfig = AttachedConfig()
+    diffusers: DiffusersConfig = DiffusersConfig()
     turns: str = ""
     """Name of the device on which this worker's model takes turns with those of other workers: it starts asleep, and
     `python -m services.worker.turns` for that device wakes it. Empty means that it serves all the time."""
@@ -366,18 +392,19 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     checkpoint: CheckpointConfig = CheckpointConfig()
     standby: bool = False
     """Whether a second engine process stands by, with all but KV, and takes over when the engine ends. Only the native
-    engine on a CPU, and those that compute nothing, can."""
+    engine, and those that compute nothing, can."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings contradict each other."""
         if self.device == "cuda" and self.engine != "native":
-            instead = "computes on what vLLM was installed for" if self.engine == "vllm" else "computes nothing"
+            own = {"vllm": "computes on what vLLM was installed for", "diffusers": "computes on what its torch finds"}
+            instead = own.get(self.engine, "computes nothing")
             raise ValueError(f"device is cuda, but the {self.engine} engine {instead}: set device = cpu")
         faults = (self._ranks_fault, self._role_fault, self._connector_fault, self._standby_fault, self._turns_fault)
         for fault in filter(None, (each() for each in faults)):
             raise ValueError(fault)
-        if self.engine == "attached" and self.kvbm.pool:
-            raise ValueError("kvbm.pool is set, but the attached engine exchanges no blocks with a kvbm")
+        if self.engine in ("attached", "diffusers") and self.kvbm.pool:
+            raise ValueError(f"kvbm.pool is set, but the {self.engine} engine exchanges no blocks with a kvbm")
         if self.weights.memory and self.engine != "native":
             raise ValueError(
                 f"weights.memory is set, but engine is {self.engine}; only the native engine shares weights"
@@ -429,8 +456,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
         if self.engine not in ENGINES_WITH_STANDBY:
             able = ", ".join(ENGINES_WITH_STANDBY)
             return f"{setting} is set, but engine is {self.engine}; only {able} can stand by"
-        if self.device == "cuda":
-            return f"{setting} is set, but device is cuda; an engine can stand by on a CPU alone"
+        if self.device == "cuda" and self.checkpoint.directory:
+            return f"{setting} is set, but device is cuda; a worker can be frozen on a CPU alone"
         if self.tensor_parallel > 1:
             return (
                 f"{setting} is set, but tensor_parallel is {self.tensor_parallel}; an engine of one rank can stand by"
@@ -471,9 +498,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return ""
         if not is_id(self.turns):
             return f"turns: {self.turns!r} must be 1 to 64 letters, digits, - and _"
-        if self.engine not in ENGINES_BY_TURNS or self.device != "cpu":
-            engines = ", ".join(ENGINES_BY_TURNS)
-            return f"turns is set, but engine is {self.engine} on {self.device}; {engines} take turns, on a cpu alone"
+        if self.engine not in ENGINES_BY_TURNS:
+            return f"turns is set, but engine is {self.engine}; {', '.join(ENGINES_BY_TURNS)} take turns"
         if self.role != "aggregated":
             return f"turns is set, but role is {self.role}; a model that takes turns has one worker, which does all"
         if self.tensor_parallel > 1:
@@ -488,6 +514,8 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return "kvbm.offload is evicted, which vLLM does not show; set filled or off"
         if "kv_transfer_config" in self.vllm or "kv-transfer-config" in self.vllm:
             return "vllm.kv_transfer_config is set, and so is kvbm.pool; set one of them"
+        if self.kvbm.embeddings and ("ec_transfer_config" in self.vllm or "ec-transfer-config" in self.vllm):
+            return "vllm.ec_transfer_config is set, and so is kvbm.embeddings; set one of them"
         return ""
 
     @property

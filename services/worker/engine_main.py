@@ -25,12 +25,13 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Shutdown, StandingBy, TakeOver
-from services.worker.contracts.runner import EmbeddingStore, Runner
+from services.worker.contracts.runner import EmbeddingLookups, Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.warm_up import warm_up
-from services.worker.kv_connector.embedding_store import KvbmEmbeddings
+from services.worker.kv_connector.embedding_lookups import THREADS, ThreadedLookups
+from services.worker.kv_connector.embedding_store import OWED_LIMIT, KvbmEmbeddings
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model_facts import find_facts
@@ -55,6 +56,8 @@ after the request, and not only when the loop was through, as with Python's 5 ms
 copies in both directions took 2 to 4 % longer because of it, on a CPU no longer; 0.02 ms gained nothing more."""
 
 
+WAKE_LIMIT_S = 5.0
+"""Seconds in which the GPU must have the memory of an engine that has ended. The worker waits twice as long."""
 SHARED_PART = 4
 """The engine's blocks divided by this are the most that are shared at once: requests cannot use blocks that a frozen
 reader keeps."""
@@ -83,7 +86,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     if config.worker.kvbm.pool:  # before CUDA opens its files: `shared.pool.lock` says why
         number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        runner = _load(config.worker, channel.send)
+        runner = _load(config.worker, channel.send, stands_by=config.stands_by)
     except (ModelError, ConfigError) as wrong:
         return Failed(reason=str(wrong), model=True)
     except ChannelClosed:
@@ -118,7 +121,7 @@ def _first(wrong: BaseException) -> BaseException:
     return before or wrong
 
 
-def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
+def _load(config: WorkerConfig, report: Callable[[Loading], None], *, stands_by: bool = False) -> Runner:
     """Return the runner that the settings name. Raise ModelError, ConfigError."""
     match config.engine:
         case "echo":
@@ -134,12 +137,12 @@ def _load(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
                 from services.worker.native.cuda.load import load_cuda
             except ImportError as wrong:
                 raise ConfigError(f"device is cuda, which needs CuPy: {install_command('gpu')} ({wrong})") from None
-            return load_cuda(config, report)
+            return load_cuda(config, report, stands_by=stands_by)
         case "native":
             from services.worker.native.runner import load_native
 
             return load_native(config, report)
-        case "vllm" | "attached":
+        case "vllm" | "attached" | "diffusers":
             raise ConfigError(f"engine is {config.engine}, which this program does not run")
         case _:
             assert_never(config.engine)
@@ -166,11 +169,20 @@ def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> Engin
             if isinstance(command, Shutdown):
                 return None
             if isinstance(command, TakeOver):  # what came with it is about attempts of the engine before
-                if failed := runner.operate("wake", "", "", 1):
-                    raise ModelError(failed)
+                _wake(runner, config.worker)
                 serving = msgspec.structs.replace(config, instance=command.instance)
                 _start_logs(serving)
                 return serving
+
+
+def _wake(runner: Runner, config: WorkerConfig) -> None:
+    """Take the KV of an engine that has just ended: a GPU has its memory again a moment after the process is gone.
+    Raise ModelError."""
+    until_s = time.monotonic() + (WAKE_LIMIT_S if config.device == "cuda" else 0.0)
+    while failed := runner.operate("wake", "", "", 1):
+        if time.monotonic() > until_s:
+            raise ModelError(failed)
+        time.sleep(0.02)
 
 
 def _own_bytes() -> int:
@@ -220,16 +232,18 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             EngineLoop(channel, core, runner, time.monotonic, kvbm, embeddings).run()
 
 
-def _share_embeddings(config: EngineConfig, runner: Runner) -> EmbeddingStore | None:
+def _share_embeddings(config: EngineConfig, runner: Runner) -> EmbeddingLookups | None:
     """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so. Return the store."""
     facts = runner.facts
     if config.worker.kvbm.embeddings and facts.images is not None and isinstance(runner, EncodesImages):
         image_bytes = 4 * facts.images.tokens * facts.embedding_size
         shape = KvLayout("float32", 1, 1, 1, 1, form="embeddings of images", form_bytes=image_bytes)
         layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
-        store = KvbmEmbeddings(Path(config.worker.kvbm.pool), config.instance, layout)
-        runner.use_store(store)
-        return store
+        pool = Path(config.worker.kvbm.pool)
+        owed = max(1, OWED_LIMIT // THREADS)
+        lookups = ThreadedLookups(lambda: KvbmEmbeddings(pool, config.instance, layout, owed_limit=owed))
+        runner.use_lookups(lookups)
+        return lookups
     return None
 
 

@@ -13,12 +13,17 @@ MAX_BIASES = 300
 """Most biases of a request: runners have room for as many in each row."""
 MAX_TOP_LOGPROBS = 20
 """Most likeliest tokens of a request, likewise."""
+MAX_PROMPT_CHARACTERS = 32_000
+"""Most characters of the prompt of a picture, and of its negative prompt."""
+MAX_GUIDANCE = 100.0
+MAX_PREVIEWS = 3
+"""Most previews of a picture."""
 STEP_S = {"cpu": 0.25, "cuda": 0.1}
 """Default of `worker.step_s`, by device. On an H200 steps of 0.1 s halve the longest pauses of 0.25 s, and cost at most
 3 % of the tokens. Steps of 0.05 s cost up to 7 % if prompts are long (`benchmarks/results/gpu_steps.json`)."""
 LONE_STEP_S = 0.25
-"""Most seconds of a step with one prompt alone, if `worker.step_s` is not set. Nobody waits for it but who comes while
-it is computed."""
+"""Most seconds of a step with one prompt alone, if `worker.step_s` is not set. Only requests that come
+while it is computed wait for it."""
 PREFILL_STEP_S = 0.05
 """Most seconds of a step of a worker that only computes prompts. What a step has computed is stored, and loaded where
 it is decoded, while the next one is computed, so only the last step's blocks are waited for."""

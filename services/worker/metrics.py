@@ -72,6 +72,10 @@ class WorkerMetrics:
         "Images of prompts whose embeddings were in the encoder cache (hit), came from kvbm (kvbm), or were computed "
         "(encoded)",
         "Many are encoded that come again: raise `worker.encoder_cache_bytes`.")
+    _pictures = counter("headrace_pictures", "", "Pictures and videos made")
+    _picture_steps = counter("headrace_picture_steps", "",
+        "Denoising steps of pictures and videos; one of several pictures counts for each",
+        "Divided by `headrace_pictures`, the steps that a picture took.")
     _encoder_images = gauge("headrace_encoder_cache_images", "", "Images whose embeddings are in the encoder cache")
     _encoder_bytes = gauge("headrace_encoder_cache_bytes", "",
         "Bytes of the embeddings in the encoder cache", "It is bounded by `worker.encoder_cache_bytes`.")
@@ -163,6 +167,8 @@ class WorkerMetrics:
             self._images.labels("hit").inc(load.encoder_hits - shown.encoder_hits)
             self._images.labels("kvbm").inc(load.fetched_images - shown.fetched_images)
             self._images.labels("encoded").inc(load.encoded_images - shown.encoded_images)
+            self._pictures.inc(load.pictures - shown.pictures)
+            self._picture_steps.inc(load.picture_steps - shown.picture_steps)
             self._show(since.load, since.capacity_blocks)
 
     def engine_started(self, took_s: float) -> None:

@@ -200,7 +200,9 @@ class Worker:
     @property
     def event_source(self) -> EventSource | None:
         """The source of the KV events, for discovery. None if the engine knows none, because its attached server
-        publishes none: then routers predict what is cached from their own choices."""
+        publishes none: then routers predict what is cached from their own choices. Pictures have no KV."""
+        if self._config.engine == "diffusers":
+            return None
         if self._config.engine == "attached" and not self._config.attached.events:
             return None
         return msgspec.structs.replace(self._publisher.source, epoch=True, snapshot=True, digest=True)
@@ -272,9 +274,11 @@ class Worker:
         )
         self._metrics.engine_started(self.engine.start_s)
         self._gpus.watch(facts.gpus)
+        if facts.pictures is not None:
+            _log.info("serving %s: makes %s with %s", self._model_name, facts.pictures.kind, facts.pictures.pipeline)
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         tokens = facts.capacity_blocks * facts.block_size
-        if tokens < SMALL_KV_TOKENS:
+        if tokens < SMALL_KV_TOKENS and facts.pictures is None:
             setting = "capacity_blocks" if self._config.capacity_blocks else "capacity_bytes"
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)
@@ -286,7 +290,11 @@ class Worker:
     def _health_fields(self) -> dict[str, list[str]]:
         missing = self._kvbm.missing if self._config.role != "aggregated" else ""
         fields = {
-            "notes": [*self._notes, *self._kvbm.notes, *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails],
+            "notes": [
+                *filter(None, (*self._notes, self._operator.note)),
+                *self._kvbm.notes,
+                *[SHARING_FAILS] * self._kvbm_metrics.sharing_fails,
+            ],
             "probes": self._observations.last_probes,
             "no_hand_over": [missing] if missing else [],
         }
@@ -348,7 +356,7 @@ class Worker:
     def _engine_lost(self, reason: str) -> None:
         self._progress_before += self._ranks.progress
         self._ranks = RankReports()
-        self._operator.engine_lost()
+        self._operator.engine_lost(reason)
         self._kvbm.engine_lost()
         self._lost_because = reason
         self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")
@@ -516,6 +524,8 @@ class Worker:
             standby=self._standby_state,
             standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
             encoder=self._encoder_state,
+            losses=self.engine.losses,
+            tensor_ranks=self._config.tensor_parallel,
         )
 
     @property

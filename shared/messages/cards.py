@@ -146,6 +146,38 @@ class ImageInput(Struct, frozen=True):
     """Pillow's name of a resampling filter, such as BICUBIC."""
 
 
+class PictureOutput(Struct, frozen=True):
+    """What a model makes that makes pictures or videos, and what a request may ask for."""
+
+    pipeline: str
+    """The name of its pipeline, such as StableDiffusionXLPipeline."""
+    width: int
+    """The pixels of a picture whose request names no size, as `height`."""
+    height: int
+    multiple: int
+    """Width and height are multiples of it."""
+    most_pixels: int
+    """The most pixels of a picture, or of one frame."""
+    steps: int
+    """The denoising steps of a request that names none."""
+    most_steps: int
+    frames: int = 0
+    """The frames of a video whose request names no length. 0 if the model makes pictures."""
+    most_frames: int = 0
+    """The most frames of a video."""
+    frame_multiple: int = 1
+    """A video has one frame more than a multiple of it."""
+    guidance: bool = True
+    """Whether the model takes a guidance."""
+    negative: bool = True
+    """Whether the model takes a negative prompt."""
+
+    @property
+    def kind(self) -> str:
+        """What it makes, in a word."""
+        return "videos" if self.frames else "pictures"
+
+
 class ModelCard(Struct, frozen=True):
     """One model as one instance serves it."""
 
@@ -225,6 +257,9 @@ class ModelCard(Struct, frozen=True):
     alias: str = ""
     """The model's name at that server, if it is not `model`. It means the model for clients too, unless another model
     has it. Empty if there is none, or an older worker wrote this."""
+    pictures: PictureOutput | None = None
+    """What the instance makes of `Generate.picture`. None if it makes text or embeddings; otherwise it makes neither,
+    and there is no tokenizer."""
 
     @property
     def decodes(self) -> bool:

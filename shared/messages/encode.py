@@ -12,7 +12,7 @@ class Encode(Struct, frozen=True, tag="encode"):
 
     model: str
     key: bytes
-    """The key of the embeddings: `shared.hashing.embedding_key` of the image's key and the tenant's salt (32 bytes)."""
+    """The key of the embeddings (32 bytes): `salted_image_key` of the image's key and the tenant's salt."""
     pixels: bytes
     """The prepared image, in the form of `Image.pixels`."""
     time_left_s: float

@@ -70,6 +70,19 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
         )
 
 
+class PicturePiece(Struct, frozen=True, array_like=True):
+    """How far a picture is, and some of its file."""
+
+    step: int
+    """How many denoising steps of this attempt have ended."""
+    first: int = 0
+    """The index of `content` in the whole file."""
+    content: bytes = b""
+    """The next bytes of the file; the part with finish "stop" has the last ones."""
+    preview: bytes = b""
+    """The picture as it is after this step, as a small JPEG. Empty if none is due."""
+
+
 SHUTTING_DOWN = "the worker is shutting down"
 """The text of `Part.error` if the worker ends and hands the attempt back: neither has failed."""
 UNFOLLOWABLE = "the grammar cannot be followed"
@@ -108,6 +121,8 @@ class Part(Struct, frozen=True, array_like=True):
     prompt_logprobs: PromptLogprobs | None = None
     """The next log probabilities of prompt tokens, if the request asked for them. Those of all prompt tokens but the
     first come in order, in parts without tokens, before the part with the attempt's first token."""
+    picture: PicturePiece | None = None
+    """What is new of a picture, if `Generate.picture` asks for one. Its pieces come in order."""
 
 
 class StepFrame(Struct, frozen=True, array_like=True):

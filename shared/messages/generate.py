@@ -73,6 +73,29 @@ class Image(Struct, frozen=True):
     """RGB, one byte a value, rows from the top: as many as the card's `ImageInput` says."""
 
 
+class Picture(Struct, frozen=True):
+    """A picture or a video to make from a text. The frontend has checked it against the card's `pictures`."""
+
+    prompt: str
+    width: int
+    """Pixels, as `height`."""
+    height: int
+    steps: int
+    """The number of denoising steps, as many as `Generate.tokens` has tokens."""
+    seed: int
+    """The random seed, a u64: it alone decides the noise that the picture begins with."""
+    negative: str = ""
+    """What the picture must not show."""
+    guidance: float | None = None
+    """How closely it follows the prompt, ≥ 0. None means the pipeline's own default."""
+    frames: int = 0
+    """The number of a video's frames. 0 for a picture."""
+    format: Literal["png", "jpeg", "webp", "mp4"] = "png"
+    """The format of the file."""
+    previews: int = 0
+    """How many times (0 … 3) the unfinished picture is sent."""
+
+
 class Generate(Struct, frozen=True, tag="generate"):
     """Compute a prompt and decode from it. The tokens go to the frontend's stream subject."""
 
@@ -101,6 +124,9 @@ class Generate(Struct, frozen=True, tag="generate"):
     card has the role prefill."""
     images: tuple[Image, ...] = ()
     """The images of the prompt by `start`; they do not overlap. Only for instances whose card has `images`."""
+    picture: Picture | None = None
+    """The picture to make. Then each token stands for one of its steps, and the answer comes in `Part.picture`. Only
+    for instances whose card has `pictures`."""
     prefill_by: str = ""
     """In advice that this attempt is expected: the instance that computes the prompt, and may share its blocks."""
 

@@ -11,6 +11,21 @@ from shared.messages.codec import Codec
 StandbyState = Literal["", "none", "starting", "ready"]
 """State of the engine that is to stand by: none while the worker sleeps or its engine starts. Empty if none is to."""
 
+LOSS_LIMIT_CHARACTERS = 300
+"""The longest reason of a loss in a report."""
+
+
+class EngineLosses(Struct, frozen=True):
+    """The engines that a worker has lost since it started."""
+
+    count: int
+    age_s: float
+    """Seconds since the last loss."""
+    reason: str
+    """Why the last one was lost."""
+    take_overs: int = 0
+    """How often a standby took over."""
+
 
 class KvState(Struct, frozen=True, array_like=True):
     """The position of one rank's KV events. The ranks of a source share its epoch and its sequence."""
@@ -88,6 +103,10 @@ class LoadReport(Struct, frozen=True):
     standby: StandbyState = ""
     standby_bytes: int = 0
     """The bytes of memory that a ready standby shares with no other process. 0 if not known."""
+    losses: EngineLosses | None = None
+    """The engines that the worker has lost. None if there were none, or an older worker reports."""
+    tensor_ranks: int = 1
+    """The number of processes of the native engine that compute each layer together."""
 
 
 LOAD_REPORT: Codec[LoadReport] = Codec(LoadReport, "load report")

@@ -168,6 +168,9 @@ class OperateWorker(Struct, frozen=True, tag="operate"):
     """The level of sleep: 1 keeps the weights in host memory, 2 drops them; both drop the KV."""
     drain_s: float | None = None
     """The seconds for which running attempts may go on before a sleep. None means the worker's setting `drain_s`."""
+    engine_s: float | None = None
+    """The seconds that the engine has for each step of it, and is killed after. None means the worker's own limit,
+    which is also the most."""
 
 
 class WorkerOperated(Struct, frozen=True, tag="operated"):

@@ -16,5 +16,12 @@ def test_of_five_pictures_four_were_shown_before_or_come_at_the_same_time() -> N
 
 
 def test_a_figure_that_misses_its_goal_is_said_to_miss_it() -> None:
-    cached = {"encoded": 6, "pictures": 5, "first_p50_s": 0.4, "encoded_after_kill": 0, "frontend_ratio": 1.4}
-    assert [goal.met for goal in goals_of({"first_p50_s": 1.0}, cached)] == [False, True, True, False]
+    cached = {
+        "encoded": 6,
+        "pictures": 5,
+        "first_p50_s": 0.4,
+        "encoded_after_kill": 0,
+        "frontend_ratio": 1.4,
+        "frontend_again_ratio": 0.4,
+    }
+    assert [goal.met for goal in goals_of({"first_p50_s": 1.0}, cached)] == [False, True, True, False, True]

@@ -56,8 +56,8 @@ class Paced:
 _load = engine_main._load
 
 
-def _load_paced(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
-    return Paced(_load(config, report))
+def _load_paced(config: WorkerConfig, report: Callable[[Loading], None], *, stands_by: bool = False) -> Runner:
+    return Paced(_load(config, report, stands_by=stands_by))
 
 
 if __name__ == "__main__":

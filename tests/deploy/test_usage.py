@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local.cli import main
 from deploy.local.usage import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,3 +30,17 @@ def test_no_program_of_this_repository_takes_a_part_of_a_flags_name() -> None:
                     found += 1
                     assert "allow_abbrev=False" in ast.unparse(node), f"{file}:{node.lineno}"
     assert found > 30
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_of_flags_that_cannot_be_read_is_refused_with_what_is_meant(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.up"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["up", f"@{file}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    why = "not text" if content else "No such file or directory"
+    assert line.startswith(f"error: up @{file}: {why}; @FILE names a file with a flag or a value of `up` in each line")
+    assert "--model DIRECTORY, FILE.gguf or ORG/NAME" in line

@@ -449,7 +449,7 @@ BAD_BODIES = [
     _item("an item whose type is no text", "type", type=5),
     _response(
         "an input image",
-        "input",
+        "input[0].content[0].type",
         code=_NOT_SERVED,
         input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
     ),

@@ -41,6 +41,7 @@ from shared.messages.cards import (
     Instance,
     KvLayout,
     ModelCard,
+    PictureOutput,
     Pooling,
     Role,
     SamplingDefaults,
@@ -54,6 +55,7 @@ from shared.messages.frames import (
     STEP_FRAME,
     FinishReason,
     Part,
+    PicturePiece,
     PromptLogprobs,
     ResendRequest,
     Resent,
@@ -61,7 +63,16 @@ from shared.messages.frames import (
     StreamState,
     TokenLogprob,
 )
-from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Accepted, Cancel, Generate, GenerateReply
+from shared.messages.generate import (
+    CANCEL,
+    GENERATE,
+    GENERATE_REPLY,
+    Accepted,
+    Cancel,
+    Generate,
+    GenerateReply,
+    Picture,
+)
 from shared.messages.load import LOAD_REPORT, LoadReport
 from shared.messages.select import (
     LOAD_EVENTS,
@@ -116,8 +127,11 @@ def card_entry(
     address: str = "",
     alias: str = "",
     images: ImageInput | None = None,
+    pictures: PictureOutput | None = None,
 ) -> dict[str, bytes]:
     card = ModelCard(
+        pictures=pictures,
+        generates=pictures is None,
         images=images,
         address=address,
         alias=alias,
@@ -228,6 +242,11 @@ def vector_of(tokens: bytes, size: int) -> bytes:
     return pack(f"<{size}f", *(number / length for number in numbers))
 
 
+def file_of(picture: Picture) -> bytes:
+    """A picture's file that follows from all of it but its previews, as ScriptedWorker makes it."""
+    return repr(msgspec.structs.replace(picture, previews=0)).encode()
+
+
 class ScriptedWorker:
     """Accepts and then streams `output`, one token a step frame, or sends an embedding where one is asked for; with
     `output` None the test sends the parts."""
@@ -297,12 +316,24 @@ class ScriptedWorker:
         if generate.sampling.pooling:
             await self.send(generate, 0, [], "stop", embedding=vector_of(generate.tokens, self.embedding_size))
             return
+        if generate.picture is not None:
+            await self._make(generate, generate.picture)
+            return
         done = len(generate.tokens) // 4 - generate.prompt_tokens
         limit = generate.sampling.max_tokens
         for at in range(done, min(len(self.output), limit)):
             last = at + 1 == min(len(self.output), limit)
             reason: FinishReason = "length" if last and len(self.output) > limit else self.finish
             await self.send(generate, at, [self.output[at]], reason if last else None)
+
+    async def _make(self, to: Generate, picture: Picture) -> None:
+        """Send a step frame for each step of a picture, and its file in two pieces."""
+        file, half = file_of(picture), len(file_of(picture)) // 2
+        for at in range(1, picture.steps + 1):
+            preview = b"preview" if at <= picture.previews else b""
+            await self.send(to, 0, [], picture=PicturePiece(at, preview=preview))
+        await self.send(to, 0, [], picture=PicturePiece(picture.steps, 0, file[:half]))
+        await self.send(to, 0, [], "stop", picture=PicturePiece(picture.steps, half, file[half:]))
 
     async def send(
         self,
@@ -313,6 +344,7 @@ class ScriptedWorker:
         error: str = "",
         embedding: bytes = b"",
         prompt_logprobs: PromptLogprobs | None = None,
+        picture: PicturePiece | None = None,
     ) -> None:
         """One part in a frame of its own."""
         tokens = list(tokens)
@@ -320,7 +352,7 @@ class ScriptedWorker:
         cached = (self.cached_host_tokens, self.cached_disk_tokens)
         part = Part(
             *(to.request, to.attempt, first, pack_tokens(tokens), finish, self.cached_tokens, logprobs, error),
-            *(*cached, embedding, prompt_logprobs),
+            *(*cached, embedding, prompt_logprobs, picture),
         )
         self._frames.append(STEP_FRAME.encode(StepFrame(self.instance, self.epoch, len(self._frames), [part])))
         if self.loses:
@@ -410,6 +442,7 @@ class World:
         embedding_size: int = 0,
         pooling: Pooling = "mean",
         images: ImageInput | None = None,
+        pictures: PictureOutput | None = None,
     ) -> None:
         card = card_entry(
             *(instance, self.directory),
@@ -421,6 +454,7 @@ class World:
             embedding_size=embedding_size,
             pooling=pooling,
             images=images,
+            pictures=pictures,
         )
         entries = instance_entry("worker", instance) | card
         await self.announce(instance, entries)
@@ -470,6 +504,7 @@ async def world(
     embedding_size: int = 0,
     pooling: Pooling = "mean",
     images: ImageInput | None = None,
+    pictures: PictureOutput | None = None,
     nats: NatsConfig | None = None,
     connected: Callable[[str], Bus] | None = None,
     settings: FrontendConfig | None = None,
@@ -478,9 +513,9 @@ async def world(
     """A frontend; with `announced`, a router and the workers w1 and w2 are known to it; with `ready`, it says so.
     `grammars`, `biases`, `min_tokens`, `allowed_tokens`, `prompt_logprobs`: their cards say that they can be held to
     one, add them, keep it, keep to them, compute them;
-    `embedding_size`, `pooling`: how they embed; `images`: how they take images. `more` is in the address book from the
-    start. `connected` makes connections, which the caller closes. `trace`: requests are traced, and their spans are in
-    the world."""
+    `embedding_size`, `pooling`: how they embed; `images`: how they take images; `pictures`:
+    what pictures they make. `more` is in the address book from the start. `connected` makes connections, which the
+    caller closes. `trace`: requests are traced, and their spans are in the world."""
     w = World(MemoryBroker(), MemoryStore(), directory, connected)
     await w.router.start()
     for worker in w.workers:
@@ -499,6 +534,7 @@ async def world(
                 embedding_size=embedding_size,
                 pooling=pooling,
                 images=images,
+                pictures=pictures,
             )
     if more:
         await w.announce("more", more)

@@ -56,8 +56,8 @@ class Breaking:
 _load = engine_main._load
 
 
-def _load_breaking(config: WorkerConfig, report: Callable[[Loading], None]) -> Runner:
-    return Breaking(_load(config, report), config.device)
+def _load_breaking(config: WorkerConfig, report: Callable[[Loading], None], *, stands_by: bool = False) -> Runner:
+    return Breaking(_load(config, report, stands_by=stands_by), config.device)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,19 @@ async def test_a_dry_run_says_what_it_would_do_and_does_nothing(up: Up) -> None:
         await asyncio.to_thread(eventually, lambda: "-> 2 aggregated" in said(), limit_s=LIMIT_S, what="it says so")
         await asyncio.sleep(1)
     assert workers(up) == before
+
+
+async def test_a_dry_run_with_nothing_to_do_says_what_it_sees_at_once_and_at_each_change(up: Up) -> None:
+    there = f"{len(workers(up))} aggregated"
+    with autoscaled(up, "--min", there[0], "--max", there[0], "--dry-run") as said:
+        idle = (
+            f"{there} there, all serve; {there} wanted: 0 requests/s expected, 0 to catch up with, 0 aggregated needed"
+        )
+        await asyncio.to_thread(eventually, lambda: idle in said(), limit_s=LIMIT_S, what="it says what it sees")
+        assert await Load(up.url).once()
+        await asyncio.to_thread(eventually, lambda: "1 aggregated needed" in said(), limit_s=LIMIT_S, what="a change")
+        lines = [line.split(": ")[0][10:] + line.split(", ")[-1] for line in said().splitlines()]
+    assert all(line != after for line, after in pairwise(lines)), "what has not changed is not said again"
 
 
 async def test_a_launcher_that_refuses_is_asked_again_later_and_not_at_every_look(up: Up) -> None:

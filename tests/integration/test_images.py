@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from openai import APIError, OpenAI
 from PIL import Image
 
+from deploy.local.cli import main
 from tests.integration.stack import ROOT, Up, eventually, running
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.golden.cases import ANSWER_TOKENS, CASES, CHAT, GOLDEN, LLAVAS, image_pixels
@@ -106,3 +108,14 @@ def test_pictures_in_a_chat_get_transformers_answer_also_from_what_killed_worker
     after, _ = eventually(answered, limit_s=LIMIT_S, what="a new worker answers")
     assert after == expected
     assert encoded(up) == 0, "the embeddings, or the blocks, are in kvbm"
+
+
+@pytest.mark.tier("long")
+def test_a_bench_with_images_has_each_of_them_encoded(up: Up, tmp_path: Path) -> None:
+    before = encoded(up)
+    load = ("--concurrency", "2", "--requests", "3", "--warmup", "1", "--words", "8", "--output-tokens", "4")
+    words = ["bench", "--url", up.url, *load, "--images", "2", "--image-size", "40x30", "--out", str(tmp_path / "b")]
+    assert main(words) == 0
+    [row] = json.loads((tmp_path / "b.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["outcomes"], row["images"]) == ({"done": 3}, 6)
+    assert eventually(lambda: encoded(up) == before + 8, limit_s=LIMIT_S, what="status counts the images")

@@ -107,6 +107,11 @@ def test_a_stream_goes_on_when_a_rank_of_its_worker_is_lost_and_the_worker_comes
     for pid in before[worker]:
         assert not Path(f"/proc/{pid}").exists(), "nothing of the lost group is left"
     assert said in up.logs()
+    eventually(lambda: said in "".join(up.output), limit_s=LIMIT_S, what="the terminal says it")
+    row = workers(up)[worker]
+    assert row["load"]["losses"]["count"] >= 1
+    assert said in row["load"]["losses"]["reason"]
+    assert row["load"]["tensor_ranks"] == 2
     assert ask(up) == text
 
 

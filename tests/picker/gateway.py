@@ -122,6 +122,12 @@ class GatewayStream:
         while await self.read() is not None:
             pass
 
+    async def read_end(self) -> str:
+        """Wait until the picker ends the stream. Return the name of its code."""
+        while await self.read() is not None:
+            pass
+        return (await self.status())[0]
+
     async def status(self) -> tuple[str, str]:
         """Return how the picker ended the stream: the name of a code, and details."""
         return (await self.call.code()).name, await self.call.details()

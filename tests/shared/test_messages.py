@@ -71,7 +71,7 @@ from shared.messages.kv_events import (
     SnapshotChunk,
     SnapshotRequest,
 )
-from shared.messages.load import LOAD_REPORT, KvState, LoadReport
+from shared.messages.load import LOAD_REPORT, EngineLosses, KvState, LoadReport
 from shared.messages.model_files import MODEL_FILE_PART, READ_MODEL_FILE, ModelFilePart, ReadModelFile
 from shared.messages.people import (
     EXPLANATIONS,
@@ -213,6 +213,7 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
             kv=[KvState(0, 1, 8, 2**64 - 1)],
             frames={"f": 3},
             attempts=[("r", 1)],
+            losses=EngineLosses(2, 1.5, "killed", 1),
         ),
     ),
     (RESPONSE_STORE_REQUEST, Recall("resp_f.r", "alice", "conversation")),

@@ -34,7 +34,10 @@ WRONG = [
         "standby is set, but tensor_parallel is 2; an engine of one rank can stand by",
     ),
     ("--standby true --turns d", "standby is set, but the model takes turns (turns = 'd'), and sleeps meanwhile"),
-    ("--device cuda --standby true", "standby is set, but device is cuda; an engine can stand by on a CPU alone"),
+    (
+        "--device cuda --checkpoint-directory d",
+        "checkpoint.directory is set, but device is cuda; a worker can be frozen on a CPU alone",
+    ),
     (
         "--engine vllm --checkpoint-directory /c",
         "checkpoint.directory is set, but engine is vllm; only native, simulated, echo can stand by",
@@ -95,11 +98,7 @@ WRONG = [
     ("--turns a.b", "turns: 'a.b' must be 1 to 64 letters, digits, - and _"),
     (
         "--turns cpu --engine vllm",
-        "turns is set, but engine is vllm on cpu; native, simulated, echo take turns, on a cpu alone",
-    ),
-    (
-        "--turns gpu --device cuda",
-        "turns is set, but engine is native on cuda; native, simulated, echo take turns, on a cpu alone",
+        "turns is set, but engine is vllm; native, simulated, echo take turns",
     ),
     (
         "--turns cpu --role prefill --kvbm-pool p",

@@ -56,7 +56,7 @@ async def computed(shell: Shell, name: str) -> list[int]:
     async with asyncio.timeout(LIMIT_S):  # the card of an engine that was lost is there a moment longer
         while not isinstance(await shell.peer.generate(request(name, PROMPT, max_tokens=12)), Accepted):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert await shell.peer.ended(name) == "length"
+    assert await shell.peer.ended(name) in ("length", "stop")
     return shell.peer.tokens(name)
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, start_http_server
 
 from deploy.local.autoscale.capacity import Workers
-from deploy.local.autoscale.decider import ScalePolicy, ScaleState, decide, spelled
+from deploy.local.autoscale.decider import FleetSeen, ScaleDecision, ScalePolicy, ScaleState, decide, spelled
 from deploy.local.autoscale.flags import check_flags, policy_of, times_of
 from deploy.local.autoscale.launchers import scale_compose, scale_up
 from deploy.local.autoscale.lead import Lead
@@ -23,6 +23,7 @@ from deploy.local.show.fleet import FleetConfig
 from deploy.local.show.overview import Look
 from deploy.local.show.rates import Sample
 from deploy.local.show.status import discovered, look, scrape
+from deploy.local.size.files import read_profile
 from deploy.local.usage import AutoscaleFlags
 from shared.errors import ConfigError, DiscoveryDown
 from shared.metrics import counter, gauge, register_metrics
@@ -54,6 +55,7 @@ class ScaleMetrics:
 def autoscale(config: FleetConfig, flags: AutoscaleFlags) -> int:
     """Run until Ctrl-C. Raise ConfigError, and DiscoveryDown if the fleet cannot be read at first."""
     check_flags(flags)
+    read_profile(flags.profile, "--profile")  # before anything is asked
     registry = CollectorRegistry()
     metrics = ScaleMetrics(registry)
     if flags.metrics:
@@ -84,6 +86,8 @@ class Autoscaler:
         self._again_s = 0.0
         """When a launcher that has refused is asked again."""
         self._said: tuple[str, ...] = ()
+        self._shown: object = None
+        """What was seen and decided when that was said last."""
 
     async def run(self) -> None:
         """Look and decide again and again, until cancelled."""
@@ -119,9 +123,7 @@ class Autoscaler:
         else:
             for role, number in decision.wanted.items():
                 self._metrics.wanted.labels(role).set(number)
-            changed = before != decision.wanted
-            lines = [f"{spelled(before)} -> {spelled(decision.wanted)}: {decision.reason}"] if changed else []
-            self._say(*lines, *decision.notes)
+            self._say(*self._news(before, now, decision), *decision.notes)
         if self._flags.dry_run or other:
             there = {role: now.alive.get(role, 0) for role in decision.wanted}
             self._state = replace(self._state, wanted=there)
@@ -130,6 +132,21 @@ class Autoscaler:
             self._ordered = {}
         if decision.wanted != self._ordered and time.monotonic() >= self._again_s:
             await self._order(decision.wanted, found)
+
+    def _news(self, before: Workers, now: FleetSeen, decision: ScaleDecision) -> list[str]:
+        """Return a line of what is seen and decided, if another number of workers is there, serves or is wanted than
+        when that was said last, or if requests begin or end to come."""
+        wanted = decision.wanted
+        seen_now = (before, now.alive, now.serving, any(decision.needed.values()), wanted)
+        if seen_now == self._shown:
+            return []
+        self._shown = seen_now
+        if before != wanted:
+            return [f"{spelled(before)} -> {spelled(wanted)}: {decision.reason}"]
+        there: Workers = {role: now.alive.get(role, 0) for role in wanted}
+        serving: Workers = {role: now.serving.get(role, 0) for role in wanted}
+        serve = "all serve" if there == serving else f"{spelled(serving)} serve"
+        return [f"{spelled(there)} there, {serve}; {spelled(wanted)} wanted: {decision.reason}"]
 
     async def _order(self, wanted: Workers, found: Look) -> None:
         flags, failed = self._flags, ""

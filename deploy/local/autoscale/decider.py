@@ -153,6 +153,8 @@ class ScaleDecision(Struct, frozen=True):
     wanted: Workers
     reason: str
     notes: tuple[str, ...] = ()
+    needed: Workers = {}
+    """What the load alone needs; 0 of a role while nothing is asked. Empty before a complete look."""
     again: bool = False
     """True if the launcher should be asked though nothing else is wanted: it began again, or the number of workers was
     changed without this."""
@@ -204,7 +206,7 @@ def decide(
     if state.correction > 1.05:
         notes.append(f"workers are slower than their times say: {state.correction:.2f} times as many are planned")
     reason = f"{rate:.3g} requests/s expected, {queue:.0f} to catch up with, {spelled(needed)} needed"
-    return ScaleDecision(new, reason, tuple(notes), again), state
+    return ScaleDecision(new, reason, tuple(notes), needed, again), state
 
 
 def _expected(points: Sequence[ScaleMoment], policy: ScalePolicy, now_s: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from deploy.local.bench.images import noise_uri
 from deploy.local.bench.loads import LoadRequest, prompt_text, prompt_tokens
 from deploy.local.bench.rows import Outcome, Result
 from deploy.local.size.chat_stream import ChatStream
@@ -26,17 +27,25 @@ class Client:
     """A client of one endpoint. Prompts are made of the token `ids`; they are text if there are none."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], timeout_s: float, ids: Sequence[int]
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        body: Mapping[str, Any],
+        timeout_s: float,
+        ids: Sequence[int],
+        image_size: tuple[int, int] = (336, 336),
     ) -> None:
+        """`image_size` is that of the images of requests that have some: width and height in pixels."""
         self._http = http
         self._url = url
         self._body = body
         self._timeout_s = timeout_s
         self._ids = ids
+        self._image_size = image_size
 
     async def ask(self, ask: LoadRequest) -> Result:
         """Send a request and return its measured result, however it ends."""
-        path, data = self._request(ask)
+        path, data = await asyncio.to_thread(self._request, ask) if ask.images else self._request(ask)
         asking = _Measurement(ask)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -62,7 +71,12 @@ class Client:
         body = {**self._body, "max_tokens": ask.output}
         if self._ids:
             return "completions", msgspec.json.encode({**body, "prompt": prompt_tokens(ask, self._ids)})
-        messages = [{"role": "user", "content": prompt_text(ask)}]
+        content: str | list[dict[str, Any]] = prompt_text(ask)
+        if ask.images:
+            shown = [noise_uri(name, self._image_size) for name in ask.images]
+            images = [{"type": "image_url", "image_url": {"url": uri}} for uri in shown]
+            content = [{"type": "text", "text": content}, *images]
+        messages = [{"role": "user", "content": content}]
         return "chat/completions", msgspec.json.encode({**body, "messages": messages})
 
 
@@ -120,6 +134,7 @@ class _Measurement:
             retry_after_s=retry_after_s,
             sent_at_s=self._sent_s,
             turn=self._ask.turn,
+            images=len(self._ask.images),
             asked_tokens=self._ask.output,
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from msgspec.structs import asdict, replace
 
 from deploy.local.bench import plan
+from deploy.local.bench.images import MOST_IMAGES, parse_size
 from deploy.local.bench.options import BenchOptions
 from deploy.local.bench.plan import Point
 from deploy.local.bench.variants import variants
@@ -21,6 +22,7 @@ LIMIT = 1_000_000
 """Upper limit of numbers that have none of their own."""
 LIMITS = {
     "words": (1, LIMIT),
+    "images": (0, MOST_IMAGES),
     "output_tokens": (1, LIMIT),
     "shared_words": (0, LIMIT),
     "warmup": (0, LIMIT),
@@ -34,8 +36,8 @@ LIMITS = {
     "watts_per_gpu": (0, LIMIT),
     **dict.fromkeys(TARGETS, (0, LIMIT)),
 }
-NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts", "agentic")
-NOT_WITH_AGENTS = ("prefix_ratio", "shared_words", "prompts", "spread")
+NOT_WITH_TRACE = ("concurrency", "rate", "prefix_ratio", "shared_words", "prompts", "agentic", "images")
+NOT_WITH_AGENTS = ("prefix_ratio", "shared_words", "prompts", "spread", "images")
 """Flags of the requests that a trace, or agents' sessions, have themselves."""
 
 
@@ -48,6 +50,9 @@ def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, p
     if flags.shared_words and flags.prefix_ratio:
         raise ConfigError("--shared-words and --prefix-ratio say the same: give one of the two")
     check_parent("--out", flags.out)
+    parse_size(flags.image_size)
+    if flags.images and (flags.tokens or flags.driver == "aiperf"):
+        raise ConfigError("--images: only the chats of the own driver have images; leave out --tokens and --driver")
     own = bool(flags.compare or flags.up)
     if own and flags.url:
         raise ConfigError("--url measures an endpoint, --compare and flags after -- start fleets: give one of the two")

@@ -58,6 +58,8 @@ class LoadRequest(Struct, frozen=True):
     """Which turn of its session it is."""
     text: str = ""
     """The prompt itself, if it was given."""
+    images: Sequence[str] = ()
+    """The names of its images."""
 
 
 class LoadTurn(Struct, frozen=True):
@@ -98,6 +100,8 @@ class AskShape(Struct, frozen=True):
     """The length of that beginning as a share of each prompt, in place of `shared`."""
     beginnings: int = 1
     """How many different beginnings there are; each request has one of them at random."""
+    images: int = 0
+    """The number of images of each request."""
 
 
 def drawn_asks(shape: AskShape, given: Sequence[str], seed: int, load: str) -> Iterator[LoadRequest]:
@@ -106,14 +110,16 @@ def drawn_asks(shape: AskShape, given: Sequence[str], seed: int, load: str) -> I
     for number in count():
         draw = Random(f"ask {seed} {load} {number}")  # noqa: S311 - a load, no secret
         output = drawn_length(draw, shape.output, shape.spread)
+        images = [f"{seed} {load} {number} {image}" for image in range(shape.images)]
         if given:
-            yield LoadRequest((), output, text=given[number % len(given)])
+            yield LoadRequest((), output, text=given[number % len(given)], images=images)
             continue
         length = drawn_length(draw, shape.prompt, shape.spread)
         shared = shape.shared if shape.shared_ratio is None else round(shape.shared_ratio * length)
         shared = min(shared, length)
         beginning = f"opening {seed} {shape.shared_ratio} {draw.randrange(shape.beginnings)}"
-        yield LoadRequest(((beginning, shared), (f"prompt {seed} {load} {number}", length - shared)), output)
+        parts = ((beginning, shared), (f"prompt {seed} {load} {number}", length - shared))
+        yield LoadRequest(parts, output, images=images)
 
 
 def trace_sessions(traffic: Traffic, speed: float, load: str) -> Iterator[LoadSession]:

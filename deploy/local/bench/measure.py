@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from deploy.local.bench.client import Client
+from deploy.local.bench.images import parse_size
 from deploy.local.bench.loads import (
     AskShape,
     LoadRequest,
@@ -55,7 +56,7 @@ class Measurer:
         warm = list(islice(asks, options.warmup))
         if point.scenario == "decode":
             measured = list(islice(asks, point.requests))
-            warm += [LoadRequest(ask.parts, 1, ask.turn, ask.text) for ask in measured]
+            warm += [replace(ask, output=1) for ask in measured]
             asks = iter(measured)
         await self._warm_up(point, warm, needed=not rows)
         times = arrivals(point.value, point.requests, seed) if point.loop == "open" else [0.0] * point.requests
@@ -73,7 +74,15 @@ class Measurer:
     def _shape(self, point: Point) -> AskShape:
         given = self._options
         output = 1 if point.scenario == "prefill" else given.output_tokens
-        return AskShape(given.words, output, given.spread, given.shared_words, point.prefix_ratio, given.prefixes)
+        return AskShape(
+            prompt=given.words,
+            output=output,
+            spread=given.spread,
+            shared=given.shared_words,
+            shared_ratio=point.prefix_ratio,
+            beginnings=given.prefixes,
+            images=given.images,
+        )
 
     async def _warm_up(self, point: Point, asks: Sequence[LoadRequest], *, needed: bool) -> None:
         """Send unmeasured requests, a few at a time. Raise Unavailable if an answer is `needed` and none is done."""
@@ -167,4 +176,5 @@ async def measurer(url: str, options: BenchOptions, terminal: Terminal) -> Async
         **({} if options.may_stop else {"ignore_eos": True}),
     }
     async with http_session(options.key) as http:
-        yield Measurer(Client(http, url, body, options.timeout_s, ids), options, model, version, terminal)
+        one = Client(http, url, body, options.timeout_s, ids, parse_size(options.image_size))
+        yield Measurer(one, options, model, version, terminal)

@@ -47,6 +47,8 @@ class Result(Struct, frozen=True):
     """By how much the first request of a session was sent later than an open loop had planned."""
     asked_tokens: int = 0
     """How many tokens the answer was to have."""
+    images: int = 0
+    """How many images it had."""
 
 
 class TurnRow(Struct, frozen=True):
@@ -128,6 +130,10 @@ class BenchRow(Struct, frozen=True):
     """Output tokens. None if no price, power or number of GPUs is known."""
     price_per_million_tokens: float | None = None
     watt_hours_per_million_tokens: float | None = None
+    images: int = 0
+    """The images of the requests that were done."""
+    images_per_s: float | None = None
+    """None if there were none."""
 
     @property
     def name(self) -> str:
@@ -161,6 +167,7 @@ def row_of(
     first_token_s = spread([result.first_s for result in done if result.first_s is not None])
     inter_token_s = spread([gap for result in done for gap in result.gaps_s])
     firsts = [(result.sent_at_s, result.first_s) for result in done if result.first_s is not None]
+    images = sum(result.images for result in done)
     return BenchRow(
         load=point.load,
         value=point.value,
@@ -194,6 +201,8 @@ def row_of(
         tokens_per_gpu_hour=per_gpu_hour if terms.price or terms.gpu_watts or terms.gpus > 1 else None,
         price_per_million_tokens=1e6 * terms.price / per_gpu_hour if terms.price and tokens else None,
         watt_hours_per_million_tokens=1e6 * terms.gpu_watts / per_gpu_hour if terms.gpu_watts and tokens else None,
+        images=images,
+        images_per_s=images / lasting_s if images else None,
     )
 
 
@@ -255,6 +264,8 @@ def _time_per_token_s(result: Result) -> float | None:
 def render(rows: Sequence[BenchRow]) -> str:
     """Return the rows as a table with latencies in ms, and notes."""
     head = "LOAD  DONE  FAILED  TTFT MS P50  P99  INTER-TOKEN MS P50  P99  WHOLE MS P50  P99  TOKENS/S  REQ/S  CACHED"
+    seen = any(row.images for row in rows)
+    head += "  IMAGES  IMAGES/S" if seen else ""
     cells: list[Sequence[object]] = []
     for row in rows:
         done = row.outcomes.get("done", 0)
@@ -262,7 +273,8 @@ def render(rows: Sequence[BenchRow]) -> str:
         latencies = [_ms(share) for each in spreads for share in (each.p50, each.p99)]
         rates = (f"{row.tokens_per_s:,.0f}", f"{row.requests_per_s:,.1f}")
         cached = "-" if row.cached_ratio is None else f"{row.cached_ratio:.0%}"
-        cells.append((row.full_name, done, row.requests - done, *latencies, *rates, cached))
+        images = (row.images, f"{row.images_per_s or 0:,.1f}") if seen else ()
+        cells.append((row.full_name, done, row.requests - done, *latencies, *rates, cached, *images))
     return "\n".join([table(head, cells), *(note for row in rows for note in notes(row))])
 
 

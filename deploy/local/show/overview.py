@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -41,10 +41,13 @@ class InstanceRow(Struct, frozen=True):
     http: str
     device: str = ""
     """The device on which a worker computes, such as cpu or cuda:0."""
+    model: str = ""
+    """The model of a worker, also while it sleeps until its turn. Empty if it has no card."""
     role: str = ""
     """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
-    """Why a worker takes no requests although it lives: draining, drained, asleep or waking."""
+    """Why a worker takes no requests although it lives: draining, drained, asleep or waking; gone if the process has
+    ended and its lease has not."""
     load: LoadReport | None = None
     """The last report of a worker; None for other services, and without a report."""
 
@@ -54,13 +57,18 @@ class ModelRow(Struct, frozen=True):
 
     model: str
     instances: tuple[str, ...]
+    """The workers that take requests now."""
     context_length: int
     block_size: int
     total_blocks: int
     held_blocks: int
     cached_blocks: int
+    makes: str = ""
+    """pictures or videos, if it makes them. Empty if it answers with text or embeddings."""
     lora: dict[str, int] = {}
     """The LoRAs, and how many of the instances have each."""
+    asleep: int = 0
+    """The number of further instances, which sleep until the model's turn."""
 
 
 class RefusedRow(Struct, frozen=True):
@@ -150,7 +158,8 @@ def overview(
             unreadable.append(f"{key}: {wrong}")
     catalogue = _catalogue(entries, unreadable)
     cards = [card for _, card in sorted(catalogue.cards.items())]
-    devices = {card.instance: card.device for card in catalogue.cards.values()}
+    sleeping = _sleeping(catalogue)
+    known = {card.instance: card for card in (*sleeping, *cards)}
     roles = {card.instance: card.role for card in catalogue.cards.values()}
     instances = [
         InstanceRow(
@@ -163,7 +172,8 @@ def overview(
             age_s=round(max(0.0, now - each.started), 1),
             version=each.version,
             http=each.http,
-            device=devices.get(each.instance, ""),
+            device=known[each.instance].device if each.instance in known else "",
+            model=known[each.instance].model if each.instance in known else "",
             role=roles.get(each.instance, each.role if each.service == "worker" else ""),
             state=each.state,
             load=reports.get(each.instance),
@@ -175,13 +185,27 @@ def overview(
         nats=nats,
         discovery=discovery,
         instances=tuple(instances),
-        models=tuple(_model_row(model, list(served), reports) for model, served in groupby(cards, attrgetter("model"))),
+        models=tuple(
+            _model_row(model, list(of_model), reports, {card.instance for card in sleeping})
+            for model, of_model in groupby(sorted((*sleeping, *cards), key=_card_place), attrgetter("model"))
+        ),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
         notes=(*notes, *_role_notes(cards, catalogue)),
         routers=tuple(states),
         stores=tuple(stores),
     )
+
+
+def _sleeping(catalogue: Catalogue) -> list[ModelCard]:
+    """Return the cards of workers whose models sleep until their turn."""
+    awake = {instance for _, instance in catalogue.cards}
+    takers = [each.turns for each in catalogue.instances.values() if each.instance not in awake]
+    return [taker.card for taker in takers if taker is not None]
+
+
+def _card_place(card: ModelCard) -> tuple[str, str]:
+    return card.model, card.instance
 
 
 def _role_notes(cards: Sequence[ModelCard], catalogue: Catalogue) -> list[str]:
@@ -247,16 +271,22 @@ def _catalogue(entries: Mapping[str, Entry], unreadable: list[str]) -> Catalogue
     return catalogue
 
 
-def _model_row(model: str, cards: Sequence[ModelCard], reports: Mapping[str, LoadReport]) -> ModelRow:
+def _model_row(
+    model: str, of_model: Sequence[ModelCard], reports: Mapping[str, LoadReport], sleeping: Collection[str]
+) -> ModelRow:
+    """Return the row of a model, from the cards of its workers. Those that sleep have no blocks."""
+    cards = [card for card in of_model if card.instance not in sleeping]
     heard = [reports[card.instance] for card in cards if card.instance in reports]
     return ModelRow(
         model=model,
         instances=tuple(card.instance for card in cards),
-        context_length=min(card.context_length for card in cards),
-        block_size=cards[0].block_size,
+        asleep=len(of_model) - len(cards),
+        context_length=min(card.context_length for card in of_model),
+        block_size=of_model[0].block_size,
         total_blocks=sum(card.capacity_blocks * card.ranks for card in cards),
         held_blocks=sum(report.held_blocks for report in heard),
         cached_blocks=sum(report.cached_blocks for report in heard),
+        makes=next((card.pictures.kind for card in cards if card.pictures is not None), ""),
         lora=dict(sorted(Counter(name for card in cards for name in card.lora).items())),
     )
 
@@ -273,7 +303,9 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     )
     if not all(row.pid_usable for row in view.instances):
         parts.append("PID -: the process runs in a container; MACHINE is the name of that container")
-    if any(row.service == "worker" and row.load is None for row in view.instances):
+    if any(row.state == "gone" for row in view.instances):
+        parts.append("gone: the process has ended; it is listed until its lease ends, about 10 s")
+    if any(row.service == "worker" and row.load is None and row.state != "gone" for row in view.instances):
         parts.append("?: no load report arrived; a process that died is listed until its lease ends, about 10 s")
     if view.models:
         parts += ["", table(_MODELS, map(_model, view.models))]
@@ -282,8 +314,9 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
             for row in view.models
             for name, count in row.lora.items()
         ]
-    parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state]
-    parts += [_standby(row.instance, row.load) for row in view.instances if row.load is not None and row.load.standby]
+    parts += [f"worker {row.instance} is {row.state}" for row in view.instances if row.state not in ("", "gone")]
+    for row in view.instances:
+        parts += [] if row.load is None else _engine(row.instance, row.load)
     parts += [
         f"encoder cache of worker {row.instance}: {cache.images} images, {size(cache.size_bytes)};"
         f" {cache.hits} found there, {cache.fetched} in kvbm, {cache.encoded} encoded"
@@ -312,6 +345,25 @@ def render(view: Overview, columns: int = sys.maxsize) -> str:
     return "\n".join(parts)
 
 
+def _engine(worker: str, load: LoadReport) -> list[str]:
+    """Return what is shown of a worker's engine: its ranks, its standby, and the engines before it that were lost."""
+    lines = [f"worker {worker}: {load.tensor_ranks} processes compute each layer"] if load.tensor_ranks > 1 else []
+    lines += [
+        f"rank {rank.rank} of worker {worker}: {rank.running} running, {rank.waiting} waiting, {rank.held_blocks} held"
+        for rank in load.ranks
+    ]
+    lines += [_standby(worker, load)] if load.standby else []
+    if (lost := load.losses) is not None:
+        took = f", and a standby took over {_times(lost.take_overs)}" if lost.take_overs else ""
+        last = f"the last time {age(lost.age_s)} ago: {lost.reason}"
+        lines.append(f"worker {worker} has lost its engine {_times(lost.count)}{took}; {last}")
+    return lines
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
 def _standby(worker: str, load: LoadReport) -> str:
     """Return what is shown of the engine that is to stand by at a worker."""
     match load.standby:
@@ -325,8 +377,8 @@ def _standby(worker: str, load: LoadReport) -> str:
             return f"worker {worker}: no engine stands by"
 
 
-_INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"
-_SPARE = ("EPOCH", "MACHINE", "DEVICE", "AGE")
+_INSTANCES = "SERVICE  INSTANCE  EPOCH  PID  MACHINE  DEVICE  MODEL  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS"
+_SPARE = ("EPOCH", "MACHINE", "DEVICE", "AGE", "MODEL")
 """Columns that a narrow terminal goes without, the first one first."""
 _MODELS = "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS"
 _WEIGHTS = "SHARED WEIGHTS  MEMORY  STATE  MADE BY  MAPPED BY  AWAITED BY"
@@ -334,17 +386,19 @@ _ROUTERS = "ROUTER  POLICY  RESERVED  INDEX BLOCKS  INDEX SIZE  EVENT SOURCES"
 
 
 def _instance(row: InstanceRow) -> tuple[object, ...]:
-    load: tuple[object, ...] = ("?" if row.service == "worker" else "",) * 5
+    gone = row.state == "gone"
+    load: tuple[object, ...] = ("?" if row.service == "worker" and not gone else "",) * 5
     if row.load is not None:
         load = (row.load.running, row.load.waiting, row.load.held_blocks, row.load.cached_blocks, row.load.total_blocks)
-    pid = row.pid if row.pid_usable else "-"
+    pid = "gone" if gone else row.pid if row.pid_usable else "-"
     service = f"{row.service} ({row.role})" if row.role not in ("", "aggregated") else row.service
-    return (service, row.instance, row.epoch, pid, row.machine, row.device, age(row.age_s), *load)
+    return (service, row.instance, row.epoch, pid, row.machine, row.device, row.model, age(row.age_s), *load)
 
 
 def _model(row: ModelRow) -> tuple[object, ...]:
     blocks = (row.block_size, row.held_blocks, row.cached_blocks, row.total_blocks)
-    return (row.model, len(row.instances), row.context_length, *blocks)
+    count = f"{len(row.instances)}, {row.asleep} asleep" if row.asleep else len(row.instances)
+    return (row.model, count, row.makes or row.context_length, *blocks)
 
 
 def _weights(row: SharedWeightsRow) -> tuple[object, ...]:

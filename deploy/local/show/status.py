@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from deploy.local import probe
 from deploy.local.show.fleet import FleetConfig, ask_each, connect_bus, discovery_entries, readable_entries
@@ -61,9 +63,9 @@ def show(config: FleetConfig, *, as_json: bool, weights: Path | None = None) -> 
 
 def _with_weights(view: Overview, directory: Path) -> Overview:
     try:
-        return msgspec.structs.replace(view, weights=shared_rows(directory))
+        return replace(view, weights=shared_rows(directory))
     except Unavailable as wrong:
-        return msgspec.structs.replace(view, notes=(*view.notes, str(wrong)))
+        return replace(view, notes=(*view.notes, str(wrong)))
 
 
 async def _look(config: FleetConfig) -> Overview:
@@ -114,9 +116,33 @@ async def look(
     doors = [row for row in seen.instances if row.service == "frontend" and row.http and row.instance in asked]
     answers = await asyncio.gather(*(model_faults(row.instance, row.http) for row in doors))
     faults = [fault for each in answers for fault in each]
-    seen = msgspec.structs.replace(seen, notes=(*seen.notes, *faults), turns=tuple(turns))
+    gone = await _gone([each for each in alive if each.instance not in loads])
+    rows = tuple(replace(row, state="gone") if row.instance in gone else row for row in seen.instances)
+    seen = replace(seen, instances=rows, notes=(*seen.notes, *faults), turns=tuple(turns))
     heard_s = {worker: at_s for worker, (_, at_s) in loads.items()}
     return Look(seen, heard_s, tuple(recent), asked, connected)
+
+
+async def _gone(silent: Sequence[Instance]) -> set[str]:
+    """Return the processes of this machine that have ended. Discovery has them until their leases end. One that answers
+    is alive: it is of another machine with the same name."""
+    ended = _ended(silent)
+    answers = await asyncio.gather(*(_answers(each.http) for each in ended))
+    return {each.instance for each, answered in zip(ended, answers, strict=True) if not answered}
+
+
+def _ended(silent: Sequence[Instance]) -> list[Instance]:
+    here = socket.gethostname(), pid_namespace()
+    mine = [each for each in silent if each.pid_namespace and (each.machine, each.pid_namespace) == here]
+    return [each for each in mine if not Path(f"/proc/{each.pid}").exists()]
+
+
+async def _answers(url: str) -> bool:
+    try:
+        await probe.get(f"{url}/live", timeout_s=SCRAPE_LIMIT_S)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 async def model_faults(frontend: str, url: str) -> list[str]:

@@ -16,7 +16,9 @@ from deploy.local.size.flags import check_ranges, whole_numbers
 from deploy.local.size.profile_file import Profile, Subject, encode_profile
 from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
 from deploy.local.size.shape import shape_of
+from deploy.local.stack.model_source import fetch_named, find_source
 from deploy.local.table import table
+from deploy.local.terminal import Terminal
 from deploy.local.usage import EstimateFlags
 from shared.errors import ConfigError, ModelError
 from shared.model_file import CONFIG, CONFIG_LIMIT_BYTES, decode_model_json, read_model_file
@@ -74,8 +76,41 @@ class Estimate(Struct, frozen=True):
     """Where the figures come from."""
 
 
+class EstimatedModel(Struct, frozen=True):
+    """A model whose config.json is on this machine."""
+
+    config: Path
+    name: str
+    """Its name for clients."""
+    word: str
+    """What `up --model` takes."""
+
+
+def find_model(text: str) -> EstimatedModel:
+    """Return the model of a directory, a config.json or a name on the hub, whose small files are fetched if they are
+    not in the cache. Raise ConfigError and ModelError."""
+    path = Path(text)
+    if path.suffix == ".gguf":
+        raise ConfigError(f"{text}: a GGUF file; `estimate` takes the ORG/NAME or the config.json of its model")
+    if path.exists():
+        config = path / CONFIG if path.is_dir() else path
+        if not config.exists():
+            raise ConfigError(f"{text}: this directory has no {CONFIG}, which is all that `estimate` reads")
+        folder = config.resolve().parent
+        return EstimatedModel(config, folder.name, str(folder))
+    source, terminal = find_source(text, weights=False, flag="estimate"), Terminal()
+    if source.here or source.on_hub is None:
+        return EstimatedModel(source.path / CONFIG, source.name, text)
+    try:
+        found = fetch_named(source.on_hub, lambda _path: None, terminal, weights=False, newest=False)
+    except ModelError as wrong:
+        raise ModelError(f"{wrong}; {CONFIG} alone is enough: give its path in place of {text}") from None
+    return EstimatedModel(found / CONFIG, source.name, text)
+
+
 def estimate(flags: EstimateFlags) -> int:
-    """Print the estimate and return the exit status. Raise ConfigError."""
+    """Print the estimate and return the exit status. Raise ConfigError, and ModelError if a hub's model cannot be
+    had."""
     made = estimate_of(flags)
     if flags.out:
         check_parent("--out", flags.out)
@@ -123,7 +158,7 @@ def estimate_of(flags: EstimateFlags) -> Estimate:
 
 def _roofline(flags: EstimateFlags) -> Roofline:
     gpu = find_gpu(flags.gpu)
-    shape = shape_of(*_settings(flags.model))
+    shape = shape_of(*_settings(find_model(flags.model).config))
     split = GpuSplit(flags.tensor_parallel, flags.pipeline_parallel, flags.expert_parallel)
     check_split(shape, split, flags.engine)
     bits = shape.bits if flags.dtype == "auto" else BITS[flags.dtype]
@@ -134,13 +169,13 @@ def _roofline(flags: EstimateFlags) -> Roofline:
 
 def estimated_profile(flags: EstimateFlags) -> Profile:
     """Return a profile with the estimated times of a worker in place of measured ones. Raise ConfigError."""
-    roofline, path = _roofline(flags), Path(flags.model).resolve()
-    folder, kv_tokens = path if path.is_dir() else path.parent, roofline.kv_tokens(flags.memory_share)
+    roofline, model = _roofline(flags), find_model(flags.model)
+    kv_tokens = roofline.kv_tokens(flags.memory_share)
     words = [
         "--engine",
         flags.engine,
         "--model",
-        str(folder),
+        model.word,
         *(["--device", "cuda"] if flags.engine == "native" else []),
     ]
     for name, size in (("tensor", roofline.split.tensor), ("pipeline", roofline.split.pipeline)):
@@ -151,7 +186,7 @@ def estimated_profile(flags: EstimateFlags) -> Profile:
     batches = sorted({*(1 << power for power in range(most.bit_length())), most})
     first_s = roofline.achieved.first_s
     return Profile(
-        subject=Subject(folder.name, " ".join(words), f"estimated for {roofline.gpu.full_name}", {}, longest, most),
+        subject=Subject(model.name, " ".join(words), f"estimated for {roofline.gpu.full_name}", {}, longest, most),
         when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         complete=True,
         overhead_s=first_s,
@@ -166,7 +201,7 @@ def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
     step = roofline.decode(batch, flags.prompt + flags.output / 2)
     loaded_s = roofline.loaded_s(batch, flags.prompt, flags.output, flags.cached)
     asked = flags.aiconfigurator
-    other_s = asked and decode_s(asked, Path(flags.model), roofline, batch, flags.prompt, flags.output)
+    other_s = asked and decode_s(asked, find_model(flags.model).config, roofline, batch, flags.prompt, flags.output)
     watt_hours = 1e6 * roofline.split.gpus * roofline.gpu.watts * loaded_s / batch / 3600
     return LoadEstimate(batch, step.seconds, loaded_s, batch / loaded_s, watt_hours, step.binds, other_s or None)
 
@@ -200,10 +235,8 @@ def find_gpu(name: str) -> GpuFacts:
     return found
 
 
-def _settings(model: str) -> tuple[dict[str, object], str]:
-    """Return the settings of a model's config.json, given its directory or the file, and their path."""
-    path = Path(model)
-    path = path / CONFIG if path.is_dir() else path
+def _settings(path: Path) -> tuple[dict[str, object], str]:
+    """Return the settings of a model's config.json, and its path."""
     try:
         content = read_model_file(path, CONFIG_LIMIT_BYTES)
         file = ConfigJson(path, content, decode_model_json(path, content, dict[str, Any]))

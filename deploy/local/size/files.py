@@ -9,6 +9,7 @@ from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile, decode_pro
 from deploy.local.size.servegen import ServeGenClient, drawn_requests
 from deploy.local.size.traffic import Traffic, read_traffic
 from shared.errors import ConfigError
+from shared.installation import COMMAND
 
 TRACE_LIMIT_BYTES = 1 << 30
 CLIENTS_LIMIT = 4096
@@ -56,6 +57,11 @@ def read_trace(file: Path, requests: int) -> Traffic:
 def read_profile(file: Path, flag: str = "") -> Profile:
     """Return a profile of which all times between its corners are known. Raise ConfigError."""
     name = f"{flag} {file}".lstrip()
+    if not file.exists():
+        raise ConfigError(
+            f"{name}: no such file; a profile has the times of one worker: `{COMMAND} profile` measures them, "
+            f"`{COMMAND} estimate MODEL --gpu NAME --out {file}` estimates them (docs/sizing.md)"
+        )
     profile = decode_profile(read_given(file, FILE_LIMIT_BYTES, flag), name)
     if len(profile.prefill) < 2 or len(profile.decode) < 2:
         raise ConfigError(f"{name}: too few points: let `profile` go on with it")

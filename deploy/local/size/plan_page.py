@@ -185,7 +185,8 @@ def planned_of(row: PlanRow) -> dict[str, float]:
 
 
 def _table(made: PlanReport, front: Sequence[PlanRow]) -> Iterator[str]:
-    heads = ["fleet", "GPUs", "price/h", *(f"{_title(name)}, ms" for name in made.targets), "of target", "on the front"]
+    price = ["price/h"] if any(row.price_an_hour for row in made.rows) else []
+    heads = ["fleet", "GPUs", *price, *(f"{_title(name)}, ms" for name in made.targets), "of target", "on the front"]
     yield (
         "<table><thead><tr>"
         + "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
@@ -193,7 +194,7 @@ def _table(made: PlanReport, front: Sequence[PlanRow]) -> Iterator[str]:
     )
     for number, row in enumerate(made.rows):
         least = "over " if _is_unknown(row) else ""
-        cells = [f"{row.gpus}", f"{row.price_an_hour:,.2f}"]
+        cells = [f"{row.gpus}", *([f"{row.price_an_hour:,.2f}"] if price else [])]
         cells += [f"{least}{1000 * row.of_target[name] * limit:,.1f}" for name, limit in made.targets.items()]
         cells += [f"{worst_of(row):.0%}{'' if row.meets else ', misses'}", "yes" if row in front else ""]
         yield f'<tr><th scope="row"><a href="#fleet-{number}">{escape(row.name)}</a></th>'

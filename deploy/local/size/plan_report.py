@@ -35,6 +35,7 @@ class PlanRow(Struct, frozen=True):
     name: str
     gpus: int
     price_an_hour: float
+    """0 if no price is known."""
     meets: bool
     of_target: dict[str, float]
     """Each figure divided by its target."""
@@ -122,7 +123,9 @@ def render(made: PlanReport) -> str:
         answer = f"the cheapest that meets them: {first.name}: {worst}"
     head = f"{made.requests} requests, {made.requests_per_s:.3g} a second, to {made.model}; targets: {wanted}"
     names = "  ".join(f"{name.replace('_', ' ').upper()} MS" for name in made.targets)
-    columns = f"FLEET  GPUS  PRICE/H  {names}  OF TARGET  TOKENS/GPU HOUR  PRICE/M TOKENS  GPU HOURS/M REQUESTS"
+    priced = bool(first.price_an_hour)
+    columns = f"FLEET  GPUS{'  PRICE/H' if priced else ''}  {names}  OF TARGET  TOKENS/GPU HOUR"
+    columns += f"{'  PRICE/M TOKENS' if priced else ''}  GPU HOURS/M REQUESTS"
     columns += "  WH/M TOKENS" if first.watt_hours_a_million_tokens else ""
     lines = [head, answer, "", table(columns, [_cells(row, made) for row in made.rows[:ROWS]])]
     left = len(made.rows) - ROWS
@@ -136,14 +139,14 @@ def _cells(row: PlanRow, made: PlanReport) -> list[object]:
     return [
         row.name,
         row.gpus,
-        f"{row.price_an_hour:,.2f}",
+        *([f"{row.price_an_hour:,.2f}"] if row.price_an_hour else []),
         *(
             f"over {figure:,.1f}" if given_up and name.startswith("ttft") else f"{figure:,.1f}"
             for name, figure in figures.items()
         ),
         f"{worst:.0%}" if row.meets else f"{worst:.0%}, misses",
         "-" if given_up else f"{row.tokens_a_gpu_hour:,.0f}",
-        "-" if given_up else f"{row.price_a_million_tokens:,.2f}",
+        *(["-" if given_up else f"{row.price_a_million_tokens:,.2f}"] if row.price_an_hour else []),
         "-" if given_up else f"{row.gpu_hours_a_million_requests:,.0f}",
         *(["-" if given_up else f"{watt_hours:,.0f}"] if (watt_hours := row.watt_hours_a_million_tokens) else []),
     ]

@@ -37,11 +37,11 @@ from deploy.local.size.profile_file import (
     decode_profile,
     encode_profile,
 )
-from deploy.local.size.started_up import blocks_of, started_ups
+from deploy.local.size.started_up import UpSizes, sizes_of, started_ups
 from deploy.local.size.token_client import TimedAnswer, TokenClient, token_client
 from deploy.local.terminal import Terminal
 from deploy.local.usage import ProfileFlags
-from shared.errors import Unavailable
+from shared.errors import ConfigError, Unavailable
 from shared.measured_times import Point
 from shared.version import VERSION
 
@@ -79,8 +79,8 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
     """The workers of the machine; each has an `up` of its own."""
     model: str
     api_key: str
-    state: Path
-    """The state directory of the `up` that runs at `url`, if one does."""
+    state: Path | None
+    """The state directory of the `up` that runs at `url`. None if that is elsewhere, or another server."""
     words: Sequence[str] = ()
     """The flags of the `up` to start."""
 
@@ -105,8 +105,8 @@ def profile(options: ProfileOptions) -> int:
 
 
 @contextmanager
-def _endpoints(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[Sequence[str], Path]]:
-    """Yield the URL of each worker's API, and the state directory of the first one's `up`."""
+def _endpoints(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[Sequence[str], Path | None]]:
+    """Yield the URL of each worker's API, and the state directory of the first one's `up`, if it is of this machine."""
     if options.url:
         yield [options.url], options.state
         return
@@ -114,7 +114,7 @@ def _endpoints(options: ProfileOptions, terminal: Terminal) -> Iterator[tuple[Se
         yield [url for url, _ in found], found[0][1]
 
 
-async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path, terminal: Terminal) -> Profile:
+async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | None, terminal: Terminal) -> Profile:
     url = urls[0]
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(token_client(each, options.model, options.api_key)) for each in urls]
@@ -124,13 +124,15 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path, te
         if asked.model not in served:
             has = ", ".join(served) or "none"
             raise Unavailable(f"{url} does not serve {asked.model or 'a model'}; it has {has}")
+        sizes = UpSizes() if state is None else await asyncio.to_thread(sizes_of, state, asked.model)
+        workers = max(await asked.workers(), sizes.workers) if options.url else 1  # one in each `up` that was started
+        _check_workers(workers, asked.model, url)
         subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
         known = _earlier(options.out, subject)
-        blocks = await asyncio.to_thread(blocks_of, state, asked.model)
         await asked.learn_ids()
         for client in clients[1:]:
             client.model, client.ids = asked.model, asked.ids
-        sweep = Sweep(clients, options, subject, known, terminal, blocks)
+        sweep = Sweep(clients, options, subject, known, terminal, sizes, workers_seen=workers > 0)
         try:
             await sweep.run()
         except asyncio.CancelledError:  # Ctrl-C: the file has what was measured
@@ -138,6 +140,15 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path, te
             terminal.notice(f"{options.out} has {len(sweep.points)} points; the same command goes on with it")
             raise
         return sweep.profile(complete=True) if sweep.finished else sweep.profile(complete=False)
+
+
+def _check_workers(workers: int, model: str, url: str) -> None:
+    """Raise ConfigError if an endpoint has several workers."""
+    if workers > 1:
+        raise ConfigError(
+            f"{url}: {workers} workers serve {model}, which share the requests, and a profile has the times of one: "
+            "drain the others, or give flags of `up` after --, for one worker that is started (--workers N for N)"
+        )
 
 
 def _subject(options: ProfileOptions, model: str = "", versions: Mapping[str, str] | None = None) -> Subject:
@@ -172,7 +183,9 @@ class Sweep:
         subject: Subject,
         known: Profile | None,
         terminal: Terminal,
-        blocks: tuple[int, int],
+        sizes: UpSizes,
+        *,
+        workers_seen: bool,
     ) -> None:
         self.points = [] if known is None else list(known.points)
         self.finished = False
@@ -181,7 +194,8 @@ class Sweep:
         self._options = options
         self._subject = subject
         self._terminal = terminal
-        self._blocks = blocks
+        self._sizes = sizes
+        self._workers_seen = workers_seen
         self._overhead_s = 0.0 if known is None else known.overhead_s
         self._cached_seen = known is not None and known.cached_seen
         self._seeds = count(len(self.points) * 1000)
@@ -228,8 +242,9 @@ class Sweep:
             complete=complete,
             overhead_s=self._overhead_s,
             cached_seen=self._cached_seen,
-            block_size=self._blocks[0],
-            kv_tokens=self._blocks[1],
+            workers_seen=self._workers_seen,
+            block_size=self._sizes.block_size,
+            kv_tokens=self._sizes.kv_tokens,
             prefill=prefill,
             decode=decode,
             busy=BusyTimes(self._busy("prefill", prefill), self._busy("decode", decode)) if self._several else None,
@@ -347,6 +362,8 @@ def _summary(made: Profile, out: Path) -> str:
     lines = [f"{out}: {len(made.prefill)} times of prefills, {len(made.decode)} of decodes, {made.subject.model}"]
     if not made.cached_seen:
         lines.append("note: the server does not report cached tokens: prompts after a cached beginning are unchecked")
+    if not made.workers_seen:
+        lines.append("note: the server does not say how many workers it has: the times are right if it is one")
     if unsteady:
         lines.append(f"note: {len(unsteady)} points spread by more than {2 * UNSTEADY:.0%}: was the machine busy?")
     if not made.complete:

@@ -69,6 +69,8 @@ class Profile(Struct, frozen=True, kw_only=True):
     """The part of a first token that no step takes: it is not in `prefill`."""
     cached_seen: bool
     """True if the server reported cached tokens, so that prompts after a cached beginning are known to be right."""
+    workers_seen: bool = False
+    """True if it is known how many workers served. Other endpoints are taken for one worker."""
     block_size: int = 0
     """The tokens of a block. 0 if it is not known."""
     kv_tokens: int = 0

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import SystemRandom
 from socket import socket
+from typing import IO
+
+from msgspec import Struct
 
 from deploy.local import install_vllm
 from deploy.local.stack import gpus
+from deploy.local.stack.announce import LAST_LINE
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
 from shared.config import environment
@@ -31,6 +37,9 @@ STATUS_LIMIT_S = 60.0
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 PORTS = range(20_000, 32_000)
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
+LINES_KEPT = 200
+"""The most lines of an `up` that are kept."""
+_PROGRESS = re.compile(r"(.*): (\d{1,3}) %")
 _OURS = (*ONE_WORKER[::2], "--port", "--state", "--prefill", "--decode", "--single")
 
 
@@ -79,13 +88,63 @@ def running_up(
     with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
         state, port = StateDirectory(Path(home)), _free_port()
         flags, environ = ("--port", str(port), "--state", home, *words), {**_variables(), **(variables or {})}
-        process = subprocess.Popen(command("up", *flags), env=environ, stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command("up", *flags), env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
+        )
+        assert process.stderr is not None
+        output, failed = UpOutput(process.stderr, terminal), False
         try:
             url = _ready_url(process, purpose)
             terminal.notice(f"started for {purpose}: {url}")
             yield url, state.home
+        except Unavailable:
+            failed = True
+            raise
         finally:
+            output.stop()
             _stop(process)
+            output.close(failed=failed)
+
+
+class UpOutput:
+    """What an `up` says on stderr. Its progress is shown, and what happens while it serves. The rest of what it says at
+    its start is kept, and shown if it fails.
+
+    starting ──the last line of how to ask──▶ serving ──stop──▶ stopping
+    """
+
+    def __init__(self, stream: IO[str], terminal: Terminal) -> None:
+        self._stream, self._terminal = stream, terminal
+        self._state = "starting"
+        self._kept: deque[str] = deque(maxlen=LINES_KEPT)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def stop(self) -> None:
+        """Show nothing more: it is stopped. What it said before it served is still kept."""
+        if self._state == "serving":
+            self._state = "stopping"
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for its end. Show what was kept if it has failed and did not serve."""
+        self._reader.join(STOP_LIMIT_S)
+        if failed and self._state == "starting":
+            self._terminal.clear()
+            for line in self._kept:
+                self._terminal.notice(line)
+
+    def _read(self) -> None:
+        with self._stream:
+            for line in self._stream:
+                text = line.rstrip()
+                if self._state == "serving":
+                    self._terminal.notice(text)
+                elif self._state == "starting" and (found := _PROGRESS.fullmatch(text)):
+                    self._terminal.progress(found[1], int(found[2]) / 100)
+                elif self._state == "starting":
+                    self._kept.append(text)
+                    self._state = "serving" if text == LAST_LINE else self._state
 
 
 def command(*words: str) -> list[str]:
@@ -93,17 +152,26 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "deploy.local.cli", *words]
 
 
-def blocks_of(state: Path, model: str) -> tuple[int, int]:
-    """Return the tokens of a block, and the tokens of KV of all workers, of the `up` that runs with a state directory;
-    zeros if it does not say them."""
+class UpSizes(Struct, frozen=True):
+    """What the `up` of a state directory says of a model. Zeros if it does not say it."""
+
+    workers: int = 0
+    block_size: int = 0
+    """The tokens of a block."""
+    kv_tokens: int = 0
+    """The tokens of KV for which one worker has room."""
+
+
+def sizes_of(state: Path, model: str) -> UpSizes:
+    """Return what the `up` that runs with a state directory says of a model."""
     words = command("status", "--json", "--state", str(state))
     try:
         shown = subprocess.run(words, env=_variables(), capture_output=True, timeout=STATUS_LIMIT_S, check=True)
         found = next(each for each in json.loads(shown.stdout)["models"] if each["model"] == model)
-        workers = max(1, len(found["instances"]))
-        return int(found["block_size"]), int(found["block_size"]) * int(found["total_blocks"]) // workers
+        workers, block_size = len(found["instances"]), int(found["block_size"])
+        return UpSizes(workers, block_size, block_size * int(found["total_blocks"]) // max(1, workers))
     except (subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
-        return 0, 0
+        return UpSizes()
 
 
 def _variables() -> dict[str, str]:
@@ -139,7 +207,7 @@ def _ready_url(process: subprocess.Popen[str], purpose: str) -> str:
                 return url
     finally:
         timer.cancel()
-    raise Unavailable(f"the `up` for {purpose} did not start, status {process.wait()}: stderr above says why")
+    raise Unavailable(f"the `up` for {purpose} did not start, status {process.wait()}: the lines above say why")
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -46,6 +46,23 @@ class _Tokens(Struct):
     tokens: list[int] = []
 
 
+class _FleetModel(Struct):
+    name: str
+    workers: int
+
+
+class _FleetWorker(Struct):
+    model: str
+
+
+class _Fleet(Struct):
+    """What a Headrace's page says of its fleet."""
+
+    models: list[_FleetModel]
+    workers: list[_FleetWorker]
+    """The workers of all roles; `models` counts those that decode."""
+
+
 class TokenClient:
     """A client of one endpoint and model."""
 
@@ -98,6 +115,24 @@ class TokenClient:
         except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
             return ""
         return str(said.get("version", "")) if response.status == 200 else ""
+
+    async def workers(self) -> int:
+        """Return how many workers serve the model, as a Headrace's page says. 0 if the endpoint does not say it."""
+        text = b""
+        try:
+            async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._root}/ui/events") as response:
+                if response.status != 200:
+                    return 0
+                async for piece in response.content.iter_any():
+                    text += piece
+                    if b"\n\n" in text or len(text) > LIST_LIMIT_BYTES:
+                        break
+            event = text.partition(b"\n\n")[0].removeprefix(b"data:")
+            fleet = msgspec.json.decode(event, type=_Fleet)
+        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
+            return 0
+        named = next((each.workers for each in fleet.models if each.name == self.model), 0)
+        return max(named, sum(each.model == self.model for each in fleet.workers))
 
     def prompt(self, seed: str, tokens: int) -> list[int]:
         """Return a prompt that follows from its seed."""

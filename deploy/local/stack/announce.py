@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from deploy.local import probe
 from deploy.local.stack.stack import SINGLE, AccessFiles, Launch, Stack
@@ -24,6 +24,8 @@ from shared.installation import COMMAND
 PROBE_EVERY_S = 0.1
 HAND_OVER_WAIT_S = 30.0
 """Most seconds for which a stack that would serve is not called ready, since workers with a role cannot hand over."""
+LAST_LINE = "stop:    Ctrl-C"
+"""The last line of what is said once requests are served."""
 JOIN_WAIT_S = 5.0
 """Seconds for which frontends may find workers of the other role, once all other services are ready."""
 
@@ -72,6 +74,7 @@ class Announcer:
         self._waiting = {launch.program.name: launch for launch in stack.launches if launch.observe}
         """Services that are not ready yet."""
         self._frontends = {name for name in self._waiting if name.startswith(("frontend", SINGLE))}
+        self._models = dict.fromkeys(self._frontends, stack.by_turns)
         if stack.by_turns and self._frontends:
             self._frontends |= {name for name in self._waiting if name.startswith("worker")}
         self._served = not self._frontends
@@ -121,7 +124,7 @@ class Announcer:
         name = launch.program.name
         if not self._supervisor.knows(name) or self._supervisor.state(name) == "ended":
             return True  # removed, or misconfigured and not needed
-        healthy, reason = await health(launch, attached=launch.hands_over)
+        healthy, reason = await health(launch, attached=launch.hands_over, models=self._models.get(name, ()))
         if healthy and reason:
             self._terminal.notice(f"  {name}: {reason}")
         if healthy and self._served and launch.hands_over:
@@ -179,10 +182,13 @@ stop:    Ctrl-C
         look = "" if stack.single else f"\nstatus:  {COMMAND} status{state}"
         look += f"\npage:    {stack.page}" if stack.page else ""
         look += f"\npicker:  {stack.picker}, for gateways (docs/picker.md)" if stack.picker else ""
-        say_ready(stack.url, stack.model, stack.access, state, look, str(self._state_dir.logs))
+        at = (stack.url, stack.model, stack.access, state, look, str(self._state_dir.logs))
+        say_ready(*at, makes_pictures=stack.makes_pictures)
 
 
-def say_ready(url: str, model: str, access: AccessFiles, state: str, look: str, logs: str) -> None:
+def say_ready(
+    url: str, model: str, access: AccessFiles, state: str, look: str, logs: str, *, makes_pictures: bool = False
+) -> None:
     """Print that requests are served at a URL, without its /v1, and how to ask. `state` is a flag for commands, `look`
     further lines, `logs` where the logs are."""
     message = {"role": "user", "content": "What is the capital of France?"}
@@ -190,32 +196,41 @@ def say_ready(url: str, model: str, access: AccessFiles, state: str, look: str, 
     by_file, by_header = (" --api-key-file FILE", " -H 'Authorization: Bearer KEY'") if access.keys else ("", "")
     certificate = shlex.quote(access.tls_cert)
     trusted, trust = (f" --cacert {certificate}", f"SSL_CERT_FILE={certificate} ") if access.tls_cert else ("", "")
+    by_json = f"-H 'Content-Type: application/json'{by_header}"
+    ask = f"""ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
+   or:   curl{trusted} {url}/v1/chat/completions {by_json} -d '{question}'"""
+    if makes_pictures:
+        wanted = json.dumps({"model": model, "prompt": "a lighthouse at dusk", "seed": 1})
+        picture = "json.load(sys.stdin)['data'][0]['b64_json']"
+        unpack = f'python3 -c "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode({picture}))"'
+        ask = f"""ask:     curl{trusted} {url}/v1/images/generations {by_json} -d '{wanted}' \\
+           | {unpack} > picture.png
+   or:   docs/pictures.md, which has videos too"""
     print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
     print(
         f"""
-ask:     {trust}{COMMAND} chat{state}{by_file} --temperature 0 "What is the capital of France?"
-   or:   curl{trusted} {url}/v1/chat/completions -H 'Content-Type: application/json'{by_header} -d '{question}'{look}
+{ask}{look}
 logs:    {logs}
-stop:    Ctrl-C
+{LAST_LINE}
 """,
         file=sys.stderr,
         flush=True,
     )
 
 
-async def health(launch: Launch, *, attached: bool = False) -> tuple[bool, str]:
+async def health(launch: Launch, *, attached: bool = False, models: Sequence[str] = ()) -> tuple[bool, str]:
     """Return (ready, the reason if it is not, or else the service's notes on its settings). With `attached` a worker is
-    ready only once it exchanges blocks with the kvbm."""
+    ready only once it exchanges blocks with the kvbm. A frontend is ready only once it knows all `models`."""
     noted: list[str] = []
     for url in (*launch.also, launch.observe):
-        healthy, said = await _health(url, attached=attached)
+        healthy, said = await _health(url, attached=attached, models=models)
         if not healthy:
             return False, said
         noted += [said] if said else []
     return True, "; ".join(noted)
 
 
-async def _health(url: str, *, attached: bool) -> tuple[bool, str]:
+async def _health(url: str, *, attached: bool, models: Sequence[str]) -> tuple[bool, str]:
     """Return what `health` does of one service."""
     try:
         status, body = await probe.get(f"{url}/health", timeout_s=2.0)
@@ -226,8 +241,10 @@ async def _health(url: str, *, attached: bool) -> tuple[bool, str]:
         fields = json.loads(body)
         if attached and ready and (missing := fields.get("no_hand_over")):
             return False, "not attached to the kvbm: " + "; ".join(map(str, missing))
+        if ready and (unknown := sorted(set(models).difference(fields.get("models", ())))):
+            return False, f"it does not know {', '.join(unknown)} yet"
         reasons = fields.get("notes" if ready else "reasons", [])
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, TypeError):
         reasons = []
     return ready, "; ".join(str(reason) for reason in reasons)
 

@@ -22,7 +22,7 @@ DISK_BYTES = 10 << 30
 """Default of `--kvbm-disk-bytes`."""
 ENGINES_WITH_STORE = ("native",)
 """Engines that have a block store by default."""
-ENGINES_WITHOUT_BLOCKS = ("echo", "attached")
+ENGINES_WITHOUT_BLOCKS = ("echo", "attached", "diffusers")
 """Engines that compute no blocks, or exchange none with a block store."""
 _SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:I?B|I)?|B)?")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

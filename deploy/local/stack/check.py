@@ -96,7 +96,9 @@ def _asked(options: UpOptions, model: bool) -> Mapping[ServiceName, str]:
 
 def _template_arguments(options: UpOptions, model: bool) -> list[str]:
     """Return the arguments of the check of template and tokenizer; empty if the template is one of ours and the
-    tokenizer not in a directory on this machine."""
+    tokenizer not in a directory on this machine, and for pictures, which need neither."""
+    if options.engine == "diffusers":
+        return []
     here = model and Path(options.model).is_dir()
     if options.chat_template and (here or options.chat_template not in NAMES):
         return [options.model, options.chat_template]

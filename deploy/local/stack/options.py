@@ -10,7 +10,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
-from deploy.local import install_vllm
+from deploy.local import install_diffusers, install_vllm
 from deploy.local.stack import gpus, servers
 from deploy.local.stack.block_store import parse_size, store_request
 from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus
@@ -19,6 +19,7 @@ from deploy.local.stack.stack import (
     LOOPBACK,
     AccessFiles,
     BlockStoreOptions,
+    DiffusersPlace,
     Gpus,
     ServiceName,
     Setting,
@@ -44,7 +45,7 @@ JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
-    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|role|turns)|turns-(device|awake)"
+    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|diffusers-gpu|role|turns)|turns-(device|awake)"
 )
 """Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
 
@@ -92,6 +93,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         vllm_python=vllm_python,
         vllm_args="" if flags.vllm_args is None else str(flags.vllm_args.absolute()),
         vllm_gpus=vllm_gpus,
+        diffusers=_diffusers() if flags.engine == "diffusers" else None,
         gpus=of_gpus,
         weights_bytes=weights_bytes,
         standby=flags.standby,
@@ -143,6 +145,10 @@ def _check(flags: UpFlags) -> UpFlags:
         raise ConfigError("--port is 1 to 65535")
     if flags.simulated and flags.engine != "simulated":
         raise ConfigError("--simulated needs --engine simulated")
+    if flags.engine == "diffusers" and not Path(flags.model).is_dir():
+        raise ConfigError(
+            "--engine diffusers needs --model DIRECTORY, a pipeline as diffusers' save_pretrained writes it"
+        )
     if flags.vllm_args is not None and flags.engine != "vllm":
         raise ConfigError("--vllm-args needs --engine vllm")
     if flags.vllm_args is not None and not flags.vllm_args.is_file():
@@ -161,19 +167,16 @@ def _check(flags: UpFlags) -> UpFlags:
 def _check_standby(flags: UpFlags) -> None:
     """Raise ConfigError if no engine can stand by."""
     others = {
-        f"--engine {flags.engine}": flags.engine in ("vllm", "attached"),
-        "--device cuda": flags.device == "cuda",
+        f"--engine {flags.engine}": flags.engine in ("vllm", "attached", "diffusers"),
         f"--tensor-parallel {flags.tensor_parallel}": flags.tensor_parallel > 1,
         "--models": bool(flags.models),
     }
     for other in (name for name, given in others.items() if given):
-        raise ConfigError(
-            f"--standby: not with {other}; the native engine on a CPU can stand by, as one rank of one model"
-        )
+        raise ConfigError(f"--standby: not with {other}; the native engine can stand by, as one rank of one model")
 
 
 def _check_tensor_parallel(flags: UpFlags) -> None:
-    """Raise ConfigError if the engine cannot be several ranks. The worker checks the model and the machine."""
+    """Raise ConfigError if the engine cannot be several ranks. The worker checks the model."""
     flag = f"--tensor-parallel {flags.tensor_parallel}"
     if not 1 <= flags.tensor_parallel <= 8:
         raise ConfigError(f"{flag}: it is 1 to 8")
@@ -185,6 +188,8 @@ def _check_tensor_parallel(flags: UpFlags) -> None:
         raise ConfigError(f"{flag}: engine {flags.engine} computes nothing; use --engine native")
     if flags.device == "cuda":
         raise ConfigError(f"{flag}: not built for --device cuda; vLLM spreads a model over GPUs (--engine vllm)")
+    if flags.on == "machine" and flags.tensor_parallel > (processors := usable_processors()):
+        raise ConfigError(f"{flag}: more ranks than the processors that can be used here ({processors})")
 
 
 def _check_ray(flags: UpFlags) -> None:
@@ -192,7 +197,7 @@ def _check_ray(flags: UpFlags) -> None:
     refused = {
         "--single": flags.single,
         "--weights-bytes": flags.weights_bytes not in ("", "0"),
-        "--engine attached": flags.engine == "attached",
+        f"--engine {flags.engine}": flags.engine in ("attached", "diffusers"),
         "--discovery file": flags.discovery == "file",
         "--tensor-parallel": flags.tensor_parallel != 1,
     }
@@ -329,6 +334,8 @@ def _gpus(flags: UpFlags) -> Gpus | None:
         return None
     if flags.engine == "vllm":
         raise ConfigError(f"--device cuda: vLLM computes on what it was installed for ({COMMAND} install-vllm)")
+    if flags.engine == "diffusers":
+        raise ConfigError("--device cuda: diffusers computes on the GPUs that it finds, without this flag")
     if flags.engine != "native":
         raise ConfigError(f"--device cuda: engine {flags.engine} computes nothing; use --engine native")
     if share is not None and not 0 < share <= 1:
@@ -361,6 +368,15 @@ def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting], workers: int) -> tup
         return assign_gpus(workers, sizes, list(map(str, range(workers * prod(sizes.values())))))
     visible = visible_gpus(gpus.ask_driver("--engine vllm", 0), environment().get("CUDA_VISIBLE_DEVICES"))
     return assign_gpus(flags.workers, parallel_sizes(settings, file), visible)
+
+
+def _diffusers() -> DiffusersPlace:
+    """Return what workers with diffusers compute with. Raise ConfigError if it is not installed."""
+    python = str(install_diffusers.require())
+    if install_diffusers.device_of() != "cuda":
+        return DiffusersPlace(python)
+    visible = visible_gpus(gpus.ask_driver("--engine diffusers", 0), environment().get("CUDA_VISIBLE_DEVICES"))
+    return DiffusersPlace(python, tuple(visible))
 
 
 def _settings(flag: str, given: Sequence[str]) -> dict[str, str | int | float]:

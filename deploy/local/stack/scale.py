@@ -38,7 +38,8 @@ class WantedWorkers(Struct, frozen=True, forbid_unknown_fields=True):
 
     workers: dict[str, Annotated[int, Meta(ge=0, le=MOST)]]
     first: list[int] = []
-    """Process ids of workers, in the order in which those that are too many leave; the others after them."""
+    """Process ids of the workers that report, in the order in which those that are too many leave. The others, which
+    serve nothing yet, leave before them."""
 
 
 class ScaleAnswer(Struct, frozen=True):
@@ -66,6 +67,15 @@ def changes(
         names = (name for index in range(2 * MOST) if (name := f"{prefix}-{index}") not in there)
         added += [(next(names), role, free.pop(0)) for _ in range(min(number - len(mine), len(free)))]
     return added, removed
+
+
+def leaving_order(
+    names: Sequence[str], there: Mapping[str, tuple[str, int]], pids: Mapping[str, int], first: Sequence[int]
+) -> list[str]:
+    """Return workers in the order in which they leave: those that are not in `first`, the youngest place first, then
+    those that are, in its order. *Pure.*"""
+    order = {pid: index for index, pid in enumerate(first)}
+    return sorted(names, key=lambda name: (order.get(pids.get(name, 0), -1), -there[name][1]))
 
 
 class ScaledWorkers:
@@ -130,10 +140,8 @@ class ScaledWorkers:
             self._leaving.add(name)
             shell.remove(name)
             return
-        order = {pid: index for index, pid in enumerate(wanted.first)}
-        pids = shell.pids()
-        staying = [name for name in self._there if name not in self._leaving]
-        staying.sort(key=lambda name: (order.get(pids.get(name, 0), len(order)), -self._there[name][1]))
+        names = [name for name in self._there if name not in self._leaving]
+        staying = leaving_order(names, self._there, shell.pids(), wanted.first)
         added, removed = changes(wanted.workers, self._there, staying, self._places)
         for name in removed:
             self._leaving.add(name)

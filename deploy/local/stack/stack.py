@@ -24,8 +24,6 @@ LOOPBACK = "127.0.0.1"
 SERVICE_DRAIN_S = 40.0
 """Seconds from SIGTERM to SIGKILL for a service. Above the services' own limits: a service drains, then ends by
 itself."""
-DEVICE = "cpu"
-"""The name of the device on which models take turns."""
 SINGLE = "single"
 """The name of the program that is frontend, router and worker."""
 SERVER_DRAIN_S = 5.0
@@ -73,6 +71,17 @@ class TurnModel(Struct, frozen=True):
 
     name: str
     path: str
+    chat_template: str = ""
+    sampling: Mapping[str, Value] = {}
+
+
+class DiffusersPlace(Struct, frozen=True):
+    """What workers with diffusers compute with."""
+
+    python: str
+    """Path of the Python of diffusers' environment."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that the workers take in turn. None if they compute on the CPU."""
 
 
 class UpOptions(Struct, frozen=True):
@@ -104,6 +113,8 @@ class UpOptions(Struct, frozen=True):
     policy: str = "kv"
     turns: Sequence[TurnModel] = ()
     """The models that take turns, one for each worker; `model` is the first of them. Empty if one model is served."""
+    turns_device: str = "cpu"
+    """The name of the device on which they take turns: no other machine of the fleet has one of that name."""
     awake: int = 1
     """The number of them that may be awake at once."""
     discovery: Literal["etcd", "file"] = "etcd"
@@ -117,6 +128,8 @@ class UpOptions(Struct, frozen=True):
     """Path of a file with arguments of vLLM. Empty if there is none."""
     vllm_gpus: tuple[str, ...] = ()
     """GPUs of each worker with vLLM. None if vLLM computes on the CPU."""
+    diffusers: DiffusersPlace | None = None
+    """What workers with diffusers compute with. None with another engine."""
     gpus: Gpus | None = None
     """None if workers compute on the CPU."""
     weights_bytes: int = 0
@@ -171,8 +184,8 @@ class Stack(Struct, frozen=True):
     access: AccessFiles = AccessFiles()
     common: Settings = {}
     """The settings that all services share: what connects them."""
-    by_turns: bool = False
-    """True if models take turns: `up` is ready once their workers are, as frontends know the models from then on."""
+    by_turns: tuple[str, ...] = ()
+    """The names of the models that take turns: `up` is ready once their workers are, and each frontend knows them."""
     other_role: str = ""
     """The role that other machines of the fleet bring; empty if this one needs no other."""
 
@@ -180,6 +193,11 @@ class Stack(Struct, frozen=True):
     def shares_blocks(self) -> bool:
         """Whether a flag lets kvbms of other machines read the blocks of this one."""
         return any(re.match("--peers[.-]listen=.", flag) for launch in self.launches for flag in launch.arguments)
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the model makes pictures or videos."""
+        return any('engine = "diffusers"' in text for text in self.files.values())
 
     @property
     def single(self) -> bool:
@@ -247,10 +265,11 @@ def plan(
     http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
     if options.frontends > 1:
         http["reuse_port"] = True
+    door: dict[str, Value | Mapping[str, Value]] = {"http": http, "access": {"keys_file": access.keys}}
+    if options.turns:
+        door = {"expected_models": [model.name for model in options.turns], **door}
     for name in _names("frontend", options.frontends):
-        service(
-            Program(name, 0, SERVICE_DRAIN_S), "frontend", common | {"http": http, "access": {"keys_file": access.keys}}
-        )
+        service(Program(name, 0, SERVICE_DRAIN_S), "frontend", {**common, **door})
     for name in _names("router", options.routers):
         service(Program(name, 2, SERVICE_DRAIN_S), "router", common | {"policy": options.policy})
     store = options.store
@@ -260,7 +279,8 @@ def plan(
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
         service(program, "kvbm", common | tiers(store, arenas=2 if options.encode else 1))
     if options.turns:
-        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | {"device": DEVICE, "awake": options.awake})
+        turns: dict[str, Value | Mapping[str, Value]] = {"device": options.turns_device, "awake": options.awake}
+        service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | turns)
     if options.weights_bytes:
         launches.append(_memory(options, state_dir, python))
     for index, (name, role) in enumerate(named_workers(options)):
@@ -269,9 +289,9 @@ def plan(
         service(program, "worker", settings, hands_over=bool(role))
     if options.single:
         launches = [_as_one(launches, python)]
-    by_turns = bool(options.turns)
     url = f"{'https' if access.tls_cert else 'http'}://127.0.0.1:{options.port}"
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
+    by_turns = tuple(model.name for model in options.turns)
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
 
 
@@ -383,17 +403,21 @@ def _memory(options: UpOptions, state_dir: StateDirectory, python: str) -> Launc
     return Launch(program, (python, "-P", "-m", "services.worker.memory", *flags))
 
 
+PICTURES: dict[str, Value] = {"max_running": 4, "stall_s": 600.0}
+"""Settings of workers that make pictures: each takes memory of its own, and a step of a large video takes minutes."""
+
+
 def worker_settings(
     options: UpOptions, index: int, role: str, state_dir: StateDirectory, cores: int
 ) -> dict[str, Value | Mapping[str, Value]]:
     """Return what only workers have in their settings. The worker `index` has the role `role`, or does all."""
-    own = options.turns[index] if options.turns else TurnModel(options.model_name, options.model)
+    own = options.turns[index] if options.turns else _one_model(options)
     at_once = options.awake if options.turns else options.workers
     settings: dict[str, Value | Mapping[str, Value]] = {
         "model": own.path,
         "model_name": own.name,
-        "chat_template": options.chat_template,
-        "sampling": options.sampling,
+        "chat_template": own.chat_template,
+        "sampling": own.sampling,
         "cache": options.cache or str(state_dir.models),
         "engine": options.engine,
         "threads": 0 if options.vllm_gpus else max(1, cores // at_once),  # vLLM on GPUs chooses better
@@ -405,7 +429,7 @@ def worker_settings(
     if options.weights_bytes:
         settings |= {"weights": {"memory": str(state_dir.weights)}}
     if options.turns:
-        settings |= {"turns": DEVICE}
+        settings |= {"turns": options.turns_device}
     if options.standby:
         settings |= {"standby": True}
     if role:
@@ -414,8 +438,12 @@ def worker_settings(
         settings |= {"vllm_python": options.vllm_python, "vllm_args": options.vllm_args}
     if options.vllm_gpus:
         settings |= {"vllm_gpus": options.vllm_gpus[index]}
+    if options.diffusers is not None:
+        taken = options.diffusers.gpus
+        gpu = {"gpu": taken[index % len(taken)]} if taken else {}
+        settings |= {"diffusers": {"python": options.diffusers.python, **gpu}, **PICTURES}
     if options.gpus is not None:
-        settings |= {"device": "cuda", "cuda": _cuda(options.gpus, index, options.workers)}
+        settings |= {"device": "cuda", "cuda": _cuda(options, options.gpus, index)}
     return settings
 
 
@@ -424,10 +452,18 @@ def _embeddings(options: UpOptions) -> dict[str, Value]:
     return {"embeddings": True} if options.encode else {}
 
 
-def _cuda(gpus: Gpus, worker: int, workers: int) -> dict[str, Value]:
-    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory."""
-    gpu = worker % gpus.count
-    sharing = len(range(gpu, workers, gpus.count))
+def _one_model(options: UpOptions) -> TurnModel:
+    """Return the model that all workers serve."""
+    return TurnModel(options.model_name, options.model, options.chat_template, options.sampling)
+
+
+def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
+    """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory; models take turns on the
+    first one."""
+    gpu, sharing = 0, options.awake
+    if not options.turns:
+        gpu = worker % gpus.count
+        sharing = len(range(gpu, options.workers, gpus.count))
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
-from deploy.local.stack.model_source import ModelSource
+from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
+from deploy.local.stack.model import NAME as BUNDLED
+from deploy.local.stack.model_source import ModelSource, find_default, find_source
 from deploy.local.stack.stack import TurnModel
 from deploy.local.table import size
 from deploy.local.usage import DEFAULT_MODEL, UpFlags
@@ -14,6 +20,10 @@ from shared.errors import ConfigError
 
 MOST_MODELS = 64
 """The most models of one `up`, and the most that take turns on a device."""
+HOST_CHARACTERS = 48
+"""The most characters of a host name in the name of a device."""
+BOOT_DIGITS = 4
+"""The digits of a digest of the boot's id in it."""
 ENGINES = ("native", "simulated", "echo")
 """The engines whose models take turns."""
 
@@ -34,14 +44,13 @@ def turn_words(flags: UpFlags) -> list[str]:
         "--encode": flags.encode is not None,
         "--single": flags.single,
         "--on ray": flags.on == "ray",
-        "--device cuda": flags.device == "cuda",
         "--tensor-parallel": flags.tensor_parallel != 1,
         f"--engine {flags.engine}": flags.engine not in ENGINES,
     }
     for flag, given in refused.items():
         if given:
             raise ConfigError(
-                f"{flag}: not with --models, whose models take turns on this machine's CPU, with a worker each"
+                f"{flag}: not with --models, whose models take turns on this machine, with a worker each"
                 " (docs/model_turns.md)"
             )
     words = [word.strip() for word in flags.models.split(",")]
@@ -75,6 +84,37 @@ def check_room(models: Sequence[TurnModel], awake: int, memory_bytes: int) -> No
             f"{setting}: {', '.join(name for _, name in largest)}, {size(needed_bytes)} of files, fit in no turn of"
             f" this machine's {size(memory_bytes)} of memory{again}"
         )
+
+
+def device_name(host: str, boot: str) -> str:
+    """Return the name of a machine's CPU as a device of the fleet: after its host name, and its boot's id (the kernel's
+    `boot_id`), since two machines may have one host name."""
+    told = re.sub(r"[^A-Za-z0-9_-]", "-", host)[:HOST_CHARACTERS] or "host"
+    number = sha256(boot.encode()).hexdigest()[:BOOT_DIGITS]
+    return f"{told}-cpu-{number}"
+
+
+def this_device() -> str:
+    """Return the name of this machine's CPU as a device of the fleet."""
+    boot = ""
+    with suppress(OSError):  # the host name must do
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return device_name(socket.gethostname(), boot)
+
+
+def find_model(word: str, cache: Path, *, weights: bool) -> ModelSource:
+    """Return a model of --models: the one that Headrace brings, by its name, or what --model takes. Raise
+    ConfigError."""
+    return find_default(cache) if _is_bundled(word) else find_source(word, weights=weights, flag="--models")
+
+
+def turn_model(word: str, name: str, path: Path) -> TurnModel:
+    """Return a model of --models, now that it is at `path`."""
+    return TurnModel(name, str(path), CHAT_TEMPLATE, SAMPLING) if _is_bundled(word) else TurnModel(name, str(path))
+
+
+def _is_bundled(word: str) -> bool:
+    return word == BUNDLED and not Path(word).exists()
 
 
 def weights_bytes(path: Path) -> int:

@@ -20,6 +20,7 @@ from typing import Any, assert_never
 
 from deploy.local.stack import servers
 from deploy.local.stack.announce import PROBE_EVERY_S, Announcer, health
+from deploy.local.stack.engine_errors import LogFollower, engine_error
 from deploy.local.stack.stack import Launch, Stack, UpOptions, plan, ports_needed
 from deploy.local.stack.supervise import (
     CONFIG_STATUS,
@@ -48,6 +49,8 @@ LOG_LIMIT_BYTES = 64 << 20
 """Size at which a log's content moves to a second file."""
 LOG_CHECK_S = 60.0
 DRAIN_REPORT_S = 3.0
+ENGINE_LOOK_S = 0.5
+"""Seconds between two looks at what workers have logged of their engines."""
 LINES_SHOWN = 10
 """Lines shown of the log of a program that cannot work."""
 
@@ -142,8 +145,8 @@ class Shell:
         self._supervisor = Supervisor([launch.program for launch in stack.launches])
         self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded: one exit for each child, and signals
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._returning: set[str] = set()
-        """Services that ended by themselves and have not been ready since."""
+        self._returning: dict[str, str] = {}
+        """Services that ended by themselves or lost their engine → what is said once they are ready."""
         self._restarts = asyncio.Event()
         """Set if there are some."""
         self._reason = ""
@@ -165,6 +168,7 @@ class Shell:
                     self._bound_logs(),
                     self._report_drains(),
                     self._report_returns(),
+                    self._report_engines(),
                 )
                 loops += (beside(self),) if beside is not None else ()
                 background = [tasks.create_task(loop) for loop in loops]
@@ -217,7 +221,7 @@ class Shell:
         for name in [name for name in self._launches if not self._supervisor.knows(name)]:
             if name not in self._adding:
                 del self._launches[name]
-                self._returning.discard(name)
+                self._returning.pop(name, None)
                 self._given_up.pop(name, None)
                 self._record()
 
@@ -241,8 +245,7 @@ class Shell:
                         ended = f"{name} ended ({_spell(status)}){wrong}"
                         self._terminal.notice(f"{ended}; it starts again in {delay_s} s{said}")
                         if self._launches[name].observe:
-                            self._returning.add(name)
-                            self._restarts.set()
+                            self._await_return(name, "has started again and is ready")
                     case Misconfigured(name, needed):
                         if self._launches[name].added:
                             self._given_up[name] = "".join(_tail(self._log(name), 1)) or "it ended without a word"
@@ -304,21 +307,37 @@ class Shell:
                 os.kill(process.pid, number)  # process.send_signal may take its status from asyncio
 
     async def _report_returns(self) -> None:
-        """Show that services which ended by themselves are ready."""
+        """Show that services which ended by themselves, or lost their engine, are ready."""
         while True:
             await self._restarts.wait()
-            for name in sorted(self._returning):
+            for name, said in sorted(self._returning.items()):
                 launch = self._launches.get(name)
                 if launch is None:
                     continue  # it was removed meanwhile
                 healthy, _ = await health(launch)
                 if healthy:
-                    self._terminal.notice(f"{name} has started again and is ready")
+                    self._terminal.notice(f"{name} {said}")
                 if healthy or not self._supervisor.knows(name) or self._supervisor.state(name) == "ended":
-                    self._returning.discard(name)
+                    self._returning.pop(name, None)
             if not self._returning:
                 self._restarts.clear()
             await asyncio.sleep(PROBE_EVERY_S)
+
+    def _await_return(self, name: str, said: str) -> None:
+        """Have it said when a service is ready again."""
+        self._returning[name] = said
+        self._restarts.set()
+
+    async def _report_engines(self) -> None:
+        """Show what workers log of engines that they have lost."""
+        follower = LogFollower()
+        while True:
+            for name, launch in list(self._launches.items()):
+                lines = follower.new_lines(self._log(name)) if launch.observe else []
+                for said in filter(None, map(engine_error, lines)):
+                    self._terminal.notice(f"{name}: {said}")
+                    self._await_return(name, "is ready again")
+            await asyncio.sleep(ENGINE_LOOK_S)
 
     async def _report_drains(self) -> None:
         """Show what the programs that drain wait for, when that has changed."""

@@ -146,7 +146,7 @@ class Known:
         if old_s is not None or (load is None and state != "starting"):
             state, per_s = "silent", None
         role = "" if row.role == "aggregated" else row.role
-        return _Worker(row.instance, state, model or "", role, row.device, row.machine, load, old_s, per_s)
+        return _Worker(row.instance, state, model or row.model, role, row.device, row.machine, load, old_s, per_s)
 
     def view(self, controls: Controls, clock: str) -> View:
         """Return the view; `clock` is the time of day, for people."""

@@ -44,6 +44,7 @@ from services.frontend.protocol.foreign import (
     placed,
     renaming,
     review,
+    with_images,
 )
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.messages import (
@@ -206,6 +207,7 @@ def as_chat(request: CountTokensRequest, support: ThinkingSupport, ignored: Igno
         **more,
     )
     table = placed(own_names, tools.places, "input_schema")
+    table = with_images(table, asked.messages, _image_places(request.messages), {"image_url": "source"})
     with renaming(table):
         chat.check_chat(asked, ignored)
     return asked, table
@@ -283,6 +285,17 @@ def _text(block: ThinkingBlock | ResultBlock) -> str:
             return block.text
         case _:
             return ""
+
+
+def _image_places(turns: Sequence[Turn]) -> list[str]:
+    """Return the places of the images that users show, in order."""
+    return [
+        f"messages[{at}].content[{number}]"
+        for at, turn in enumerate(turns)
+        if turn.role == "user" and not isinstance(turn.content, str)
+        for number, block in enumerate(turn.content)
+        if isinstance(block, ShownImage)
+    ]
 
 
 def _messages(turns: Sequence[Turn]) -> Iterator[ChatMessage]:

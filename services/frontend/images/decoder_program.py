@@ -11,7 +11,6 @@ Only the decoder of the format that the first bytes show is tried, and only the 
 
 from __future__ import annotations
 
-import binascii
 import hashlib
 import io
 
@@ -58,13 +57,21 @@ def _source(asked: Prepare) -> bytes:
     source = asked.source
     if asked.base64:
         try:
-            source = binascii.a2b_base64(source.translate(None, _SPACE), strict_mode=True)
-        except ValueError:
+            source = _from_base64(source)
+        except (ValueError, msgspec.ValidationError):
             first = "; leave out what is before its data" if source[:5].lower() == b"data:" else ""
             raise _Refused(f"has data that is not base64{first}") from None
     if len(source) > asked.bytes_limit:
         raise _Refused(f"has {len(source)} bytes, more than the limit of {asked.bytes_limit} (images.bytes)")
     return source
+
+
+def _from_base64(text: bytes) -> bytes:
+    """Return what a text in base64 says, which may have white space. Raise ValueError, msgspec.ValidationError."""
+    try:
+        return msgspec.convert(text.decode("ascii"), bytes)  # five times as fast as binascii
+    except msgspec.ValidationError:
+        return msgspec.convert(text.translate(None, _SPACE).decode("ascii"), bytes)
 
 
 def _format(source: bytes, stated: str) -> str:
@@ -104,7 +111,9 @@ def _pixels(source: bytes, kind: str, wanted: ImageInput, pixels_limit: int) -> 
 def _key(source: bytes, wanted: ImageInput) -> bytes:
     """Return the key of an image: of its file and of all that has prepared it."""
     how = f"headrace 1, Pillow {PIL.__version__}, {wanted.width} {wanted.height} {wanted.resize} {wanted.filter}\n"
-    return hashlib.sha256(how.encode() + source).digest()
+    digest = hashlib.sha256(how.encode())
+    digest.update(source)
+    return digest.digest()
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shared.messages.cards import ImageInput
 
@@ -29,6 +30,10 @@ class Prepare(Struct, frozen=True):
     """The largest number of bytes of the file."""
     pixels_limit: int
     """The largest number of pixels, decoded or resized."""
+
+    def without_source(self) -> Prepare:
+        """Return what is asked, of an empty source."""
+        return replace(self, source=b"")
 
 
 class Prepared(Struct, frozen=True):

@@ -1,8 +1,9 @@
 """Reads the images of requests: each is taken from the body or fetched, and decoded once, or refused by name.
 
 data URI ─────────────────────────────┐
-                                      ├─▶ a turn of images/decoder_program.py ─▶ key and pixels, or InvalidRequest
-URL ─▶ a turn to fetch ─▶ fetcher.py ─┘
+                                      ├─▶ prepared lately? ── yes ─▶ key and pixels
+URL ─▶ a turn to fetch ─▶ fetcher.py ─┘     │ no
+                                            └─▶ a turn of images/decoder_program.py ─▶ the same, or InvalidRequest
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from services.frontend.child_processes import ChildProcesses
 from services.frontend.config import ImagesConfig
 from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARED, Prepare, Prepared
 from services.frontend.images.fetcher import FetchFailed, ImageFetcher
+from services.frontend.images.prepared_images import PreparedImages, name_of
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.parts import ImageSource
 from shared.errors import InvalidRequest
@@ -37,6 +39,8 @@ class ImageReader:
         self._config = config
         self._fetcher = fetcher or ImageFetcher(config.hosts, bytes_limit=config.bytes, time_limit_s=config.fetch_s)
         self._fetches = Turnstile(FETCHES_LIMIT, FETCHES_LIMIT // 2)
+        self.prepared = PreparedImages(config.prepared_bytes)
+        """For reading only."""
         self._processes = ChildProcesses("services.frontend.images.decoder_program", "decoded the image")
 
     def check(self, sources: Sequence[ImageSource]) -> None:
@@ -59,40 +63,46 @@ class ImageReader:
         wanted: ImageInput,
         *,
         key: str = "",
+        salt: str = "",
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> list[Prepared]:
-        """Return the images of a request, prepared. `key` is the name of its API key. `waiting` counts the request
-        while it waits, and raises Overloaded at a limit. Raise InvalidRequest; Unavailable if an image cannot be
-        decoded now."""
+        """Return the images of a request, prepared. `key` is the name of its API key, `salt` that of its cached blocks.
+        `waiting` counts the request while it waits, and raises Overloaded at a limit. Raise InvalidRequest; Unavailable
+        if an image cannot be decoded now."""
         found: dict[str, Prepared] = {}
         with waiting():
             for number, source in enumerate(sources, 1):
                 if source.url not in found:
-                    found[source.url] = await self._read(source, number, wanted, key)
+                    found[source.url] = await self._read(source, number, wanted, key, salt)
         return [found[source.url] for source in sources]
 
     async def aclose(self) -> None:
         """End the processes and wait until they have ended."""
         await self._processes.aclose()
 
-    async def _read(self, source: ImageSource, number: int, wanted: ImageInput, key: str) -> Prepared:
+    async def _read(self, source: ImageSource, number: int, wanted: ImageInput, key: str, salt: str) -> Prepared:
         if source.url[: len(_DATA)].lower() == _DATA:
             stated, data = _split(source, number)
-            return await self._prepare(source, number, data.encode(), stated, wanted, key, base64=True)
+            asked = self._question(data.encode(), stated, wanted, base64=True)
+            return await self._prepare(source, number, asked, key, salt)
         await self._fetches.enter(key)
         try:
             try:
                 body, stated = await self._fetcher.fetch(source.url)
             except FetchFailed as wrong:
                 raise _refusal(source, number, str(wrong)) from None
-            return await self._prepare(source, number, body, stated, wanted, key, base64=False)
+            asked = self._question(body, stated, wanted, base64=False)
+            return await self._prepare(source, number, asked, key, salt)
         finally:
             self._fetches.leave(key)
 
-    async def _prepare(
-        self, source: ImageSource, number: int, data: bytes, stated: str, wanted: ImageInput, key: str, *, base64: bool
-    ) -> Prepared:
-        asked = Prepare(data, base64, stated, wanted, self._config.bytes, self._config.pixels)
+    def _question(self, data: bytes, stated: str, wanted: ImageInput, *, base64: bool) -> Prepare:
+        return Prepare(data, base64, stated, wanted, self._config.bytes, self._config.pixels)
+
+    async def _prepare(self, source: ImageSource, number: int, asked: Prepare, key: str, salt: str) -> Prepared:
+        name = name_of(asked, salt)
+        if (found := self.prepared.find(name)) is not None:
+            return found
         async with self._processes.turn(key) as ask:
             answer = await ask(msgspec.msgpack.encode(asked))
         if answer is None:
@@ -101,6 +111,7 @@ class ImageReader:
         prepared = PREPARED.decode(answer)
         if prepared.wrong:
             raise _refusal(source, number, prepared.wrong)
+        self.prepared.add(name, prepared)
         return prepared
 
 

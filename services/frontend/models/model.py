@@ -27,7 +27,7 @@ from shared import model_file
 from shared.chat_templates import NAMES
 from shared.errors import ModelError
 from shared.hashing import pack_tokens
-from shared.messages.cards import ImageInput, ModelCard, Pooling, SamplingDefaults
+from shared.messages.cards import ImageInput, ModelCard, PictureOutput, Pooling, SamplingDefaults
 from shared.model_files import templates
 from shared.model_files.special_tokens import read_named_tokens
 from shared.model_files.tokenizer import complete_tokenizer
@@ -111,6 +111,8 @@ class ModelLimits(Struct, frozen=True):
     """Whether all workers support `allowed_token_ids`."""
     generates: bool = True
     """Whether all workers answer with text."""
+    pictures: PictureOutput | None = None
+    """What the model makes that makes pictures, as the latest worker's card has it; None if it makes none."""
     images: ImageInput | None = None
     """How images are prepared; None if not all workers take them, prepared in the same way."""
 
@@ -131,6 +133,7 @@ def model_limits(cards: Sequence[ModelCard]) -> ModelLimits:
         all(card.prompt_logprobs for card in cards),
         all(card.allowed_tokens for card in cards),
         all(card.generates for card in cards),
+        cards[-1].pictures,
         cards[0].images if len({card.images for card in cards}) == 1 else None,
     )
 

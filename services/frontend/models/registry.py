@@ -9,6 +9,8 @@ The cards of a model have the same tokenizer, but their chat templates may diffe
 counts: that of the worker which started last, so that all frontends choose the same. While newer ones do not load,
 `card_faults` says why. When the card goes, the newest of the others takes its place.
 
+A model that is expected by the settings is not known before its worker is: requests wait for it, for a while.
+
 A model stays known when its last worker goes, so that its clients get 503 and not 404.
 
 A model that takes turns with others (docs/model_turns.md) is served while it sleeps too: its worker's entry in
@@ -19,6 +21,7 @@ base model of the same name comes first. The name that a card's server has for t
 another one has it (model_names.py). Both stay known for as long as the model, unless another one takes the name over.
 
 A card that names a server is of one that takes and gives text alone. Nothing is loaded for it, and `text_of` finds it.
+Nor is anything for a model that makes pictures, which `pictures_of` finds.
 
 The card has the text of a template that replaces the model's own: a name alone would mean another text in another
 version, and a path alone another file on another machine.
@@ -28,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -51,7 +54,7 @@ from services.frontend.models.model import (
 from services.frontend.models.model_names import ModelAliases, similar_names
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
-from shared.messages.cards import Instance, ModelCard, TurnTaker
+from shared.messages.cards import Instance, ModelCard, PictureOutput, TurnTaker
 from shared.rate_limited_log import RateLimitedLog
 
 RETRY_S = 5.0
@@ -59,6 +62,8 @@ RETRY_S = 5.0
 RESTART_S = 30.0
 """Seconds for which a model that takes turns stays known after its worker has gone: another one is likely to start, and
 requests wait for it."""
+EXPECTED_S = 30.0
+"""Seconds for which a request waits for an expected model that is not known yet."""
 MODELS_LIMIT = 256
 """The number of known models, with or without workers. Cards of further models are ignored with an error."""
 FAULTS_LISTED = 32
@@ -128,12 +133,22 @@ class _Entry:
                 f"its workers have the role {roles}, and none decodes: start one with the role decode or aggregated, or"
                 " resume one that is drained"
             )
-        return "" if self.model is not None or self.is_text else self.reason
+        return "" if self.model is not None or not self.has_tokenizer else self.reason
 
     @property
     def is_text(self) -> bool:
         """Whether the model's servers take and give text alone: then no tokenizer is loaded."""
         return any(card.server for card in self.cards.values())
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether the model makes pictures or videos."""
+        return any(card.pictures is not None for card in self.cards.values())
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a tokenizer is loaded for the model."""
+        return not (self.is_text or self.makes_pictures)
 
     def matches(self, card: ModelCard) -> bool:
         """Whether the loaded model is the card's."""
@@ -169,9 +184,11 @@ class ModelRegistry:
         tasks: asyncio.TaskGroup,
         pool: Executor,
         parsers: Callable[[str], ParserNames] = lambda _name: BY_TEMPLATE,
+        expected: Collection[str] = (),
     ) -> None:
         """Create it. `directories` has the path of a model's tokenizer that counts instead of that of the cards.
-        `parsers` returns the names of a model's parsers."""
+        `parsers` returns the names of a model's parsers, `expected` are models that workers will bring."""
+        self._expected = frozenset(expected)
         self._files = files
         self._directories = directories
         self._parsers = parsers
@@ -199,6 +216,21 @@ class ModelRegistry:
             self._loaded.clear()
             await self._loaded.wait()
 
+    async def wait_expected(self, name: str | None) -> None:
+        """Wait until a model that is expected is loaded, at most for EXPECTED_S. Any other name is not waited for."""
+        if name not in self._expected:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EXPECTED_S):
+                while self._is_to_come(name):
+                    self._loaded.clear()
+                    await self._loaded.wait()
+
+    def _is_to_come(self, name: str) -> bool:
+        """Return whether an expected model has had no worker yet, or its tokenizer is being loaded."""
+        entry = self._entries.get(name)
+        return entry is None or (bool(entry.cards) and entry.fault == _LOADING)
+
     def find(self, name: str | None) -> tuple[Model, ModelLimits]:
         """Return the model or the LoRA of that name, or the only model for None and an empty name. Raise InvalidRequest
         (404) for a name that no worker has served, and for a LoRA that was unloaded; Unavailable while it cannot be
@@ -212,11 +244,27 @@ class ModelRegistry:
             return self._find_lora(name, *lora)
         if self._loras.is_gone(name):
             raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
-        if not self._entries or name in self._directories:
+        if not self._entries or name in self._directories or name in self._expected:
             raise Unavailable(f"no worker serves the model {name!r} yet")
         known = {*self._entries, *self._loras.names}
         wrong = f"the model {name!r} does not exist; there is {', '.join(similar_names(name, known))}"
         raise InvalidRequest(wrong, param="model", code="model_not_found", status=404)
+
+    def pictures_of(self, name: str | None) -> tuple[str, PictureOutput]:
+        """Return the name of a model, or the only one for None and an empty name, and what pictures it makes. Raise
+        InvalidRequest for a model that makes none, and what `find` raises."""
+        name = self._own_name(name) if name else self._only_pictures()
+        entry = self._entries.get(name)
+        if entry is not None and entry.cards and not entry.fault and entry.limits.pictures is not None:
+            return name, entry.limits.pictures
+        self.find(name)
+        wrong = f"the model {name!r} makes no pictures; --engine diffusers serves those that do"
+        raise InvalidRequest(wrong, param="model", code="unsupported_value")
+
+    def _only_pictures(self) -> str:
+        """Return the only model that makes pictures, or else the only model."""
+        names = [name for name, entry in self._entries.items() if entry.makes_pictures]
+        return names[0] if len(names) == 1 else self._only()
 
     def text_of(self, name: str | None) -> str:
         """Return the model that a request means, if its servers take and give text alone. Empty otherwise."""
@@ -245,6 +293,9 @@ class ModelRegistry:
             raise Unavailable(f"no worker serves the model {name!r} now")
         if entry.is_text and not entry.fault:
             wrong = "has servers that take and give text alone: only over HTTP, and at paths that they have themselves"
+            raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
+        if entry.makes_pictures and not entry.fault:
+            wrong = "makes pictures: ask for them at /v1/images/generations or /v1/videos"
             raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
         if entry.model is None or entry.fault:
             raise Unavailable(f"the model {name!r} is not ready: {entry.fault}")
@@ -373,7 +424,7 @@ class ModelRegistry:
 
     async def _load(self, name: str, entry: _Entry) -> None:
         """Try until the newest card is loaded, or there are no cards."""
-        while entry.cards and not entry.is_text:
+        while entry.cards and entry.has_tokenizer:
             entry.changed.clear()
             if await self._load_newest(name, entry):
                 if not entry.failed:

@@ -28,6 +28,7 @@ from services.frontend.protocol.chat_chunks import (
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.embeddings import EmbeddingAnswer, EmbeddingRequest
 from services.frontend.protocol.operations import ForeignOperation, Operation
+from services.frontend.protocol.pictures import CompletedPicture, PartialPicture, PictureAnswer, PictureRequest
 from services.frontend.protocol.responses_events import Response, ResponseEvent
 from services.frontend.protocol.responses_items import INPUT_ITEMS
 from services.frontend.protocol.responses_request import ResponseRequest
@@ -163,6 +164,8 @@ tools: tools have different names, and `tool_choice` names some of them; their s
 64 KiB and 64 levels each and 512 KiB together; the model's template supports tools
 encoding_format: an input is not empty and fits into the context; a list holds token ids, which are one input, or at \
 most 2,048 inputs; all inputs have at most 1 Mi tokens together
+partial_images: the size, the steps, `guidance` and `negative_prompt` are what the model takes; `partial_images` needs \
+`stream`, which has one picture, as base64; `response_format: url` needs a server that keeps files
 dimensions: `dimensions` is at most the model's; some workers compute no embeddings
 response_format text: one constraint applies to an answer: `response_format`, exactly one member of \
 `structured_outputs`, or calls; together with tools, `response_format` is allowed only for models that write calls as \
@@ -215,6 +218,9 @@ DESCRIPTIONS: Mapping[Operation | ForeignOperation, OperationDescription] = {
         (*INPUT_ITEMS, *RESPONSE_TOOLS),
     ),
     "embeddings": OperationDescription("Return texts as vectors of their meaning", EmbeddingRequest, EmbeddingAnswer),
+    "pictures": OperationDescription(
+        "Make pictures from a text", PictureRequest, PictureAnswer, (PartialPicture, CompletedPicture)
+    ),
     "tokenize": OperationDescription("Return the tokens of a prompt or of messages", TokenizeRequest, Tokenized),
     "detokenize": OperationDescription("Return the text of tokens", DetokenizeRequest, Detokenized),
     "messages": OperationDescription(

@@ -93,11 +93,18 @@ class Exchange:
         """The bytes of the body that are kept."""
         return self._size_bytes
 
+    @property
+    def passes_answer(self) -> bool:
+        """Whether the request is on its way, and the text of its answer goes through here. Its gateway ends the stream,
+        once it has all of that."""
+        held = (ExchangeState.SENT, ExchangeState.ANSWERING, ExchangeState.ENDED)
+        return self._modes.response is BodyMode.FULL_DUPLEX_STREAMED and self.state in held
+
     def on(self, event: ExchangeEvent) -> list[ExchangeAction]:
         """Apply an event and return the actions that follow, in order."""
         self._leaving |= isinstance(event, PickerLeaves)
         actions = self._follow(event)
-        if self._leaving and not any(isinstance(action, EndStream) for action in actions):
+        if self._leaving and not self.passes_answer and not any(isinstance(action, EndStream) for action in actions):
             actions += self._leave()
         return actions
 
@@ -252,7 +259,7 @@ class Exchange:
     def _leave(self) -> list[ExchangeAction]:
         """End the stream, if the gateway can go on without it: the request is on its way, and no answer goes through
         here."""
-        passing = self._modes.response is BodyMode.FULL_DUPLEX_STREAMED and self.state is not ExchangeState.ENDED
+        passing = self.passes_answer and self.state is not ExchangeState.ENDED
         if passing or self.state in (ExchangeState.HEADERS, ExchangeState.BODY, ExchangeState.CHOOSING):
             return []
         self._end()

@@ -6,6 +6,12 @@
              prompts.py, then picks.py
 
 A stream is one task, which gRPC cancels when its gateway is gone. Whatever ends it frees its reservation.
+
+    serve ── stop ─▶ leave: new streams are served too, and each ends as soon as its gateway can go on without it
+                       └── none is open, but those whose answer's text passes through here ─▶ gRPC's GOAWAY ─▶ ended
+
+gRPC refuses what comes after its GOAWAY, and closes a connection with its last stream. What a gateway has not read of
+it by then may be lost. So streams end first: a gateway confirms the GOAWAY, and has read their ends by then.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any, assert_never
 
 import grpc
@@ -97,8 +104,13 @@ class PickerStream:
         self._status = GONE
         self._begun_s = time.perf_counter()
 
+    @property
+    def passes_answer(self) -> bool:
+        """Whether only the text of an answer, which goes through here, keeps it open."""
+        return self._exchange.passes_answer
+
     def leave(self) -> None:
-        """Make it end soon, if its gateway can go on without it."""
+        """Make it end as soon as its gateway can go on without it."""
         if not self._leaving.done():
             self._leaving.set_result(None)
 
@@ -128,7 +140,7 @@ class PickerStream:
                 await self._follow(ChoiceRefused(failure_of(why), str(why)), pick)
                 return
             while (event := await self._next()) is not None and await self._follow(event, pick):
-                pass
+                self._picker.note_progress()
 
     async def _next(self) -> ExchangeEvent | None:
         """Return what happens next. None if the gateway has ended the stream. Raise ProtocolError."""
@@ -246,6 +258,9 @@ class PickerPort:
         self.limited_log = RateLimitedLog()
         self.streams: set[PickerStream] = set()
         """The streams that are open."""
+        self._leaving = False
+        self._progress = asyncio.Event()
+        """Set when a stream may have become one that is not waited for."""
         self.metrics.picker_streams.set_function(lambda: len(self.streams))
         options = {
             "grpc.max_receive_message_length": RECEIVE_LIMIT_BYTES,
@@ -282,19 +297,35 @@ class PickerPort:
         _log.info("the endpoint picker listens at %s%s", address, ", with TLS" if config.tls_cert else "")
 
     async def stop(self, limit_s: float) -> None:
-        """Take no new streams, end those whose gateways can go on without, and after `limit_s` the others."""
+        """Serve until a moment at which no gateway waits for a choice, then take no new streams, and end after
+        `limit_s` those that are left."""
+        until_s = asyncio.get_running_loop().time() + limit_s
         self._health.end()
+        self._leaving = True
         for stream in list(self.streams):
             stream.leave()
-        await self._server.stop(limit_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                while not all(stream.passes_answer for stream in self.streams):
+                    self._progress.clear()
+                    await self._progress.wait()
+        await self._server.stop(max(0.0, until_s - asyncio.get_running_loop().time()))
+
+    def note_progress(self) -> None:
+        """Look whether the streams that are open are still waited for, if this port is about to end."""
+        self._progress.set()
 
     async def _process(self, _: object, context: Any) -> None:
         stream = PickerStream(self, context)
         self.streams.add(stream)
-        try:
-            await stream.run()
-        finally:
-            self.streams.discard(stream)
+        context.add_done_callback(partial(self._ended, stream))  # its status has been sent by then
+        if self._leaving:
+            stream.leave()
+        await stream.run()
+
+    def _ended(self, stream: PickerStream, _: object) -> None:
+        self.streams.discard(stream)
+        self.note_progress()
 
     def faults(self) -> Sequence[str]:
         """Return why no endpoint would be chosen; empty if one would."""

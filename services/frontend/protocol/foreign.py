@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from services.frontend.protocol.chat_chunks import Usage
 from services.frontend.protocol.decoding import Harmless, check_not_built, not_supported
 from services.frontend.protocol.ignored_fields import Advisory, IgnoredFields, ItemCount
+from services.frontend.protocol.messages import ChatMessage, image_parts
 from shared.errors import InvalidRequest
 
 _PLACE = re.compile(r"\[\d+\]")
@@ -84,6 +85,7 @@ class ThinkingSupport(Struct, frozen=True):
 
 Names = Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 """Patterns of a chat's fields, and what stands for the match in another API."""
+_IMAGE = re.compile(r"^(messages\[\d+\]\.content\[\d+\])\.(type|image_url|file_id)")
 _TOOL = re.compile(r"^tools\[(\d+)\]\.function(\.parameters)?")
 
 
@@ -99,6 +101,23 @@ def placed(table: Names, places: Sequence[str], parameters: str) -> Names:
         return places[int(found[1])] + (f".{parameters}" if found[2] else "")
 
     return [(_TOOL, place), *table]
+
+
+def with_images(
+    table: Names, messages: Sequence[ChatMessage], places: Sequence[str], fields: Mapping[str, str] = {}
+) -> Names:
+    """Return a table that also names the place of each image of a chat in another API, whose `places` are in the same
+    order. Images before these are of a stored response. `fields` has the names of a part's fields that differ."""
+    here = [where for where, _ in image_parts(messages)]
+    if not here:
+        return table
+    own = dict(zip(reversed(here), reversed(places), strict=False))
+
+    def place(found: re.Match[str]) -> str:
+        where = own.get(found[1])
+        return "previous_response_id" if where is None else f"{where}.{fields.get(found[2], found[2])}"
+
+    return [(_IMAGE, place), *table]
 
 
 @contextmanager

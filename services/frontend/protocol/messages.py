@@ -10,7 +10,7 @@ be sent back. Arguments of calls are any text, ids may be missing or repeated, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -26,6 +26,7 @@ from services.frontend.protocol.parts import (
     Unread,
     detail_of,
     image_of,
+    not_of_user,
     text_of_content,
     thinking_of_content,
     unseen_parts,
@@ -143,8 +144,12 @@ def check_message(message: ChatMessage, where: str, ignored: IgnoredFields = REF
                 field = f"{where}.content[].{kind}.detail"
                 ignored.add_or_raise(field, not_supported(f"{where}.content[{at}].detail"))
             continue
-        noted = ignored if message.role == "tool" else REFUSE
-        noted.add_or_raise(f"{where}.content[].{kind}", part_not_served(f"{where}.content[{at}].type", kind))
+        if message.role == "tool":
+            ignored.add_or_raise(f"{where}.content[].{kind}", part_not_served(f"{where}.content[{at}].type", kind))
+        elif isinstance(part, ImagePart):
+            raise not_of_user(f"{where}.content[{at}].type", message.role)
+        else:
+            raise part_not_served(f"{where}.content[{at}].type", kind)
     if message.content is None and message.role in ("system", "developer", "user"):
         raise field_error(f"{where}.content", "the message has no content")
 
@@ -156,15 +161,17 @@ def text_of(message: ChatMessage) -> str:
     return "\n".join(filter(None, (said, message.refusal)))
 
 
+def image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, ImagePart]]:
+    """Yield the images that users show, in order, each after its place in the body."""
+    for at, message in enumerate(messages):
+        for place, part in unseen_parts(message.content if message.role == "user" else None):
+            if isinstance(part, ImagePart):
+                yield f"messages[{at}].content[{place}]", part
+
+
 def images_of(messages: Sequence[ChatMessage]) -> list[ImageSource]:
-    """Return the images that users show, in order."""
-    return [
-        image_of(part, f"messages[{at}].content[{place}]")
-        for at, message in enumerate(messages)
-        if message.role == "user"
-        for place, part in unseen_parts(message.content)
-        if isinstance(part, ImagePart)
-    ]
+    """Return the images that users show, in order. Raise InvalidRequest for one that is nowhere."""
+    return [image_of(part, where) for where, part in image_parts(messages)]
 
 
 def messages_as_rendered(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -9,7 +9,15 @@ from msgspec import Struct
 from shared.messages.cards import SamplingDefaults
 
 Operation = Literal[
-    "chat", "completions", "embeddings", "responses", "retrieve_response", "delete_response", "tokenize", "detokenize"
+    "chat",
+    "completions",
+    "embeddings",
+    "responses",
+    "retrieve_response",
+    "delete_response",
+    "tokenize",
+    "detokenize",
+    "pictures",
 ]
 """An operation of the API. Over NATS it is the last token of the subject."""
 PATHS: dict[Operation, str] = {
@@ -17,6 +25,7 @@ PATHS: dict[Operation, str] = {
     "completions": "/v1/completions",
     "responses": "/v1/responses",
     "embeddings": "/v1/embeddings",
+    "pictures": "/v1/images/generations",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }

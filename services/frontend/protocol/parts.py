@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.errors import field_error
+from shared.errors import InvalidRequest
 
 PARTS_LIMIT = 4096
 """Content parts of one message."""
@@ -115,11 +116,20 @@ class ImageSource(Struct, frozen=True):
 
 def image_of(part: ImagePart, where: str) -> ImageSource:
     """Return the image of a part at this place. Raise InvalidRequest if it has none."""
+    if isinstance(part, InputImage) and part.file_id:
+        why = "files are not kept here; give `image_url` in its place, a data URI or a URL (docs/images.md)"
+        raise field_error(f"{where}.file_id", why, "unsupported_value")
     given = part.image_url
     url = given.url if isinstance(given, ImageLink) else given
     if not url:
-        raise field_error(f"{where}.image_url", "needed: a data URI, or a URL")
+        raise field_error(f"{where}.image_url", "needed: a data URI, or a URL (docs/images.md)")
     return ImageSource(f"{where}.image_url", url)
+
+
+def not_of_user(field: str, role: str) -> InvalidRequest:
+    """Return the error for an image in a message of another role than the user's."""
+    why = f"images are not served in messages of role {role[:64]!a}; show them in one of role 'user'"
+    return field_error(field, f"{why} (docs/images.md)", "unsupported_value")
 
 
 def detail_of(part: ImagePart) -> str:

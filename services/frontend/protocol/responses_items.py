@@ -26,9 +26,11 @@ from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredF
 from services.frontend.protocol.messages import Call, CalledFunction, CalledName, ChatMessage
 from services.frontend.protocol.parts import (
     PARTS_LIMIT,
+    ImagePart,
     ResultContent,
     SeenContent,
     Unread,
+    not_of_user,
     text_of_content,
     unseen_parts,
 )
@@ -275,10 +277,23 @@ def _decode_item(raw: bytes, where: str, ignored: IgnoredFields) -> InputItem:
             ignored.add_or_raise(f"input[].output[].{kind}", part_not_served(f"{where}.output[{at}].type", kind))
     if isinstance(item, InputMessage) and item.role != "user":
         for at, part in unseen_parts([*item.content] if isinstance(item.content, list) else None):
+            if isinstance(part, ImagePart):
+                raise not_of_user(f"{where}.content[{at}].type", item.role)
             raise part_not_served(f"{where}.content[{at}].type", str(part.__struct_config__.tag))
     if isinstance(item, PastThought) and item.content and item.summary:
         ignored.add_or_raise("input[].summary", not_supported(f"{where}.summary"))
     return item
+
+
+def image_places(items: Sequence[InputItem]) -> list[str]:
+    """Return the places of the images that users show, in order."""
+    return [
+        f"input[{at}].content[{place}]"
+        for at, item in enumerate(items)
+        if isinstance(item, InputMessage) and item.role == "user"
+        for place, part in unseen_parts([*item.content] if isinstance(item.content, list) else None)
+        if isinstance(part, ImagePart)
+    ]
 
 
 def added_tools(items: Iterable[InputItem]) -> list[tuple[str, msgspec.Raw]]:

@@ -15,7 +15,7 @@ from services.frontend.protocol import chat, structured
 from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.foreign import Names, names, placed, renaming
+from services.frontend.protocol.foreign import Names, names, placed, renaming, with_images
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.messages import MESSAGES_LIMIT, ChatMessage
 from services.frontend.protocol.reasoning import Effort, ThinkingBudget
@@ -26,6 +26,7 @@ from services.frontend.protocol.responses_items import (
     added_tools,
     check_calls,
     decode_items,
+    image_places,
     messages_of,
 )
 from services.frontend.protocol.responses_tools import AnyTool, ResponseToolChoice, ResponseTools, decode_tools
@@ -141,6 +142,10 @@ class DecodedRequest(Struct, frozen=True):
         """The names of a chat's fields in this request."""
         return placed(NAMES, self.tools.places, "parameters")
 
+    def names_in(self, messages: Sequence[ChatMessage]) -> Names:
+        """Return the names of a chat's fields in this request, given the chat's messages."""
+        return with_images(self.names, messages, image_places(self.items))
+
     @property
     def is_stored(self) -> bool:
         """Whether the response is to be stored."""
@@ -208,7 +213,7 @@ def as_chat(asked: DecodedRequest, before: Sequence[ChatMessage], ignored: Ignor
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         **{field: getattr(request, field) for field in _AS_IN_CHAT},
     )
-    with renaming(asked.names):
+    with renaming(asked.names_in(as_asked.messages)):
         chat.check_chat(as_asked, ignored)
     return as_asked
 

@@ -88,6 +88,13 @@ class EmitPromptLogprobs(Struct, frozen=True):
     given: PromptLogprobs
 
 
+class EmitStep(Struct, frozen=True):
+    """Pass on that a step of a picture has ended."""
+
+    step: int
+    preview: bytes
+
+
 class WithdrawAttempt(Struct, frozen=True):
     """Send Cancel for an attempt to its worker."""
 
@@ -118,6 +125,8 @@ class Finish(Struct, frozen=True):
     """`stop` or `length`."""
     embedding: bytes = b""
     """The embedding as `Part.embedding` has it; empty for text."""
+    file: bytes = b""
+    """The file of a picture; empty for text."""
     stop_token: int | None = None
     """The token that ended the output, which was not passed on; None if another reason ended it."""
     stop_logprob: TokenLogprob | None = None
@@ -138,6 +147,7 @@ Action = (
     | HandOver
     | EmitTokens
     | EmitPromptLogprobs
+    | EmitStep
     | WithdrawAttempt
     | CountLoss
     | PublishLoad

@@ -1,6 +1,6 @@
 """The calls of a request to routers and workers over the bus.
 
-SelectWorker     ─▶ turn_waits.py, if the model sleeps  ─▶ TurnWaited
+SelectWorker     ─▶ turn_waits.py, if the model sleeps, also as routers say it before discovery does  ─▶ TurnWaited
                  ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
 DispatchAttempt  ─▶ images_apart.py, if images are encoded elsewhere first
                  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
@@ -21,7 +21,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
 from services.frontend.requests.events import AnswerMissed, Event, TurnWaited, Unreachable, Unrouted, Unsendable
 from services.frontend.requests.images_apart import ImagesElsewhere
-from services.frontend.requests.router_tries import RouterTries
+from services.frontend.requests.router_tries import RouterTries, some_card_serves
 from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.requests.turn_waits import TurnWaits
 from shared import subjects
@@ -34,7 +34,7 @@ from shared.errors import (
     RequestTimeout,
     Unavailable,
 )
-from shared.hashing import embedding_key, pack_tokens
+from shared.hashing import pack_tokens, salted_image_key
 from shared.messages.generate import GENERATE, GENERATE_REPLY, Generate
 from shared.messages.select import SELECT, SELECT_REPLY, Select, SelectRefused, SelectReply
 from shared.runtime.runtime import Runtime
@@ -75,13 +75,33 @@ class BusCalls:
             headers=None if stream.spans is None else stream.spans.select_headers,
             log_fields=stream.log_fields,
         )
-        if answer is not None:
+        if answer is None:
+            return
+        if self._lost_its_turn(stream, answer):
+            await self._wait_awake(stream, action)
+        else:
             self._feed(stream, answer)
+
+    def _lost_its_turn(self, stream: Stream, answer: SelectReply | Unrouted) -> bool:
+        """Return whether routers know no worker because its model falls asleep, or has just woken: routers and this
+        frontend follow discovery independently."""
+        request = stream.request
+        if not isinstance(answer, SelectRefused) or answer.code not in ("no_instances", "unknown_model"):
+            return False
+        if not self._turn_waits.takes_turns(request.model):
+            return False
+        cards = self._runtime.directory.cards.values()
+        return self._turn_waits.is_asleep(request.model) or some_card_serves(cards, request.model, request.lora)
 
     async def _wait_awake(self, stream: Stream, action: SelectWorker) -> None:
         now, session = asyncio.get_running_loop().time, stream.session
         began_s = now()
-        why = await self._turn_waits.wait_awake(stream.request.model, lambda: session.is_choosing(action.attempt))
+        attempt, since_s = stream.turn_wait
+        if attempt != action.attempt:  # else it goes on: its model has been awake meanwhile, without this attempt
+            since_s = began_s
+            stream.turn_wait = action.attempt, began_s
+        is_wanted = partial(session.is_choosing, action.attempt)
+        why = await self._turn_waits.wait_awake(stream.request.model, since_s, is_wanted)
         slept_s = now() - began_s
         stream.slept_s += slept_s
         note = f"its model slept; it waited {slept_s:.1f} s for the model's turn"
@@ -156,12 +176,13 @@ class BusCalls:
             wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
             time_left_s=max(0.0, request.deadline - now),
             whole=bool(request.embedding_size)
+            or request.picture is not None
             or request.prompt_only
             or request.prompt_entries is not None
             or self._is_forgotten(request),
             images=len(request.images),
             image_tokens=sum(image.tokens for image in request.images),
-            image_hashes=b"".join(embedding_key(image.key, request.salt)[:8] for image in request.images),
+            image_hashes=b"".join(salted_image_key(image.key, request.salt)[:8] for image in request.images),
             image_ends=tuple(image.start + image.tokens for image in request.images),
         )
 
@@ -240,6 +261,7 @@ class BusCalls:
             salt=request.salt,
             priority=request.priority,
             images=request.images,
+            picture=request.picture,
             prefill_by=action.prefill if isinstance(action, AnnounceAttempt) else "",
         )
 
@@ -249,12 +271,14 @@ class BusCalls:
         sampling = request.sampling
         with_prompt = sampling.prompt_logprobs >= 0
         masked = sampling.grammar or sampling.allowed_tokens
-        more = sampling.logit_bias or sampling.min_tokens or sampling.pooling or request.images
+        more = sampling.logit_bias or sampling.min_tokens or sampling.pooling or request.images or request.picture
         if not (masked or with_prompt or more):
             return ""
         card = self._runtime.directory.cards.get((request.model, instance))
         if request.images and not (card is not None and card.images == request.image_input):
             return "it does not take images that are prepared in this way"
+        if request.picture is not None and not (card is not None and card.pictures is not None):
+            return "it does not make pictures"
         if sampling.grammar and not (card is not None and card.grammars):
             return "it does not support grammars"
         if sampling.logit_bias and not (card is not None and card.biases):

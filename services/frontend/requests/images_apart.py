@@ -15,7 +15,7 @@ from services.frontend.requests.actions import ImagesApart
 from services.frontend.requests.stream import InferenceRequest
 from shared import subjects
 from shared.errors import PayloadTooLarge, ProtocolError, Unavailable
-from shared.hashing import embedding_key
+from shared.hashing import salted_image_key
 from shared.messages.encode import ENCODE, ENCODED, Encode
 from shared.messages.generate import Image
 from shared.runtime.runtime import Runtime
@@ -50,7 +50,7 @@ class ImagesElsewhere:
 
     async def _encode(self, request: InferenceRequest, image: Image, instance: str, wait_s: float) -> str:
         """Return why the image was not encoded. Empty if it was."""
-        order = Encode(request.model, embedding_key(image.key, request.salt), image.pixels, wait_s)
+        order = Encode(request.model, salted_image_key(image.key, request.salt), image.pixels, wait_s)
         subject = subjects.worker(self._runtime.namespace, instance, "encode")
         try:
             reply = await self._runtime.bus.request(subject, ENCODE.encode(order), timeout_s=wait_s)

@@ -34,6 +34,11 @@ class RouterTry(Struct, frozen=True):
     """Whether an earlier question had no answer."""
 
 
+def some_card_serves(cards: Iterable[ModelCard], model: str, lora: str) -> bool:
+    """Return whether one of the cards is that of a worker which serves the model, with this LoRA if it has a name."""
+    return any(card.model == model and card.decodes and (not lora or lora in card.lora) for card in cards)
+
+
 class RouterTries:
     """The questions of one choice. Times are seconds on one clock."""
 
@@ -86,9 +91,7 @@ class RouterTries:
         that this frontend knows, or of its LoRA: both follow discovery independently. Then the answer is `stale`."""
         if not isinstance(answer, SelectRefused) or answer.code not in ("unknown_model", "no_instances"):
             return True
-        if not any(
-            card.model == self._model and card.decodes and (not self._lora or self._lora in card.lora) for card in cards
-        ):
+        if not some_card_serves(cards, self._model, self._lora):
             return True
         self.stale = answer
         return False

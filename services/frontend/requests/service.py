@@ -156,6 +156,7 @@ class RequestService:
             grammar_param=request.grammar_param,
             wait_s=0.0 if request.is_follower else self.limits.wait_s,
             prompt_logprobs=0 if request.prompt_entries is None else request.prompt_tokens - 1,
+            makes_picture=request.picture is not None,
         )
         metrics = self._metrics.of_model(request.model)
         stream = Stream(request, session, metrics, selector, started=self._now())
@@ -254,8 +255,8 @@ class RequestService:
             match action:
                 case actions.EmitTokens():
                     self._emit_tokens(stream, action)
-                case actions.EmitPromptLogprobs():
-                    stream.add_prompt_logprobs(action.given)
+                case actions.EmitPromptLogprobs() | actions.EmitStep():
+                    self._emit_other(stream, action)
                 case actions.SelectWorker():
                     tasks.create_task(self.calls.select_worker(stream, action), name=f"select {name}")
                 case actions.RetryLater():
@@ -338,6 +339,13 @@ class RequestService:
         if stream.add_tokens(action.tokens, action.logprobs):
             self._feed(stream, events.StopFound())
 
+    def _emit_other(self, stream: Stream, action: actions.EmitPromptLogprobs | actions.EmitStep) -> None:
+        if isinstance(action, actions.EmitPromptLogprobs):
+            stream.add_prompt_logprobs(action.given)
+        else:
+            stream.waiting_since = self._now()  # `first_token_s` bounds the time until the next step
+            stream.show_step(action.step, action.preview)
+
     def _close(self, stream: Stream) -> None:
         """Forget a request whose session has ended. Idempotent."""
         if self._running.get(stream.request.id) is not stream:
@@ -350,7 +358,7 @@ class RequestService:
             stream.spans.close(stream.request.trace.now_ns(), "" if stream.ended else "the client has left")
         assert stream.timer is not None
         stream.timer.cancel()
-        if not stream.request.embedding_size:
+        if not stream.request.embedding_size and stream.request.picture is None:
             stream.metrics.output_tokens.observe(len(stream.session.tokens))
         if stream.request.served is not None:
             session, request = stream.session, stream.request

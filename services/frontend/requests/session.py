@@ -38,6 +38,7 @@ from services.frontend.requests.actions import (
     CountLoss,
     DispatchAttempt,
     EmitPromptLogprobs,
+    EmitStep,
     EmitTokens,
     Fail,
     Finish,
@@ -72,6 +73,8 @@ from shared.messages.frames import NOT_BEGUN, NOT_FINITE, SHUTTING_DOWN, UNFOLLO
 from shared.messages.generate import Accepted, Refused
 from shared.messages.select import Finished, Prefilled, Selected, SelectRefused
 
+FILE_BYTES = 256 << 20
+"""The most bytes of the file of a picture or a video."""
 RETRY_MOST_S = 60.0
 """The longest Retry-After, in seconds, of a request whose worker had no room for it in time."""
 
@@ -97,6 +100,7 @@ class Session:
         grammar_param: str = "",
         wait_s: float = 0.0,
         prompt_logprobs: int = 0,
+        makes_picture: bool = False,
     ) -> None:
         """Create a session.
 
@@ -104,12 +108,15 @@ class Session:
         `grammar_param`: the field of the body that the grammar comes from.
         `wait_s`: the seconds that a request without a lost attempt may wait in workers' queues. 0 means until its
         deadline. `prompt_logprobs`: the prompt tokens whose log-probabilities must come before the first token. 0 if
-        none must.
+        none must. `makes_picture`: the answer is the file of a picture, and has no tokens.
         """
         self._wait_s = wait_s
         self._grammar_param = grammar_param
         self._retries = RetryBudget() if tries is None else tries
         self._embedding_bytes = embedding_bytes
+        self._makes_picture = makes_picture
+        self._file = bytearray()
+        """What this attempt has brought of the picture's file."""
         self.request = request
         self.max_tokens = max_tokens
         self.state = State.CHOOSING
@@ -276,6 +283,11 @@ class Session:
             actions.append(EmitPromptLogprobs(given))
         if self.prompt_logprobs.lacks(part):
             return actions + self._attempt_lost("gap", "log-probabilities of the prompt were lost")
+        if part.picture is not None:
+            if part.picture.first != len(self._file) or len(self._file) + len(part.picture.content) > FILE_BYTES:
+                return actions + self._attempt_lost("gap", "a piece of the picture was lost, or it is too large")
+            self._file += part.picture.content
+            actions.append(EmitStep(part.picture.step, part.picture.preview))
         self.state = State.STREAMING
         if new:
             actions += self._receive(new, part, known)
@@ -285,10 +297,11 @@ class Session:
         """Handle the last part of an attempt, which brought `new` tokens."""
         match part.finish:
             case "stop" | "length":
-                prefilled = self._prefill(part) if part.embedding else []
+                prefilled = self._prefill(part) if part.embedding or part.picture is not None else []
                 ends = bool(new) and part.finish == "stop"
                 logprob = part.logprobs[-1] if ends and part.logprobs is not None else None
-                last = Finish(part.finish, part.embedding, new[-1] if ends else None, logprob)
+                file = bytes(self._file)
+                last = Finish(part.finish, part.embedding, file, new[-1] if ends else None, logprob)
                 return prefilled + self._end([last], withdraw=False)
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
@@ -328,7 +341,9 @@ class Session:
         """Return whether the part agrees with itself and with the request, so that reading it cannot fail."""
         count, rest = divmod(len(part.tokens), 4)
         embedding_bytes = self._embedding_bytes if part.finish in ("stop", "length") else 0
-        most_tokens = 0 if self._embedding_bytes else self.max_tokens
+        most_tokens = 0 if self._embedding_bytes or self._makes_picture else self.max_tokens
+        if (part.picture is not None) != self._makes_picture and (part.picture or part.finish in ("stop", "length")):
+            return False
         if rest or part.first < 0 or part.first + count > most_tokens or len(part.embedding) != embedding_bytes:
             return False
         if part.prompt_logprobs is not None and not self.prompt_logprobs.is_sound(part.prompt_logprobs):
@@ -407,6 +422,7 @@ class Session:
     def _next(self) -> list[Action]:
         self.attempt = self._last_attempt = self._last_attempt + 1
         self._answer_missed = False
+        self._file.clear()
         self._retries.attempt_started()
         return self._ask()
 

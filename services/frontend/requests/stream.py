@@ -31,7 +31,7 @@ from services.frontend.tool_parsers.parse_result import join_pieces
 from shared.errors import HeadraceError
 from shared.messages.cards import ImageInput
 from shared.messages.frames import PromptLogprobs, TokenLogprob
-from shared.messages.generate import Image, Sampling
+from shared.messages.generate import Image, Picture, Sampling
 
 T = TypeVar("T")
 
@@ -82,6 +82,8 @@ class InferenceRequest(Struct, frozen=True):
     """The trace of the whole request. None if it is not traced."""
     images: tuple[Image, ...] = ()
     """The images of the prompt, which all attempts carry."""
+    picture: Picture | None = None
+    """The picture to make; None if text or an embedding is asked for. Its steps stand for the prompt's tokens."""
     image_input: ImageInput | None = None
     """How they were prepared, as the cards of the model's workers say."""
     prompt_only: bool = False
@@ -148,6 +150,8 @@ class Stream:
         """When the current attempt last gave a sign of life."""
         self.worker = ""
         """The worker of the latest attempt. Empty if there was none."""
+        self.turn_wait: tuple[int, float] = (0, 0.0)
+        """The attempt that waits for its model's turn, or waited last, and since when it has."""
         self.slept_s = 0.0
         """The seconds for which it waited for its model's turn: no worker could have begun it then."""
         self.accepted = started
@@ -170,6 +174,14 @@ class Stream:
         """Whether the reader must wake for the first token, even if it brings no text."""
         self.embedding = b""
         """The embedding as `Part.embedding` has it, once the request has ended with one."""
+        self.step = 0
+        """How many steps of its picture have ended, of the latest attempt."""
+        self.preview = b""
+        """The latest preview of its picture that the reader has not taken. Empty if there is none."""
+        self._stepped = False
+        """Whether a step has ended that the reader does not know."""
+        self.file = b""
+        """The file of its picture, once the request has ended with one."""
         self.output = request.output
         self.spans = None if request.trace is None else request.trace.attempts(request.id)
         """Makes the spans of the attempts. None if the request is not traced."""
@@ -193,6 +205,12 @@ class Stream:
         assert self.request.prompt_entries is not None, "the session takes only what was asked for"
         self._pass_on(Delta("", self.request.prompt_entries.push(given)))
 
+    def show_step(self, step: int, preview: bytes) -> None:
+        """Note that a step of the picture has ended, and wake the reader."""
+        self.step, self.preview = step, preview or self.preview
+        self._stepped = True
+        self._selector.mark_ready(self)
+
     def end(self, last: Finish | Fail) -> None:
         """End the stream. A stop string in the last tokens takes precedence over the worker's reason."""
         if self._stopped:
@@ -205,7 +223,7 @@ class Stream:
             short = last.reason == "length"
             self._pass_on(self.output.finish(short=short, stop_token=last.stop_token, stop_logprob=last.stop_logprob))
             self.finish = "stop" if self._stopped else last.reason
-            self.embedding = last.embedding
+            self.embedding, self.file = last.embedding, last.file
         if self.finish == "stop" and self.output.calls:
             self.finish = "tool_calls"
         self.ended = True
@@ -234,11 +252,14 @@ class Stream:
         self._selector.wake()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield all deltas, and NOTHING after each `wake`; then raise the error that ended the request, if there was
-        one."""
+        """Yield all deltas, and NOTHING after each `wake` and after steps of a picture; then raise the error that ended
+        the request, if there was one."""
         while True:
             if (delta := self.pop_delta()) is not None:
                 yield delta
+            elif self._stepped:
+                self._stepped = False
+                yield NOTHING
             elif self.ended:
                 if self.error is not None:
                     raise self.error

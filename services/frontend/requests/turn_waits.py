@@ -3,6 +3,9 @@
     a worker's entry in discovery names the device ─▶ the model takes turns; its card ─▶ it is awake
     a request for a model without a card waits, until there is one, `asleep_s` has passed, or the model could not wake
 
+A model may take turns on several devices, of several machines. Requests for it wait at one of them, which follows from
+its name, so that all frontends ask the same one; and at the next one if it cannot wake there.
+
 While requests wait, the process that decides for the device (services/worker/turns) hears of them again and again. So
 it may be killed and started again, and hears no more of requests whose clients have left.
 """
@@ -13,6 +16,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from zlib import crc32
 
 from services.frontend.metrics import Metrics
 from services.frontend.models.registry import MODELS_LIMIT
@@ -66,32 +70,39 @@ class TurnWaits:
         self._numbers = count()
         runtime.directory.subscribe(self._on_change)
 
+    def takes_turns(self, model: str) -> bool:
+        """Return whether the model takes turns, or has done so."""
+        return model in self._devices
+
     def is_asleep(self, model: str) -> bool:
         """Return whether a request for the model must wait for its turn."""
         return model in self._devices and not self._awake.get(model)
 
-    async def wait_awake(self, model: str, is_wanted: Callable[[], bool]) -> str:
+    async def wait_awake(self, model: str, since_s: float, is_wanted: Callable[[], bool]) -> str:
         """Wait until the model is awake, or the request is no longer wanted. Return why it was given up; empty if it
-        was not."""
-        device, began_s = self._devices[model], self._now()
+        was not. It has waited since `since_s`, perhaps with turns in between that routers did not know of in time."""
+        began_s = self._now()
         sleeping = self._sleeping.get(model)
         if sleeping is None:
             sleeping = self._sleeping[model] = _SleepingModel()
-            self._runtime.tasks.create_task(self._ask(model, device, sleeping), name=f"turn of {model}")
+            self._runtime.tasks.create_task(self._ask(model, sleeping), name=f"turn of {model}")
         number = next(self._numbers)
         sleeping.began_s[number] = began_s
         outcome = "left"
         try:
             while is_wanted():
-                if self._awake.get(model):
+                left_s = since_s + self._limit_s - self._now()
+                is_awake, turn = bool(self._awake.get(model)), sleeping.turn
+                if is_awake and left_s > 0:
                     outcome = "woken"
                     return ""
-                turn, left_s = sleeping.turn, began_s + self._limit_s - self._now()
                 if turn is not None and turn.failed:
                     outcome = "failed"
                     return f"the model {model!r} is asleep, and could not wake: {turn.failed}"
                 if left_s <= 0:
                     outcome = "late"
+                    if is_awake:
+                        return f"the model {model!r} has woken, but no router knew of it within {self._limit_s:g} s"
                     why = _NO_ANSWER if turn is None else turn.why or f"it is {turn.stage}"
                     return f"the model {model!r} is asleep, and was not woken within {self._limit_s:g} s: {why}"
                 await _wait_for(sleeping.changed, min(left_s, LOOK_EVERY_S))
@@ -101,17 +112,37 @@ class TurnWaits:
             self._metrics.turn_waits.labels(outcome).inc()
             self._metrics.turn_wait.observe(self._now() - began_s)
 
-    async def _ask(self, model: str, device: str, sleeping: _SleepingModel) -> None:
-        """Say that requests wait, again and again, until none does."""
+    async def _ask(self, model: str, sleeping: _SleepingModel) -> None:
+        """Say that requests wait, again and again, until none does. If the model cannot wake on one device, ask the
+        next one; what the last of them answered counts."""
+        at = tried = 0
+        device = ""
         while sleeping.began_s:
+            devices = self._devices_of(model)
+            device = devices[at % len(devices)]
             began_s = next(iter(sleeping.began_s.values()))
             want = WantModel(self._runtime.instance, model, len(sleeping.began_s), self._now() - began_s)
-            sleeping.turn = await self._answer(device, want)
-            if sleeping.turn is not None and sleeping.turn.failed:
+            turn = await self._answer(device, want)
+            if turn is None or turn.failed or turn.stage == "gone":
+                at, tried = at + 1, tried + 1
+                if tried < len(devices):
+                    continue
+            tried = 0
+            sleeping.turn = turn
+            if turn is not None and turn.failed:
                 sleeping.announce_change()
             await _wait_for(sleeping.changed, ASK_EVERY_S)
         del self._sleeping[model]
-        await self._answer(device, WantModel(self._runtime.instance, model, 0, 0.0))
+        if device:
+            await self._answer(device, WantModel(self._runtime.instance, model, 0, 0.0))
+
+    def _devices_of(self, model: str) -> list[str]:
+        """Return the devices on which the model takes turns, in the order in which they are asked; or the last one on
+        which it did."""
+        takers = [each.turns for each in self._runtime.directory.instances.values()]
+        found = sorted({taker.device for taker in takers if taker is not None and taker.card.model == model})
+        first = crc32(model.encode()) % len(found) if found else 0
+        return [*found[first:], *found[:first]] or [self._devices[model]]
 
     async def _answer(self, device: str, want: WantModel) -> ModelTurn | None:
         subject = subjects.turns(self._runtime.namespace, device)

@@ -25,6 +25,7 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from services.frontend.config import HttpConfig
+from services.frontend.media.files import CONTENT_TYPES, MEDIA_PATH
 from services.frontend.metrics import Metrics
 from services.frontend.openapi import document
 from services.frontend.openapi.operations import Version
@@ -97,14 +98,17 @@ class HttpApi(Struct):
             app.router.add_get(path, partial(_page, page))
         app.router.add_get(document.PATH, partial(_respond, document_json))
         app.router.add_get("/version", partial(_respond, msgspec.json.encode(Version(VERSION))))
+        app.router.add_get(f"{MEDIA_PATH}/{{name}}", self._media_file)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         return app
 
     def chat_app(self, port: Port, middleware: Middleware) -> web.Application:
-        """Make an application for another port, whose only route is that of chats."""
+        """Make an application for another port, whose only routes are those of chats and pictures."""
         app = self._bare_app(port, middleware)
-        app.router.add_post(PATHS["chat"], partial(self._counted, "chat"), expect_handler=_continue_later)
+        operations: tuple[Operation, ...] = ("chat", "pictures")
+        for operation in operations:
+            app.router.add_post(PATHS[operation], partial(self._counted, operation), expect_handler=_continue_later)
         return app
 
     def _bare_app(self, port: Port, middleware: Middleware) -> web.Application:
@@ -211,6 +215,16 @@ class HttpApi(Struct):
         except TimeoutError:
             raise InvalidRequest("the body did not arrive in time", code="request_timeout", status=408) from None
 
+    async def _media_file(self, request: web.Request) -> web.StreamResponse:
+        """Send a picture to the key that has made it."""
+        account, name = account_of(request), request.match_info["name"]
+        try:
+            path = await self.exchange.media.find(name, "" if account is None else account.name)
+        except HeadraceError as error:
+            return error_response(failure_of(error))
+        headers = {"Content-Type": CONTENT_TYPES[path.suffix[1:]], "X-Content-Type-Options": "nosniff"}
+        return web.FileResponse(path, headers=headers)
+
     async def _list_models(self, request: web.Request) -> web.Response:
         return await _respond(self.exchange.models(), request)
 
@@ -232,7 +246,7 @@ async def _continue_later(_request: web.Request) -> None:
 
 
 _POSTED = frozenset((*PATHS.values(), *FOREIGN_PATHS.values(), "/v1/models"))
-_WITHOUT_V1 = ("/models", "/chat/completions", "/completions", "/responses", "/embeddings")
+_WITHOUT_V1 = ("/models", "/chat/completions", "/completions", "/responses", "/embeddings", "/images/generations")
 """Paths that a client of OpenAI asks for whose base URL lacks /v1."""
 
 

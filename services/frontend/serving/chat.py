@@ -38,7 +38,15 @@ from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.requests.terms import deadline_of, served_priority
 from services.frontend.serving.choices import Choices, open_choices
-from services.frontend.serving.prompts import IMAGES_READ, TOKENISED, chat_prompt, key_pool, plan_of_reasoning, until
+from services.frontend.serving.prompts import (
+    IMAGES_READ,
+    KNOWN,
+    TOKENISED,
+    chat_prompt,
+    key_pool,
+    plan_of_reasoning,
+    until,
+)
 from services.frontend.serving.reply import ChatReply, Opening
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.text_prompts import AskedText, TokenisedText, check_support, tokenise_text
@@ -103,6 +111,7 @@ class ServingChat(Struct, frozen=True):
         Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
+        await until(deadline.at, KNOWN, self.models.wait_expected(request.model))
         context.permit.model = self.models.base_of(request.model)
         trace = context.trace
         if trace is not None:
@@ -160,7 +169,8 @@ class ServingChat(Struct, frozen=True):
             why = f"its images, prepared, and its tokens have {size} bytes, more than nats.payload_limit_bytes, {limit}"
             raise field_error("messages", f"{why}; send fewer images", "request_too_large", status=413)
         waiting = partial(permit.waiting, "images")
-        read = await self.images.read(sources, wanted, key=permit.key, waiting=waiting)
+        salt = asked.context.salt(asked.request.cache_salt)
+        read = await self.images.read(sources, wanted, key=permit.key, salt=salt, waiting=waiting)
         return tuple(
             Image(one.key, start, wanted.tokens, one.pixels) for one, start in zip(read, prompt.images, strict=True)
         )
@@ -169,6 +179,7 @@ class ServingChat(Struct, frozen=True):
         """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Unavailable and RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         pool = key_pool(self.pool, context.permit)
+        await until(deadline.at, KNOWN, self.models.wait_expected(request.model))
         prompt = chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
         return len((await until(deadline.at, TOKENISED, prompt)).tokens) // 4
 

@@ -3,6 +3,7 @@
 body ─▶ decode ─┬─▶ chat, completions: serving/chat.py
                 ├─▶ responses: serving/responses.py, over serving/chat.py
                 ├─▶ embeddings: serving/embeddings.py
+                ├─▶ pictures: serving/pictures.py
                 ├─▶ tokenize, detokenize: serving/tokenize.py
                 └─▶ those of other providers' APIs: serving/foreign.py
 """
@@ -22,6 +23,7 @@ from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.operations import ForeignOperation, ModelEntry, ModelList, Operation
+from services.frontend.protocol.pictures import decode_pictures
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.terms import DEADLINE_HEADER, lowest_allowed
@@ -29,6 +31,7 @@ from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
 from services.frontend.serving.known_fields import OTHER, counted_name
+from services.frontend.serving.pictures import PictureReply, ServingPictures
 from services.frontend.serving.prompts import key_pool
 from services.frontend.serving.reply import ChatReply, EventReply, Opening
 from services.frontend.serving.request_context import (
@@ -43,7 +46,7 @@ from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.responses import ServingResponses
 from services.frontend.serving.tokenize import ServingTokenize
 
-Reply = ChatReply | EventReply
+Reply = ChatReply | EventReply | PictureReply
 """A streamed answer while it is made."""
 
 NAMES_COUNTED = 200
@@ -53,7 +56,7 @@ NAMES_COUNTED = 200
 class Dispatcher:
     """All operations, and the list of models."""
 
-    def __init__(self, chat: ServingChat, directory: ResponseDirectory) -> None:
+    def __init__(self, chat: ServingChat, directory: ResponseDirectory, pictures: ServingPictures) -> None:
         self._config = chat.config
         self.access_log = chat.config.access_log
         """Whether requests that do not fail in the service have a line in the log, too."""
@@ -63,6 +66,8 @@ class Dispatcher:
         self._chat = chat
         self._responses = ServingResponses(chat, directory)
         self._embeddings = ServingEmbeddings(chat.service, chat.models, chat.pool)
+        self._pictures = pictures
+        self.media = pictures.media
         self.foreign = ServingForeign(chat, self._embeddings)
         """The operations of other providers' APIs."""
         self._tokenize = ServingTokenize(chat.models, chat.service.limits)
@@ -115,6 +120,8 @@ class Dispatcher:
                 return _whole(self._responses.delete(body, context))
             case "embeddings":
                 return _whole(self._embeddings.answer(decode_embeddings(body, ignored), context))
+            case "pictures":
+                return self._pictures.answer(decode_pictures(body, ignored), context)
             case "tokenize" | "detokenize":
                 pool, deadline_header = key_pool(self._chat.pool, context.permit), context.deadline_header
                 return _whole(self._tokenize.answer(operation, body, pool, ignored, deadline_header=deadline_header))
@@ -137,8 +144,10 @@ class Dispatcher:
 
     def model(self, name: str) -> bytes:
         """Return the body of /v1/models/{name}. Raise InvalidRequest and Unavailable."""
-        if (text := self._models.text_of(name)) in (served := self._models.served()):
-            return msgspec.json.encode(self._entry(text, text, None, served[text]))
+        base = self._models.base_of(name)
+        limits = self._models.served().get(base)
+        if limits is not None and (limits.pictures is not None or self._models.text_of(name)):
+            return msgspec.json.encode(self._entry(base, base, None, limits))
         model, limits = self._models.find(name)
         return msgspec.json.encode(self._entry(model.name, model.lora or model.name, model.parent or None, limits))
 

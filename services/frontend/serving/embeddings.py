@@ -36,7 +36,7 @@ from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.requests.terms import deadline_of, served_priority
-from services.frontend.serving.prompts import key_pool, until
+from services.frontend.serving.prompts import KNOWN, key_pool, until
 from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest, RequestTimeout
 from shared.hashing import pack_hashes, pack_tokens, seed_of, sequence_hashes
@@ -68,6 +68,7 @@ class ServingEmbeddings(Struct, frozen=True):
         loop = asyncio.get_running_loop()
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         priority = served_priority(request.priority, context.lowest_priority)
+        await until(deadline.at, KNOWN, self.models.wait_expected(request.model))
         context.permit.model = self.models.base_of(request.model)
         trace = context.trace
         if trace is not None:

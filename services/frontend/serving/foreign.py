@@ -33,6 +33,7 @@ from services.frontend.protocol.text_plan import TextRequest, plan_of
 from services.frontend.requests.terms import allowed_s
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.embeddings import ServingEmbeddings
+from services.frontend.serving.prompts import KNOWN, until
 from services.frontend.serving.reply import EventReply, message_of, opening_of
 from services.frontend.serving.request_context import RequestContext
 
@@ -54,18 +55,21 @@ class ServingForeign(Struct, frozen=True):
         self, operation: ForeignOperation, body: bytes, context: RequestContext
     ) -> AsyncIterator[EventReply | bytes]:
         """Answer a request. Leaving the context cancels what still runs. Raise as `ServingChat.prepare` does."""
-        allowed_s(None, context.deadline_header, self.chat.service.limits)  # also where nothing takes long
+        allowed = allowed_s(None, context.deadline_header, self.chat.service.limits)  # also where nothing takes long
+        deadline = context.received_s + allowed
         match operation:
             case "messages" | "ollama_chat" | "ollama_generate":
                 if operation == "messages":
-                    generating = self._message(body, context)
+                    generating = await self._message(body, context, deadline)
                 else:
-                    generating = self._ollama(operation == "ollama_chat", body, context)
+                    generating = await self._ollama(operation == "ollama_chat", body, context, deadline)
                 del body  # the answer does not need it
                 async with generating as reply:
                     yield reply
             case "count_tokens":
-                counted, table = self.as_chat(decode_body(anthropic.CountTokensRequest, body, context.ignored), context)
+                counting = decode_body(anthropic.CountTokensRequest, body, context.ignored)
+                await until(deadline, KNOWN, self.chat.models.wait_expected(counting.model))
+                counted, table = self.as_chat(counting, context)
                 with renaming(table):
                     yield msgspec.json.encode({"input_tokens": await self.chat.count_prompt(counted, context)})
             case "ollama_embed":
@@ -89,18 +93,20 @@ class ServingForeign(Struct, frozen=True):
         found = [*map(models.find, named), *models.served_loras().values()]
         return msgspec.json.encode({"models": [ollama_answers.listed(*each) for each in found]})
 
-    def _message(self, body: bytes, context: RequestContext) -> Generating:
+    async def _message(self, body: bytes, context: RequestContext, deadline: float) -> Generating:
         request = decode_body(anthropic.MessagesRequest, body, context.ignored)
+        await until(deadline, KNOWN, self.chat.models.wait_expected(request.model))
         writer = MessageWriter(f"msg_{context.id.unique}", request.model)
         asked, table = self.as_chat(request, context)
         return self._generate(asked, writer, context, table)
 
-    def _ollama(self, is_chat: bool, body: bytes, context: RequestContext) -> Generating:
+    async def _ollama(self, is_chat: bool, body: bytes, context: RequestContext, deadline: float) -> Generating:
         request: ollama.OllamaChatRequest | ollama.OllamaGenerateRequest = (
             decode_body(ollama.OllamaChatRequest, body, context.ignored)
             if is_chat
             else decode_body(ollama.OllamaGenerateRequest, body, context.ignored)
         )
+        await until(deadline, KNOWN, self.chat.models.wait_expected(ollama.served_name(request.model)))
         tools = isinstance(request, ollama.OllamaChatRequest) and bool(request.tools)
         support = self._support(ollama.served_name(request.model), tools=tools)
         writer = OllamaWriter(request.model, is_chat=is_chat)

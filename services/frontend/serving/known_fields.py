@@ -20,6 +20,7 @@ from services.frontend.protocol import (
     embeddings,
     messages,
     parts,
+    pictures,
     responses_items,
     responses_request,
     responses_tools,
@@ -66,7 +67,17 @@ OTHERS = frozenset(
 """Names of fields that are ignored, and so have no Struct."""
 
 _MODULES = (
-    *(chat, completions, embeddings, responses_items, responses_request, responses_tools, structured, tokenize),
+    *(
+        chat,
+        completions,
+        embeddings,
+        pictures,
+        responses_items,
+        responses_request,
+        responses_tools,
+        structured,
+        tokenize,
+    ),
     *(messages, parts, tools, anthropic, anthropic_blocks, anthropic_tools, ollama),
 )
 _DATE = re.compile(r"_\d{8}$")

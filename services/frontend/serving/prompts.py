@@ -64,6 +64,7 @@ async def chat_prompt(
     more = mark_texts(word, dict(read_kwargs(template, kwargs, ignored)))
     if takes is None and shown:
         why = f"images are not served by {model.name!r}, or not by all of its workers"
+        why += "; ask a model that sees (docs/images.md), or send text alone"
         raise field_error(f"{shown[0].where.removesuffix('.image_url')}.type", why, "unsupported_value")
     text = await preprocess.render_chat(
         model,
@@ -88,6 +89,7 @@ async def chat_prompt(
 T = TypeVar("T")
 TOKENISED = "its prompt was tokenised"
 IMAGES_READ = "its images were read"
+KNOWN = "its model was known"
 
 
 async def until(deadline_s: float, done: str, work: Awaitable[T]) -> T:

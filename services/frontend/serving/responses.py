@@ -74,6 +74,7 @@ class ServingResponses(Struct, frozen=True):
         rename = partial(name_here, table=table)
         of_chat = replace(context, ignored=context.ignored.renamed(rename))
         request, conversation = await self._as_chat(decoded, of_chat)
+        table = decoded.names_in(request.messages)
 
         def keep(response: Response, payload: bytes) -> None:
             if response.store:

@@ -59,6 +59,7 @@ class ServingTokenize(Struct, frozen=True):
         return await until(deadline_s, "its answer was complete", answering)
 
     async def _tokenize(self, request: tokenize.TokenizeRequest, pool: KeyPool, ignored: IgnoredFields) -> bytes:
+        await self.models.wait_expected(request.model)
         model, limits = self.models.find(request.model)
         param = "prompt" if request.messages is None else "messages"
         special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
@@ -81,6 +82,7 @@ class ServingTokenize(Struct, frozen=True):
         )
 
     async def _detokenize(self, request: tokenize.DetokenizeRequest) -> bytes:
+        await self.models.wait_expected(request.model)
         model, limits = self.models.find(request.model)
         check_vocabulary(request.tokens, limits, param="tokens")
         text = await detokenize(model, request.tokens, param="tokens")

@@ -49,7 +49,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",  # pictures that models make come as data
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

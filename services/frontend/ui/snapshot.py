@@ -153,6 +153,7 @@ def _models(cards: Iterable[ModelCard]) -> tuple[list[ModelView], int]:
             min(card.context_length for card in served),
             served[0].block_size,
             all(card.generates for card in served),
+            all(card.pictures is not None and not card.pictures.frames for card in served),
         )
         for name, served in sorted(by_name.items())
         if len(name) <= NAME_LIMIT

@@ -104,6 +104,8 @@ class ModelView(Struct, frozen=True):
     context: int
     block_size: int
     generates: bool
+    pictures: bool = False
+    """True if it makes pictures."""
 
 
 class RequestView(Struct, frozen=True):

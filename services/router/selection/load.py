@@ -56,6 +56,9 @@ class CandidateLoad(Struct, frozen=True, gc=False):
 
 
 IDLE = CandidateLoad()
+REMEMBERED_LIMIT = 16_384
+"""Attempts without a reservation that are remembered: 4 MB. The events of an attempt overtake one another by less than
+a second, so that it is enough for as many requests in a second."""
 SPEED_S = 60.0
 """For how long a worker's low prefill speed is believed after it was last seen to be as low."""
 _PRIORITIES_LIMIT = 16
@@ -211,7 +214,7 @@ class _WorkerReport:
 class LoadTracker:
     """All reservations of one model. Times are seconds on any monotonic clock."""
 
-    def __init__(self, config: LoadConfig, *, remembered_limit: int = 65_536) -> None:
+    def __init__(self, config: LoadConfig, *, remembered_limit: int = REMEMBERED_LIMIT) -> None:
         self._config = config
         self._remembered_limit = remembered_limit
         self._reservations: dict[AttemptId, PromptReservation] = {}

@@ -19,11 +19,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from shared.messages.cards import ImageInput, KvLayout, Pooling
+from shared.messages.cards import ImageInput, KvLayout, PictureOutput, Pooling
 from shared.messages.codec import Codec
 from shared.messages.control import Note
 from shared.messages.frames import Part
-from shared.messages.generate import Image, Sampling
+from shared.messages.generate import Image, Picture, Sampling
 from shared.messages.kv_events import KvEvent, SnapshotBlock
 from shared.tracing.traceparent import TraceParent
 
@@ -53,6 +53,8 @@ class Submit(Struct, frozen=True, tag="submit"):
     """An attempt with this flag ends with its first token, as `Generate.prefill_only` says."""
     images: tuple[Image, ...] = ()
     """The images of the prompt, as `Generate.images` has them."""
+    picture: Picture | None = None
+    """The picture to make, as `Generate.picture` has it."""
     number: int = 0
     """The shell's short name for the attempt, in `Stepped.one_token_attempts`."""
     trace: str = ""
@@ -202,6 +204,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """How many tokens of a step take as long as an image."""
     allowed_tokens: bool = False
     """Whether `Sampling.allowed_tokens` is kept to."""
+    pictures: PictureOutput | None = None
+    """What the engine makes of `Generate.picture`, and nothing else. None if it makes no pictures."""
     forgets_output: bool = False
     """Whether a continued attempt counts only its own tokens, as `ModelCard.forgets_output` says."""
     embedding_size: int = 0
@@ -275,6 +279,10 @@ class EngineLoad(Struct, frozen=True):
     """Bytes of these embeddings."""
     image_s: float = 0.0
     """Seconds that it takes to encode an image, as measured lately. 0 if not measured yet."""
+    pictures: int = 0
+    """Pictures and videos that were made since the engine started."""
+    picture_steps: int = 0
+    """Denoising steps of these and others since then; a step of several pictures counts for each."""
     dropped_offers: int = 0
     """Blocks left out since the engine started, because too many waited to be offered."""
 

@@ -95,7 +95,25 @@ class Drawn(Struct, frozen=True, gc=False):
 
 
 class EmbeddingStore(Protocol):
-    """Embeddings of images outside of this process. No method waits."""
+    """Embeddings of images outside of this process. It belongs to one thread, which waits for it."""
+
+    def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
+        """Return the bytes of an image's embeddings, and whether they were stored already. Otherwise they are those of
+        `encode`, and are stored now, if that can be done."""
+        ...
+
+    def store_owed(self) -> None:
+        """Store what could not be stored when it was encoded, a little at a time."""
+        ...
+
+    @property
+    def owes(self) -> bool:
+        """Whether `store_owed` has something to store."""
+        ...
+
+
+class EmbeddingLookups(Protocol):
+    """The same for an engine's loop. No method waits."""
 
     def fileno(self) -> int:
         """A descriptor that is readable while `take_found` has something to return."""
@@ -110,8 +128,8 @@ class EmbeddingStore(Protocol):
         process is to encode it."""
         ...
 
-    def keep(self, key: bytes, embeddings: bytes, took_s: float) -> None:
-        """Store what this process has encoded in `took_s` seconds, if that can be done."""
+    def keep(self, key: bytes, embeddings: bytes) -> None:
+        """Store what this process has encoded, if that can be done."""
         ...
 
     def close(self) -> None: ...

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from services.worker.contracts.messages import EngineCommand, KvbmAsks, KvbmLink, Shutdown, TakeOver
-from services.worker.contracts.runner import EmbeddingStore, Overlaps, Runner
+from services.worker.contracts.runner import EmbeddingLookups, Overlaps, Runner
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore, comes_meanwhile
 from services.worker.kv_connector.contract import KvbmAsk
@@ -46,7 +46,7 @@ class EngineLoop:
         runner: Runner,
         clock: Callable[[], float],
         kvbm: SocketClient | None = None,
-        store: EmbeddingStore | None = None,
+        store: EmbeddingLookups | None = None,
     ) -> None:
         """`kvbm` is the connection of a core that exchanges blocks, `store` has the embeddings of images; the channel
         watches the descriptors of both."""

@@ -35,19 +35,22 @@ PROGRAMS = {
     "simulated": "services.worker.engine_main",
     "echo": "services.worker.engine_main",
     "vllm": "services.worker.vllm.main",
+    "diffusers": "services.worker.diffusers.main",
 }
 """Engine → its program's module."""
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-PACKAGES = ("vllm", "torch", "msgspec", "zmq")
-"""What the engine's program imports, or vLLM before it can say what it lacks."""
+PACKAGES = {
+    "vllm": ("vllm", "torch", "msgspec", "zmq"),
+    "diffusers": ("diffusers", "torch", "transformers", "msgspec", "xxhash"),
+}
+"""Engine with an environment of its own → what its program imports, or vLLM before it can say what it lacks."""
 LEAST_PYTHON = (3, 11)
 LIMIT_S = 60.0
 """Seconds within which the check must end; on a slow disk Python's own start may take some."""
-_REMEDY = f"{COMMAND} install-vllm makes an environment"
-_QUESTION = f"""
+_QUESTION = """
 import importlib.util, json, sys
-lacking = [name for name in {PACKAGES!r} if importlib.util.find_spec(name) is None]
+lacking = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 print(json.dumps([list(sys.version_info[:2]), lacking]))
 """
 
@@ -70,8 +73,9 @@ class EngineProcess:
         this process has now. Raise ModelError if vLLM's Python is not one that can run it, or its sockets have no
         place."""
         python = sys.executable
-        if config.engine == "vllm":
-            python = await asyncio.to_thread(check_vllm_python, config.vllm_python)
+        if config.engine in PACKAGES:
+            setting = config.vllm_python if config.engine == "vllm" else config.diffusers.python
+            python = await asyncio.to_thread(check_python, config.engine, setting)
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as held:
             observe = replace(config.observe, log_level=logs.level())
@@ -157,6 +161,10 @@ def engine_environment(config: WorkerConfig, instance: str = "", sockets: str = 
     kept = {name: value for name, value in environment().items() if not name.startswith("HEADRACE_")}
     kernels = {"CUPY_CACHE_DIR": str(Path(config.cache, "cupy").absolute())} if config.device == "cuda" else {}
     counts = dict.fromkeys(_THREAD_VARIABLES, str(count)) if (count := _threads(config)) else {}
+    if config.engine == "diffusers":
+        chosen = {"CUDA_VISIBLE_DEVICES": config.diffusers.gpu} if config.diffusers.gpu else {}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        return offline | kept | counts | chosen | {"PYTHONPATH": str(TREE)}
     if config.engine != "vllm":
         return kernels | kept | counts
     kept.pop("PROMETHEUS_MULTIPROC_DIR", None)  # other workers, and engines that have ended, would be counted with it
@@ -211,26 +219,26 @@ def _tracing(config: WorkerConfig, instance: str) -> dict[str, str]:
     }
 
 
-def check_vllm_python(setting: str) -> str:
-    """Return the absolute path of `vllm_python`, which is checked before an engine is started with it, since a program
-    that lacks its packages could only die without a report. Blocks for some 50 ms. Raise ModelError, naming the
-    setting, where it is not there, is no Python, is too old, or lacks a package."""
+def check_python(engine: str, setting: str) -> str:
+    """Return the absolute path of the Python of an engine's environment, which is checked before an engine is started
+    with it, since a program that lacks its packages could only die without a report. Blocks for some 50 ms. Raise
+    ModelError, naming the setting, where it is not there, is no Python, is too old, or lacks a package."""
     python = str(Path(setting).absolute())
-    where = f"worker.vllm_python is {python}"
+    where = f"worker.{'vllm_python' if engine == 'vllm' else f'{engine}.python'} is {python}"
+    remedy = f"{COMMAND} install-{engine} makes an environment"
     if not os.access(python, os.X_OK) or Path(python).is_dir():
-        raise ModelError(f"{where}, which is not there: {_REMEDY}")
+        raise ModelError(f"{where}, which is not there: {remedy}")
     try:
-        ran = subprocess.run(
-            [python, "-c", _QUESTION], stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=True
-        )
+        command = [python, "-c", _QUESTION, *PACKAGES[engine]]
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=True)
         version, lacking = json.loads(ran.stdout)
         (major, minor), lacking = map(int, version), list(map(str, lacking))
     except (OSError, ValueError, TypeError, subprocess.SubprocessError):
-        raise ModelError(f"{where}, which does not run as a Python: {_REMEDY}") from None
+        raise ModelError(f"{where}, which does not run as a Python: {remedy}") from None
     if (major, minor) < LEAST_PYTHON:
         raise ModelError(
             f"{where}, which is Python {major}.{minor}; at least {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} works"
         )
     if lacking:
-        raise ModelError(f"{where}, which lacks {', '.join(lacking)}: {_REMEDY}")
+        raise ModelError(f"{where}, which lacks {', '.join(lacking)}: {remedy}")
     return python

@@ -11,6 +11,8 @@ If an engine stands by (worker/engine/standby.py), it takes over at once, in pla
 An engine that says that the model cannot be served is not started again: `run` raises ModelError. Where an earlier
 engine has served the model, another is started: the cause, such as a GPU that is lost or taken, may pass.
 
+An engine may be stopped: it ends, and none is started until one is wanted again. That is no loss.
+
 An engine that is stuck is killed: if it reports nothing while requests wait, if it was idle and does not compute a
 probe, and if it does not compute its first tokens.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import assert_never
 
@@ -52,11 +55,12 @@ from services.worker.contracts.messages import (
     Submit,
     TakeEngineSnapshot,
 )
-from services.worker.engine.back_off import BackOff
+from services.worker.engine.back_off import STABLE_AFTER_S, BackOff
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.contract import Engine
 from services.worker.engine.standby import AFTER_S, Standby, started
 from shared.errors import ModelError, ProtocolError, Unavailable
+from shared.messages.load import LOSS_LIMIT_CHARACTERS, EngineLosses
 
 END_LIMIT_S = 2.0
 """Seconds that an engine has to end after Shutdown."""
@@ -74,6 +78,25 @@ _Asked = TakeEngineSnapshot | ExplainBlock | Operate | EncodeImage
 _Answer = Snapshot | BlockExplained | Operated | ImageEncoded
 
 _log = logging.getLogger(__name__)
+
+
+class _Gate:
+    """Whether engines are started."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        """Set unless the engine was stopped."""
+        self.wanted.set()
+        self.hurry = asyncio.Event()
+        """Set if the next engine is wanted now, whatever the back-off says."""
+        self.ended = asyncio.Event()
+        """Set while there is no engine."""
+        self.ended.set()
+        self.lost: tuple[int, str, float] = 0, "", 0.0
+        """How many engines were lost, why the last one, and when, on the loop's clock. Those that were stopped are not
+        counted."""
+        self.stopped = False
+        """Whether the engine that lives ends because it was stopped."""
 
 
 class EngineSupervisor:
@@ -111,6 +134,11 @@ class EngineSupervisor:
         self.standby = standby
         self._delay_s = 0.0
         """The back-off after the latest loss of an engine, after which a standby is started, too."""
+        self._gate = _Gate()
+        self._ready_s: float | None = None
+        """When the engine that lives was ready. None before."""
+        self.lost_in_a_row = 0
+        """Engines that were lost in a row, each before it had served for STABLE_AFTER_S."""
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
         self._reports = 0
@@ -146,22 +174,41 @@ class EngineSupervisor:
         """Id of the engine's process; None if there is none."""
         return None if self._engine is None else self._engine.pid
 
+    @property
+    def losses(self) -> EngineLosses | None:
+        """The engines that were lost. None if none was."""
+        count, reason, at_s = self._gate.lost
+        if not count:
+            return None
+        age_s = asyncio.get_running_loop().time() - at_s
+        return EngineLosses(count, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
+
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
         loop = asyncio.get_running_loop()
         back_off = BackOff()
         while True:
+            await self._gate.wanted.wait()
             began_s = loop.time()
             failed = await self._live()
             if failed.model and not self._served:
                 raise ModelError(failed.reason)
-            self._delay_s = back_off.after(loop.time() - began_s)
             self.epoch += 1
+            if self._gate.stopped:
+                self.lost_in_a_row = 0
+                self._lost(failed.reason)
+                continue
+            self._gate.lost = self._gate.lost[0] + 1, failed.reason, loop.time()
+            lived_s = 0.0 if self._ready_s is None else loop.time() - self._ready_s
+            self.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self.lost_in_a_row + 1
+            self._delay_s = back_off.after(loop.time() - began_s)
             pid = None if self.standby is None else self.standby.pid
             if pid is None:
                 _log.error("the engine is lost (%s); starting another in %g s", failed.reason, self._delay_s)
                 self._lost(failed.reason)
-                await asyncio.sleep(self._delay_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._delay_s):
+                        await self._gate.hurry.wait()
             else:
                 _log.error("the engine is lost (%s); the standby, process %d, takes over", failed.reason, pid)
                 self._lost(failed.reason)
@@ -244,10 +291,31 @@ class EngineSupervisor:
                     self.standby.keep()
         return operated.failed
 
-    def kill(self) -> None:
-        """Kill the engine, if there is one; afterwards everything goes as after any engine's death."""
+    def kill(self, reason: str = "") -> None:
+        """Kill the engine, if there is one; afterwards everything goes as after any engine's death. It is lost for this
+        reason."""
         if self._engine is not None:
+            self._killed = reason
             self._engine.kill()
+
+    async def stop(self) -> None:
+        """Kill the engine, if there is one, and start no other before `start`. Its memory is free afterwards, unless
+        the kernel takes longer than END_LIMIT_S."""
+        self._gate.wanted.clear()
+        self._stop_engine()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_LIMIT_S):
+                await self._gate.ended.wait()
+
+    def _stop_engine(self) -> None:
+        if self._engine is not None:
+            self._gate.stopped = True
+            self.kill("it was stopped")
+
+    def start(self) -> None:
+        """Start an engine after a stop, at once."""
+        self._gate.wanted.set()
+        self._gate.hurry.set()
 
     async def _live(self) -> Failed:
         """Run one engine until it ends; return why."""
@@ -258,7 +326,12 @@ class EngineSupervisor:
         else:
             engine, heard = taken
             self.take_overs += self._served
-        self._engine, self._asleep, self._killed = engine, False, ""
+        self._engine, self._asleep, self._killed, self._ready_s = engine, False, "", None
+        self._gate.stopped = False
+        self._gate.ended.clear()
+        self._gate.hurry.clear()
+        if not self._gate.wanted.is_set():  # it was stopped while its process was made
+            self._stop_engine()
         _log.info("engine %d started, process %d", self.epoch, engine.pid)
         watches = [
             asyncio.ensure_future(watch) for watch in (self._kill_if_stalled(engine), self._probe_if_idle(engine))
@@ -279,6 +352,7 @@ class EngineSupervisor:
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))
             await engine.end(limit_s, self._take_last)
+            self._gate.ended.set()
 
     def _take_last(self, report: EngineReport) -> None:
         """Take what an engine that ends says of its requests to the kvbm; the rest is of no use any longer."""
@@ -332,7 +406,7 @@ class EngineSupervisor:
             case Ready():
                 self.facts = report
                 self._served = True
-                self._active_s = loop.time()
+                self._active_s = self._ready_s = loop.time()
                 self.start_s = self._active_s - self._begun_s
                 self._ready(report)
                 if self.standby is not None and self._config.standby:
@@ -355,11 +429,11 @@ class EngineSupervisor:
             waited_at = self._reports if waits else None
 
     async def _probe_if_idle(self, engine: Engine) -> None:
-        """Have a native engine compute a probe whenever it was idle for `health.idle_s`, and kill it if it is late: a
-        device that is lost or hangs looks like one that has nothing to do. Engines without a device need none; vLLM and
-        attached engines do it by themselves."""
+        """Have a native or a diffusers engine compute a probe whenever it was idle for `health.idle_s`, and kill it if
+        it is late: a device that is lost or hangs looks like one that has nothing to do. Engines without a device need
+        none; vLLM and attached engines do it by themselves."""
         health, loop = self._config.health, asyncio.get_running_loop()
-        if not health.idle_s or self._config.engine != "native":
+        if not health.idle_s or self._config.engine not in ("native", "diffusers"):
             return
         while True:
             await asyncio.sleep(max(0.0, self._active_s + health.idle_s - loop.time()))

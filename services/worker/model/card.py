@@ -23,6 +23,8 @@ from shared.runtime.runtime import Runtime
 DEFAULT_SAMPLING = SamplingConfig()
 TEXT_DIGEST = "text"
 """What stands for the tokenizer's digest if a server takes text alone. Discovery refuses a model with both kinds."""
+PICTURES_DIGEST = "pictures"
+"""What stands for it if the model makes pictures."""
 OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "files", "load", "operate", "encode", "control")
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
@@ -44,8 +46,8 @@ def card_of(
 ) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
-    if facts.server:
-        return _text_card(facts, model_name, instance)
+    if facts.server or facts.pictures:
+        return _card_without_tokenizer(facts, model_name, instance, max_running)
     path, digest = _tokenizer(Path(facts.path or model))
     templates = read_templates(path, chat_template)
     named = not chat_template or chat_template in NAMES
@@ -85,13 +87,14 @@ def card_of(
     )
 
 
-def _text_card(facts: Ready, model_name: str, instance: str) -> ModelCard:
-    """Return the card of a server that takes text alone; there are no files of its model."""
+def _card_without_tokenizer(facts: Ready, model_name: str, instance: str, max_running: int) -> ModelCard:
+    """Return the card of a server that takes text alone, or of a model that makes pictures: frontends read no files of
+    either."""
     return ModelCard(
         model=model_name,
         instance=instance,
         path="",
-        tokenizer_digest=TEXT_DIGEST,
+        tokenizer_digest=PICTURES_DIGEST if facts.pictures else TEXT_DIGEST,
         hash_self_test=hashing.self_test(facts.block_size),
         context_length=facts.context_length,
         vocab_size=facts.vocab_size,
@@ -100,6 +103,9 @@ def _text_card(facts: Ready, model_name: str, instance: str) -> ModelCard:
         kv_layout=facts.kv_layout,
         address=facts.address,
         server=facts.server,
+        generates=facts.generates,
+        pictures=facts.pictures,
+        max_running=max_running if facts.pictures else 0,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from math import ceil, prod
+from typing import Protocol
 
 import numpy as np
 
-from services.worker.contracts.runner import EmbeddingStore, Work
+from services.worker.contracts.runner import EmbeddingLookups, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
-from services.worker.native.vision_tower import VisionTower
 from services.worker.native.weights import tensor_shapes
 from services.worker.scheduler.encoder_cache import EncoderCache
 from shared.messages.generate import Image
@@ -20,10 +20,19 @@ Placed = tuple[int, Array]
 """A step's first row of a stretch of an image's tokens, and the embeddings of that row and those after it."""
 
 
+class EncodesPixels(Protocol):
+    """A vision tower and projector, on whatever device."""
+
+    def encode(self, pixels: bytes) -> Array:
+        """Return the embeddings (tokens, width of the decoder) of an image, float32 in host memory. Its pixels are RGB
+        bytes, row by row."""
+        ...
+
+
 class ImageEncoder:
     """The images of one runner."""
 
-    def __init__(self, tower: VisionTower, cache: EncoderCache[Array], store: EmbeddingStore | None = None) -> None:
+    def __init__(self, tower: EncodesPixels, cache: EncoderCache[Array], store: EmbeddingLookups | None = None) -> None:
         self._tower = tower
         self._cache = cache
         self.store = store
@@ -57,9 +66,10 @@ class ImageEncoder:
                 self._cache.add(image.key, embeddings, embeddings.nbytes)
         return [(row, found[image.key][within]) for row, image, within in stretches]
 
-    def take(self, key: bytes, stored: bytes) -> bool:
-        """Put an image's embeddings from the store into the cache. Return False if they were damaged there."""
-        embeddings = np.frombuffer(stored, np.float32).reshape(self._tower.tokens, -1)
+    def take(self, key: bytes, stored: bytes, width: int) -> bool:
+        """Put an image's embeddings from the store into the cache, each of `width` numbers. Return False if they were
+        damaged there."""
+        embeddings = np.frombuffer(stored, np.float32).reshape(-1, width)
         if not np.isfinite(embeddings).all():
             return False
         if key not in self._cache:
@@ -79,7 +89,7 @@ class ImageEncoder:
         took_s = time.monotonic() - began_s
         self._cache.count_encoded(took_s)
         if self.store is not None:
-            self.store.keep(key, embeddings.tobytes(), took_s)
+            self.store.keep(key, embeddings.tobytes())
         return embeddings
 
 

@@ -52,11 +52,6 @@ class VisionTower:
             config.vision, {name: checkpoint.floats(name) for name in vision_shapes(config.vision, config.hidden)}
         )
 
-    @property
-    def tokens(self) -> int:
-        """How many embeddings an image has."""
-        return self._config.input.tokens
-
     def encode(self, pixels: bytes) -> Array:
         """Return the embeddings (tokens, width of the decoder) of an image, whose pixels are RGB bytes, row by row."""
         config = self._config

@@ -14,7 +14,12 @@ to sleep. Before a sleep of level 2, which drops all weights, the engine unloads
 wakes. One operation runs at a time; another one is refused meanwhile.
 
 A worker whose model takes turns with others (docs/model_turns.md) begins asleep: its first engine is put to sleep like
-one that follows a lost one.
+one that follows a lost one. Its device is for all models. So it also falls asleep without its engine, which is stopped:
+
+- if it is sent to sleep while its engine is starting, or its engine is lost as it falls asleep;
+- by itself, if MOST_STARTS engines in a row were lost.
+
+A wake then starts one engine, and fails if that is lost.
 
 The shell reads the files of a LoRA before the engine does, since their digest is part of the LoRA's id
 (`shared/lora.py`). It reads them again before it has them loaded again: a LoRA whose files have changed is gone.
@@ -37,6 +42,8 @@ MOST_LORAS = 64
 """Most LoRAs that a worker serves at once."""
 MOST_LOSSES = 3
 """Engines that may be lost while they load a LoRA again, before it is given up."""
+MOST_STARTS = 3
+"""Engines in a row that may be lost before a worker whose model takes turns falls asleep by itself."""
 MOST_PATH_CHARACTERS = 4096
 """Length of the longest path of a LoRA."""
 
@@ -93,6 +100,14 @@ class AskEngine(Struct, frozen=True):
     level: int = 1
 
 
+class StopEngine(Struct, frozen=True):
+    """End the engine, if there is one, and start no other before StartEngine."""
+
+
+class StartEngine(Struct, frozen=True):
+    """Start an engine again; `engine_ready` or `engine_lost` follows. If it takes too long, end it."""
+
+
 class AnswerOperation(Struct, frozen=True):
     """Answer the operation that runs: it was done, unless `failed` says why not."""
 
@@ -105,20 +120,24 @@ class NoteFault(Struct, frozen=True):
     text: str
 
 
-OperationAction = AnnounceState | AwaitIdle | ReadLora | AskEngine | AnswerOperation | NoteFault
+OperationAction = (
+    AnnounceState | AwaitIdle | ReadLora | AskEngine | StopEngine | StartEngine | AnswerOperation | NoteFault
+)
 
 
 class Operations:
     """The state of one worker. Events return the actions that follow. AwaitIdle, ReadLora and AskEngine come one at a
     time."""
 
-    def __init__(self, model: str, *, asleep: bool = False) -> None:
-        """Create those of a worker whose engine starts; with `asleep` it serves only once it was woken."""
+    def __init__(self, model: str, *, by_turns: bool = False) -> None:
+        """Create those of a worker whose engine starts. With `by_turns` its model takes turns with others: it serves
+        only once it was woken."""
         self._model = model
-        self.state = WorkerState.ASLEEP if asleep else WorkerState.SERVING
+        self._by_turns = by_turns
+        self.state = WorkerState.ASLEEP if by_turns else WorkerState.SERVING
         self._before = WorkerState.SERVING
         """State to which a sleep or a drain that fails goes back."""
-        self._level = 2 if asleep else 1
+        self._level = 2 if by_turns else 1
         """Level of the sleep."""
         self._facts: Ready | None = None
         """What the engine says; None without one."""
@@ -143,6 +162,14 @@ class Operations:
         self._step_lost = False
         """Whether the engine that the step under way is for has ended."""
         self._failed = ""
+        self._was_ready = False
+        """Whether any engine was ready once: only then can the worker be woken."""
+        self.stopped = ""
+        """Why there is no engine, and none is started. Empty if one is to be there."""
+        self._stop_due = ""
+        """Why that begins when the step under way has ended. Empty if it does not."""
+        self._starts = False
+        """Whether a wake waits for an engine that starts."""
 
     @property
     def serves(self) -> bool:
@@ -153,7 +180,8 @@ class Operations:
     @property
     def is_busy(self) -> bool:
         """Whether an operation would be refused for now alone."""
-        return self.running is not None or self._facts is None or self._restoring
+        starting = self._facts is None and not self.stopped
+        return self.running is not None or starting or self._restoring
 
     @property
     def shown_state(self) -> str:
@@ -182,16 +210,16 @@ class Operations:
 
     def _refusal(self, asked: OperateWorker) -> str:
         operation, facts = asked.operation, self._facts
-        if facts is None or self._restoring:
+        if self._restoring or (facts is None and not self._needs_no_engine(operation)):
             return "the engine is starting"
-        if operation not in ("drain", "resume") and operation not in facts.operations:
+        if facts is not None and operation not in ("drain", "resume") and operation not in facts.operations:
             return "this engine cannot do it"
         asleep, drained = self.state is WorkerState.ASLEEP, self.state is WorkerState.DRAINED
         match operation:
             case "sleep":
                 if asleep:
                     return "the worker is asleep already"
-                if "wake" not in facts.operations:
+                if facts is not None and "wake" not in facts.operations:
                     return "this engine could not wake again"
                 return "" if asked.level in (1, 2) else f"level {asked.level}: there are 1 and 2"
             case "wake":
@@ -210,6 +238,11 @@ class Operations:
                 return self._lora_fault(asked)
             case "unload_lora":
                 return "" if self._id_of(asked.name) else f"there is no LoRA {asked.name[:128]!r}"
+
+    def _needs_no_engine(self, operation: WorkerOperation) -> bool:
+        """Return whether the worker can do it, or refuse it, although there is no engine."""
+        gives_way = self._by_turns and operation == "sleep" and self.state is WorkerState.SERVING
+        return gives_way or bool(self.stopped)
 
     def _id_of(self, name: str) -> str:
         """Return the id of the LoRA with a name. Empty if there is none."""
@@ -244,6 +277,9 @@ class Operations:
                 return self._finish()
             case "wake":
                 self.state = WorkerState.WAKING
+                if self.stopped:
+                    self.stopped, self._starts = "", True
+                    return [AnnounceState(), StartEngine()]
                 return [AnnounceState(), *self._follow([AskEngine("wake"), *self._loads()])]
             case "clear":
                 return self._follow([AskEngine("clear")])
@@ -265,6 +301,8 @@ class Operations:
             held = self._leaving in self._held  # an engine that started meanwhile does not hold it
             return self._follow([AskEngine("unload_lora", self._leaving)] if held else [])
         self.state = WorkerState.FALLING_ASLEEP
+        if self._facts is None and self._by_turns:
+            return self._stop("it was sent to sleep while it started")
         unloads = [AskEngine("unload_lora", name) for name in sorted(self._held)] if self._level == 2 else []
         return self._follow([*unloads, AskEngine("sleep", level=self._level)])
 
@@ -280,9 +318,13 @@ class Operations:
         """The engine has answered; `lost`: it never will, and no engine is asked before the next `engine_ready`."""
         step, rest = self._plan[0], self._plan[1:]
         if lost or self._step_lost:  # also where its answer came just before its end
-            self._failed = failed or "the engine was lost"
             if not self._step_lost:
-                self.engine_lost()
+                self._forget_engine()
+            if self._by_turns and self.state is WorkerState.FALLING_ASLEEP:  # what it held is free
+                return self._stop(failed or "it was lost as it fell asleep")
+            if self._restoring and self._stop_due:
+                return [*self._count_lost(step), *self._stop(self._stop_due)]
+            self._failed = failed or "the engine was lost"
             return [*self._count_lost(step), *self._follow([])]
         if not failed:
             match step.operation:
@@ -319,18 +361,46 @@ class Operations:
 
     def engine_ready(self, facts: Ready) -> list[OperationAction]:
         """An engine has started."""
+        if self.stopped:  # it will be ended
+            return []
         self._facts = facts
+        self._was_ready, self._stop_due = True, ""
+        if self._starts:
+            self._starts = False
+            return self._follow(self._loads())
         if self.running is not None or self._restoring:
             self._restore_due = True
             return []
         return self._restore()
 
-    def engine_lost(self) -> None:
-        """The engine has ended, and with it all that it held."""
+    def engine_lost(self, reason: str = "", in_a_row: int = 0) -> list[OperationAction]:
+        """The engine has ended, and with it all that it held. It is the last one of `in_a_row`; 0 if it was stopped."""
+        self._forget_engine()
+        if self._starts and in_a_row:  # else it is one that was stopped before
+            self._starts = False
+            self._failed = reason or "the engine was lost"
+            return self._stop(self._failed)
+        if not (self._by_turns and self._was_ready and in_a_row >= MOST_STARTS) or self.stopped:
+            return []
+        why = f"{in_a_row} engines in a row were lost: {reason}"
+        if self._restoring:
+            self._stop_due = why
+        if self._restoring or self.running is not None or self.state not in (WorkerState.SERVING, WorkerState.ASLEEP):
+            return []
+        self.state = WorkerState.ASLEEP
+        return [NoteFault(f"the worker sleeps without an engine: {why}"), *self._stop(why)]
+
+    def _forget_engine(self) -> None:
         self._facts = None
         self._held.clear()
         self._engine_sleeps = self._restore_due = False
         self._step_lost = True
+
+    def _stop(self, why: str) -> list[OperationAction]:
+        """End what runs, with the worker asleep and without an engine."""
+        self._forget_engine()
+        self.stopped, self._stop_due, self._plan, self._level = why, "", [], 2
+        return [StopEngine(), *self._finish()]
 
     # --- steps
 
@@ -385,3 +455,5 @@ class Operations:
         assert self._facts is not None or not (self._held or self._engine_sleeps)
         assert len({name_of_lora(each) for each in self.loras}) == len(self.loras)
         assert not self.serves or not self._engine_sleeps
+        assert not self.stopped or (self._by_turns and self._facts is None and self.state is WorkerState.ASLEEP)
+        assert not self._starts or (self._facts is None and self.state is WorkerState.WAKING)

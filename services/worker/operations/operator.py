@@ -30,6 +30,8 @@ from services.worker.operations.operations import (
     OperationAction,
     Operations,
     ReadLora,
+    StartEngine,
+    StopEngine,
 )
 from services.worker.requests.attempts import Attempts, Name
 from shared.bus.contract import Message
@@ -80,7 +82,7 @@ class Operator:
         self._instance = runtime.instance
         self._health = runtime.health
         self._turns = turns
-        self._operations = Operations(model_name, asleep=bool(turns))
+        self._operations = Operations(model_name, by_turns=bool(turns))
         self._engine = engine
         self._attempts = attempts
         self._attempts_changed = attempts_changed
@@ -96,6 +98,8 @@ class Operator:
         """The message whose operation is not answered yet."""
         self.asleep = asyncio.Event()
         """Set when the worker has fallen asleep because it was asked to, and has said so."""
+        self._started = asyncio.Event()
+        """Set once an engine is ready or lost that was started because the worker was woken."""
         self._actions: asyncio.Queue[OperationAction] = asyncio.Queue()
         """What waits for `run`: bounded by the operations, which wait for each of the long ones."""
 
@@ -104,12 +108,20 @@ class Operator:
         the worker is to serve."""
         self._card = card
         self._put(self._operations.engine_ready(facts))
+        self._started.set()
 
-    def engine_lost(self) -> None:
+    def engine_lost(self, reason: str) -> None:
         """The engine has ended: withdraw the card."""
         self._card = None
-        self._operations.engine_lost()
+        self._put(self._operations.engine_lost(reason, self._engine.lost_in_a_row))
+        self._started.set()
         self.announce()
+
+    @property
+    def note(self) -> str:
+        """Why the worker has no engine, for people. Empty if it has one, or one is starting."""
+        why = self._operations.stopped
+        return f"its engine is stopped, and starts when a request wakes the model: {why}" if why else ""
 
     def announce(self) -> None:
         """Publish the card while the worker serves, and the state of the worker."""
@@ -180,6 +192,10 @@ class Operator:
                     self._put(self._operations.on_lora_read("", str(wrong)))
             case AskEngine():
                 self._put(await self._ask_engine(action))
+            case StopEngine():
+                await self._engine.stop()
+            case StartEngine():
+                await self._start_engine()
             case AnswerOperation(failed):
                 assert self._asked is not None
                 message, operation = self._asked
@@ -212,15 +228,32 @@ class Operator:
                     raise Unavailable(kept)
         except Unavailable as wrong:
             if facts is not None and facts is self._engine.facts:  # it lives, and is in an unknown state
-                self._engine.kill()
+                self._engine.kill(str(wrong))
             return self._operations.on_engine(str(wrong), lost=True)
         return self._operations.on_engine(failed)
 
     async def _operate(self, action: AskEngine) -> str:
         """Return the engine's answer. Raise Unavailable without one."""
         return await self._engine.operate(
-            action.operation, ENGINE_LIMIT_S, name=action.name, path=action.path, level=action.level
+            action.operation, self._engine_limit_s, name=action.name, path=action.path, level=action.level
         )
+
+    @property
+    def _engine_limit_s(self) -> float:
+        """The seconds that the engine has for one step of the operation that runs."""
+        asked = self._operations.running
+        return ENGINE_LIMIT_S if asked is None or asked.engine_s is None else min(asked.engine_s, ENGINE_LIMIT_S)
+
+    async def _start_engine(self) -> None:
+        """Start an engine, and end it if it takes longer than this limit and twice as long as the last one."""
+        self._started.clear()
+        self._engine.start()
+        limit_s = self._engine_limit_s + 2 * self._engine.start_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._started.wait()
+        except TimeoutError:
+            self._engine.kill(f"the engine did not start in {limit_s:.0f} s")
 
     async def _changed(self, action: AskEngine) -> str:
         """Return why the files of a LoRA are not those of its id. Empty if they are."""

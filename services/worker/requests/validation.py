@@ -9,7 +9,13 @@ from __future__ import annotations
 import math
 
 from services.worker.contracts.messages import Ready
-from services.worker.limits import MAX_BIASES, MAX_TOP_LOGPROBS
+from services.worker.limits import (
+    MAX_BIASES,
+    MAX_GUIDANCE,
+    MAX_PREVIEWS,
+    MAX_PROMPT_CHARACTERS,
+    MAX_TOP_LOGPROBS,
+)
 from shared import subjects
 from shared.hashing import pack_tokens, token_array
 from shared.messages.generate import Generate, Sampling
@@ -33,6 +39,7 @@ def find_fault(generate: Generate, facts: Ready) -> str:
         _envelope(generate, facts)
         or _tokens(generate, facts)
         or _images(generate, facts)
+        or _picture(generate, facts)
         or _sampling(generate.sampling, facts)
     )
 
@@ -103,6 +110,30 @@ def _images(generate: Generate, facts: Ready) -> str:
     return ""
 
 
+def _picture(generate: Generate, facts: Ready) -> str:
+    picture, takes = generate.picture, facts.pictures
+    if picture is None or takes is None:
+        both_none = picture is None and takes is None
+        return "" if both_none else f"picture: this engine makes {'no' if takes is None else 'only'} pictures"
+    checks = (
+        ("prompt", 0 < len(picture.prompt) <= MAX_PROMPT_CHARACTERS),
+        ("negative", len(picture.negative) <= (MAX_PROMPT_CHARACTERS if takes.negative else 0)),
+        ("width", picture.width > 0 and picture.width % takes.multiple == 0),
+        ("height", picture.height > 0 and picture.height % takes.multiple == 0),
+        ("width", picture.width * picture.height <= takes.most_pixels),
+        ("steps", 1 <= picture.steps <= takes.most_steps),
+        ("steps", picture.steps == len(generate.tokens) // 4),
+        ("seed", 0 <= picture.seed < 1 << 64),
+        ("guidance", picture.guidance is None or (takes.guidance and 0.0 <= picture.guidance <= MAX_GUIDANCE)),
+        ("frames", bool(picture.frames) == bool(takes.frames) and 0 <= picture.frames <= takes.most_frames),
+        ("frames", not picture.frames or picture.frames % takes.frame_multiple == 1 % takes.frame_multiple),
+        ("format", (picture.format == "mp4") == bool(takes.frames)),
+        ("previews", 0 <= picture.previews <= MAX_PREVIEWS),
+    )
+    wrong = next((name for name, fine in checks if not fine), "")  # NaN fails every comparison
+    return f"picture.{wrong}: {str(getattr(picture, wrong))[:64]}" if wrong else ""
+
+
 def _sampling(sampling: Sampling, facts: Ready) -> str:
     checks = (
         ("max_tokens", sampling.max_tokens >= 1),
@@ -144,7 +175,7 @@ def _sampling(sampling: Sampling, facts: Ready) -> str:
         return "sampling.pooling: this engine makes no embeddings"
     if sampling.pooling and facts.pooling not in ("", sampling.pooling):
         return f"sampling.pooling: {sampling.pooling}; this engine was started with {facts.pooling}"
-    if not sampling.pooling and not facts.generates:
+    if not sampling.pooling and not facts.generates and facts.pictures is None:
         return "sampling.pooling: this engine makes embeddings only"
     return _grammar(sampling, facts) if sampling.grammar else ""
 

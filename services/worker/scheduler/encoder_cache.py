@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from services.worker.contracts.runner import EmbeddingStore
+from services.worker.contracts.runner import EmbeddingLookups
 
 E = TypeVar("E")
 
@@ -80,8 +80,8 @@ class EncodesImages(Protocol):
     encoder_cache: EncoderCache[Any] | None
     """None if the model takes none."""
 
-    def use_store(self, store: EmbeddingStore) -> None:
-        """Store what is encoded in this store, which belongs to the runner's thread."""
+    def use_lookups(self, lookups: EmbeddingLookups) -> None:
+        """Have these store what is encoded."""
         ...
 
     def take_embeddings(self, key: bytes, embeddings: bytes) -> bool:

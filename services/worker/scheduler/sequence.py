@@ -20,10 +20,10 @@ from shared.hashing import (
     ContentKey,
     content_key,
     content_keys,
-    embedding_key,
     image_extras,
     pack_tokens,
     root_key,
+    salted_image_key,
     token_array,
 )
 from shared.messages.frames import FinishReason, Part
@@ -116,7 +116,7 @@ class Sequence:
         extras = image_extras(named, block_size) if named else NO_EXTRAS
         images = submit.images
         if submit.salt:
-            images = tuple(replace(image, key=embedding_key(image.key, submit.salt)) for image in images)
+            images = tuple(replace(image, key=salted_image_key(image.key, submit.salt)) for image in images)
         stop_tokens = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
         # As in vLLM, an end-of-sequence token is barred even where it would not end the sequence.
         barred = sorted(limits.eos_token_ids.union(sampling.stop_token_ids)) if sampling.min_tokens else ()

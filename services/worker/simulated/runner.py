@@ -202,5 +202,5 @@ def read_times(config: SimulatedConfig, *, busy: bool = False) -> Table | None:
     try:
         content = Path(config.table).read_bytes()
     except OSError as wrong:
-        raise ConfigError(f"{config.table}: {wrong.strerror}") from None
+        raise ConfigError(f"simulated.table {config.table}: {wrong.strerror}") from None
     return Table.parse(content, config.table, busy=busy)

@@ -28,6 +28,9 @@ class TurnsConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_onl
     drain_s: Seconds = 60.0
     """Seconds that answers may go on when their model's turn is over. Then they wait for its next turn, and go on
     there."""
+    change_s: Annotated[float, Meta(gt=0, le=300)] = 60.0
+    """Seconds that an engine may take to wake or to fall asleep, its answers not counted. After that it is ended, and
+    the device goes to the next model."""
     level: Literal[1, 2] = 2
     """Level of the sleep: 1 keeps the weights where they are, 2 drops them; both free the KV."""
 

@@ -14,6 +14,10 @@ the turns of n - 1 others, as long as they fall asleep and wake.
                then as long as no other is waited for; then until it is not in use, or turn_s
     to leave   first what is not in use, the least recently used one first; then what has been awake longest
 
+A worker that is silent while others report is asked for nothing. It may be frozen, and holds what it has: models for
+which there is no room because of it fail at once, and say so. An order that it has not answered is forgotten when it
+reports again, as it may be lost; one to wake that it has not begun is forgotten at once.
+
 Nothing is kept: a process that starts again learns from discovery who sleeps, and from the frontends, which repeat it,
 who is waited for. Two of them for one device might have too many models awake for a while; then some go to sleep
 (docs/decisions/0084).
@@ -43,6 +47,12 @@ BUSY_PAUSE_S = 0.5
 """Seconds after which a worker that does something else is asked again."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 """Seconds after which a worker that has failed is asked again: twice as long each time."""
+
+SILENT_S = 10.0
+"""Seconds without a report, while other workers of the device report, after which a worker is silent."""
+REPORTS_APART_S = 0.5
+"""The most seconds between two reports that count as silence of the others: beyond that, all are silent, or this
+process stood still."""
 
 TurnOperation = Literal["wake", "sleep"]
 _HOLDING: tuple[TurnStage, ...] = ("waking", "awake", "drained", "falling asleep")
@@ -94,6 +104,8 @@ class _TurnTaker:
     why: str = ""
     """What its worker answered last, if that was not what was asked for."""
     could_not_wake: bool = False
+    silent_s: float = 0.0
+    """For how long its worker has not reported although others have."""
     pause_s: float = 0.0
     retry_s: float = 0.0
     """When its worker may have the next order."""
@@ -101,6 +113,16 @@ class _TurnTaker:
     def enter(self, stage: TurnStage, now_s: float) -> None:
         if stage != self.stage:
             self.stage, self.since_s = stage, now_s
+
+    @property
+    def is_silent(self) -> bool:
+        return bool(self.instance) and self.silent_s >= SILENT_S
+
+    @property
+    def silence(self) -> str:
+        """What people are shown of a silent worker."""
+        silent = f"its worker {self.instance} has been silent for {self.silent_s:.0f} s"
+        return f"{silent}: resume it if it is stopped, or end it"
 
     def is_used(self, now_s: float) -> bool:
         return self.busy or bool(self.waits) or now_s - self.used_s < IDLE_S
@@ -112,6 +134,8 @@ class DeviceTurns:
     def __init__(self, config: TurnsConfig) -> None:
         self._config = config
         self._models: dict[str, _TurnTaker] = {}
+        self._reported_s = 0.0
+        """When any worker reported last."""
 
     # --- what is seen
 
@@ -125,15 +149,25 @@ class DeviceTurns:
         if instance != taker.instance:
             taker.instance, taker.asked, taker.busy, taker.answered_s = instance, False, False, -ANSWER_HOLDS_S
             taker.why, taker.could_not_wake, taker.pause_s, taker.retry_s = "", False, 0.0, 0.0
+            taker.silent_s = 0.0
         self._update(taker, now_s)
         return True
 
     def worker_reported(self, model: str, instance: str, *, busy: bool, now_s: float) -> None:
         """Record whether a worker computes, or has computed since its last report."""
         taker = self._models.get(model)
-        if taker is not None and taker.instance == instance:
-            taker.busy = busy
-            taker.used_s = now_s if busy else taker.used_s
+        if taker is None or taker.instance != instance:
+            return
+        taker.busy = busy
+        taker.used_s = now_s if busy else taker.used_s
+        passed_s = min(now_s - self._reported_s, REPORTS_APART_S)
+        self._reported_s = now_s
+        for other in self._models.values():
+            other.silent_s += passed_s
+        if taker.is_silent and taker.asked:
+            taker.asked, taker.answered_s, taker.retry_s = False, -ANSWER_HOLDS_S, now_s + BUSY_PAUSE_S
+        taker.silent_s = 0.0
+        self._update(taker, now_s)
 
     def wanted(self, want: WantModel, now_s: float) -> ModelTurn:
         """Record that requests wait for a model at a frontend, and return its turn."""
@@ -182,7 +216,7 @@ class DeviceTurns:
                 del self._models[model]
         most, models = self._config.awake, self._models.items()
         holding = [(model, taker) for model, taker in models if taker.stage in _HOLDING]
-        queue = [(model, taker) for model, taker in self._queue() if taker.retry_s <= now_s]
+        queue = [(model, taker) for model, taker in self._queue() if taker.retry_s <= now_s and not taker.is_silent]
         room = most - len(holding)
         woken = queue[: max(0, room)]
         leaving = sum(taker.stage == "falling asleep" for _, taker in holding)
@@ -203,7 +237,7 @@ class DeviceTurns:
         return [(model, self._models[model]) for _, model in sorted(waited)]
 
     def _may_leave(self, taker: _TurnTaker, now_s: float) -> bool:
-        if taker.retry_s > now_s or taker.stage not in ("awake", "drained"):
+        if taker.retry_s > now_s or taker.is_silent or taker.stage not in ("awake", "drained"):
             return False
         awake_s = now_s - taker.since_s
         over = not taker.is_used(now_s) or awake_s >= self._config.turn_s
@@ -218,6 +252,8 @@ class DeviceTurns:
 
     def _update(self, taker: _TurnTaker, now_s: float) -> None:
         """Follow discovery, forget what frontends no longer repeat, and note since when the model is waited for."""
+        if taker.is_silent and taker.stage == "waking" and taker.seen == "asleep":
+            taker.asked, taker.answered_s = False, -ANSWER_HOLDS_S  # it has not begun, so it holds nothing
         if not taker.asked and now_s - taker.answered_s >= ANSWER_HOLDS_S:
             taker.enter(taker.seen, now_s)
         for frontend in [frontend for frontend, wait in taker.waits.items() if wait.until_s <= now_s]:
@@ -240,8 +276,20 @@ class DeviceTurns:
             waiting=sum(wait.waiting for wait in taker.waits.values()),
             oldest_s=round(now_s - oldest_s, 3),
             why=self._why(model, taker) if taker.waits and taker.stage != "awake" else "",
-            failed=taker.why if taker.could_not_wake and taker.retry_s > now_s else "",
+            failed=self._failed(taker, now_s),
         )
+
+    def _failed(self, taker: _TurnTaker, now_s: float) -> str:
+        """Return why requests need not wait for a model. Empty if they may."""
+        if taker.is_silent:
+            return taker.silence
+        if taker.could_not_wake and taker.retry_s > now_s:
+            return taker.why
+        silent = sorted(name for name, other in self._models.items() if other.stage in _HOLDING and other.is_silent)
+        if taker.stage in _HOLDING or len(silent) < self._config.awake:
+            return ""
+        held = "; ".join(f"{name}: {self._models[name].silence}" for name in silent)
+        return f"{', '.join(silent)} {'holds' if len(silent) == 1 else 'hold'} {self._config.device}; {held}"
 
     def _why(self, model: str, taker: _TurnTaker) -> str:
         """Return why a model that is waited for is not awake yet."""

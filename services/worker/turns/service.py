@@ -92,7 +92,11 @@ class Coordinator:
             await self._runtime.bus.request(subject, question, timeout_s=RIVAL_LIMIT_S)
         except Unavailable:
             return
-        raise ConfigError(f"device: another process decides already whose turn it is on {self._config.device}")
+        device = self._config.device
+        raise ConfigError(
+            f"device: another process decides already whose turn it is on {device}; give it all models of it, or"
+            " this one a device of its own"
+        )
 
     async def _decide_on(self) -> None:
         while True:
@@ -114,13 +118,13 @@ class Coordinator:
     async def _carry_out(self, order: TurnOrder) -> None:
         """Have a worker sleep or wake, and pass its answer on."""
         config, began_s = self._config, self._now()
-        asked = OperateWorker(order.operation, level=config.level, drain_s=config.drain_s)
+        asked = OperateWorker(order.operation, level=config.level, drain_s=config.drain_s, engine_s=config.change_s)
         subject = subjects.worker(self._runtime.namespace, order.instance, "operate")
         aim: TurnStage = "awake" if order.operation == "wake" else "asleep"
         stage: TurnStage | None = None
         busy = True
         try:
-            limit_s = ENGINES_S + config.drain_s
+            limit_s = ENGINES_S + config.drain_s  # a worker that is frozen is noticed before, as it reports nothing
             reply = await self._runtime.bus.request(subject, OPERATE_WORKER.encode(asked), timeout_s=limit_s)
             answer = WORKER_OPERATED.decode(reply.payload, reply.headers)
             stage, busy = _STAGES.get(answer.state, "drained"), answer.busy

@@ -49,7 +49,7 @@ from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.images import ImagePrompts
-from services.worker.vllm.kv_transfer import connector_stats, hand_over_params
+from services.worker.vllm.kv_transfer import connector_stats, hand_over_params, image_counts
 from services.worker.vllm.loras import EngineLoras
 from services.worker.vllm.one_line import one_line
 from services.worker.vllm.outputs import logprob_entries, pack_embedding
@@ -183,13 +183,14 @@ class VllmEngine:
     def _expect(self, expected: Submit) -> None:
         """Load the blocks of a prompt that another worker computes. It is advice: whatever fails, the attempt loads or
         computes them."""
-        able = not self._sleep_level and (not expected.lora or expected.lora in self._loras) and not expected.images
+        able = not self._sleep_level and (not expected.lora or expected.lora in self._loras)
         if able and (key := self._prefetches.accept(expected, time.monotonic())):
             self._start(self._begin_prefetch(key, expected))
 
     async def _begin_prefetch(self, key: str, expected: Submit) -> None:
         try:
-            await self._prefetches.begin(key, expected, _tokens_of(expected), self._loras.find(expected.lora))
+            prompt = await self._prompt_of(expected)
+            await self._prefetches.begin(key, expected, prompt, self._loras.find(expected.lora))
         except EngineDeadError:
             raise
         except Exception as wrong:  # noqa: BLE001 - vLLM's validation raises many kinds; the attempt itself will say so
@@ -199,7 +200,7 @@ class VllmEngine:
     def _submit(self, submit: Submit) -> None:
         self._abort(self._prefetches.pop((submit.request, submit.attempt)))
         rank = self._ranks.all[submit.rank]
-        if submit.prefill_only and (submit.images or not goes_on(submit, self._context_length)):
+        if submit.prefill_only and not goes_on(submit, self._context_length):
             submit = replace(submit, prefill_only=False)
         key = rank.add(submit, time.monotonic())
         fail = partial(self._fail, rank, key)
@@ -393,6 +394,7 @@ class VllmEngine:
             self._take_link(number, said.link)
             rank.stats.prefetched_blocks = said.prefetched_blocks
             rank.attempts.hand_over(said.stored if said.link.kvbm else rank.attempts.storing)
+        rank.stats.images = image_counts(scheduler_stats.ec_connector_stats) or rank.stats.images
         self._end.flush_soon()
 
     def _take_link(self, number: int, link: KvbmLink) -> None:

@@ -37,6 +37,14 @@ LLAVA = "LlavaForConditionalGeneration"
 _log = logging.getLogger(__name__)
 
 
+def takes_images(model: Path) -> bool:
+    """Return whether a model's files are those of the architecture whose images are served."""
+    try:
+        return LLAVA in (read_config_json(model).outer.get("architectures") or ())
+    except ModelError:
+        return False  # about which vLLM has words of its own
+
+
 class ImagePrompts:
     """Makes prompts with images for one model."""
 

@@ -1,4 +1,4 @@
-"""Which KV connector vLLM is started with, from the worker's settings; what ours says in vLLM's statistics. Pure."""
+"""Which connectors vLLM is started with, from the worker's settings; what ours say in vLLM's statistics. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Exchanged, KvbmLink
 
 CONNECTOR_MODULE = "services.worker.vllm.connector.connector"
+ENCODER_CACHE_MODULE = "services.worker.vllm.encoder_cache.connector"
 LINK = "link"
 """The entry of our statistics that has the link to the kvbm."""
 STORED = "stored"
@@ -35,6 +36,20 @@ class ConnectorSaid(Struct, frozen=True):
     """Names of attempts whose blocks are stored since the last step."""
     prefetched_blocks: int
     """Blocks that were loaded for expected prompts, since the start."""
+
+
+class ImageCounts(Struct, frozen=True):
+    """What has become of images, since the engine started."""
+
+    hits: int = 0
+    """Images whose embeddings were there when a step computed their first token."""
+    encoded: int = 0
+    fetched: int = 0
+    """Images whose embeddings came from the kvbm."""
+    entries: int = 0
+    """Images whose embeddings are there now."""
+    size_bytes: int = 0
+    """Bytes of these embeddings."""
 
 
 def hand_over_params(name: str) -> dict[str, str]:
@@ -63,6 +78,7 @@ def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
         "verify": kvbm.verify,
         "model_name": config.model_name,
         "lora_names_are_ids": True,  # a LoRA's id names its content
+        "image_names_are_keys": True,
         "keep_on_reset": True,  # a worker's weights are never changed in place
     }
     if config.role == "prefill":
@@ -77,6 +93,22 @@ def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": given,
+    }
+
+
+def ec_transfer(config: WorkerConfig) -> dict[str, Any] | None:
+    """Return the fields of vLLM's ECTransferConfig for a model that sees. None means no connector of ours."""
+    if not (config.kvbm.pool and config.kvbm.embeddings and config.most_images):
+        return None
+    return {
+        "ec_connector": "HeadraceECConnector",
+        "ec_connector_module_path": ENCODER_CACHE_MODULE,
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {
+            "pool": config.kvbm.pool,
+            "model_name": config.model_name,
+            "timeout_s": config.kvbm.timeout_s,
+        },
     }
 
 
@@ -100,6 +132,11 @@ def connector_stats(payload: Mapping[str, Any] | None) -> ConnectorSaid | None:
             link = msgspec.convert(data[LINK], KvbmLink)
             return ConnectorSaid(msgspec.convert(data, Exchanged), link, data.get(STORED, []), data.get(PREFETCHED, 0))
     return None
+
+
+def image_counts(payload: Mapping[str, Any] | None) -> ImageCounts | None:
+    """Return what our encoder cache connector has said in a step's statistics. None if there is nothing."""
+    return msgspec.convert(payload, ImageCounts) if payload else None
 
 
 def sum_exchanged(all_ranks: list[Exchanged]) -> Exchanged:

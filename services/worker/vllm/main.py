@@ -199,11 +199,12 @@ def _load() -> Failed | None:
 def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
     """Return vLLM's AsyncEngineArgs: the worker's settings, events that are published in `directory`, and the
     connector. Raise ConfigError."""
-    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig
     from vllm.platforms import current_platform
 
     from services.worker.vllm.events import UNREAD_LIMIT, endpoints
-    from services.worker.vllm.kv_transfer import kv_transfer
+    from services.worker.vllm.images import takes_images
+    from services.worker.vllm.kv_transfer import ec_transfer, kv_transfer
     from services.worker.vllm.settings import engine_args
 
     endpoint, replay_endpoint = endpoints(directory)
@@ -217,6 +218,8 @@ def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
     ours: dict[str, Any] = {"kv_events_config": published}
     if transfer := kv_transfer(settings):
         ours["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if (transfer := ec_transfer(settings)) and takes_images(Path(settings.model)):
+        ours["ec_transfer_config"] = ECTransferConfig(**transfer)
     args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
     if args.runner == "pooling" and settings.role != "aggregated":
         raise ConfigError(f"role is {settings.role}, but vllm.runner is pooling: embeddings are not handed over")

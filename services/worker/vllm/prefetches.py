@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from vllm.inputs import TokensInput
+from vllm.inputs import MultiModalInput, TokensInput
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -46,7 +46,9 @@ class Prefetches:
         self._keys[name] = key, expected.rank, now_s + min(expected.time_left_s, PREFETCH_S)
         return key
 
-    async def begin(self, key: str, expected: Submit, prompt: TokensInput, lora: LoRARequest | None) -> None:
+    async def begin(
+        self, key: str, expected: Submit, prompt: TokensInput | MultiModalInput, lora: LoRARequest | None
+    ) -> None:
         """Have vLLM keep a request for an accepted prompt. Raise what vLLM raises."""
         params = SamplingParams(
             max_tokens=1,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -116,19 +117,19 @@ def is_passing(cause: Cause) -> bool:
     return cause.kind in _PASSING_KINDS or _PASSING.search(cause.text) is not None
 
 
-def note_exceptions() -> None:
+def note_exceptions() -> Callable[[], None]:
     """From now on write the first exception that is logged as an error, of all processes with this VARIABLE. Their own
     handlers write it to standard error, among hundreds of lines; a factory of log records sees the exception itself,
-    whatever handlers and formats are configured."""
-    path = os.environ.get(VARIABLE)
+    whatever handlers and formats are configured. Return what ends it."""
+    path, stopped = os.environ.get(VARIABLE), threading.Event()
     if path is None:
-        return
+        return stopped.set
     make = logging.getLogRecordFactory()
 
     def noting(*arguments: object, **named: object) -> logging.LogRecord:
         record = make(*arguments, **named)
         wrong = record.exc_info[1] if record.exc_info else None
-        if record.levelno >= logging.ERROR and wrong is not None:
+        if record.levelno >= logging.ERROR and wrong is not None and not stopped.is_set():
             whole = Path(f"{path}.{os.getpid()}")
             with suppress(OSError):  # another one was first, or the parent has gone
                 whole.write_bytes(msgspec.json.encode(Cause.of(wrong)))
@@ -139,17 +140,18 @@ def note_exceptions() -> None:
         return record
 
     logging.setLogRecordFactory(noting)
+    return stopped.set
 
 
 @contextmanager
 def noting_exceptions() -> Iterator[None]:
-    """Note exceptions as `note_exceptions` does, but only meanwhile."""
-    make = logging.getLogRecordFactory()
-    note_exceptions()
+    """Note exceptions as `note_exceptions` does, but only meanwhile. The factory stays: vLLM may have put one around
+    it, which its formats need."""
+    stop = note_exceptions()
     try:
         yield
     finally:
-        logging.setLogRecordFactory(make)
+        stop()
 
 
 def read_cause(path: Path) -> Cause | None:

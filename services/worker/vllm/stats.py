@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from services.worker.contracts.messages import EngineLoad
 from services.worker.scheduler.throughput import Throughput
+from services.worker.vllm.kv_transfer import ImageCounts
 
 _FULL_TOKENS = 512
 """Tokens of prompts from which a step counts as full; vLLM does not say what it could have had."""
@@ -25,6 +26,8 @@ class EngineStats:
         self.preemptions = 0
         self.prefetched_blocks = 0
         """Blocks that were loaded for expected prompts, since the start."""
+        self.images = ImageCounts()
+        """What has become of images. All 0 unless their embeddings are exchanged with the kvbm."""
         self._queried_tokens = self._found_tokens = 0
         self.steps = 0
         self._step_tokens = 0
@@ -91,4 +94,9 @@ class EngineStats:
             queried_tokens=self._queried_tokens,
             found_tokens=self._found_tokens,
             prefetched_blocks=self.prefetched_blocks,
+            encoder_hits=self.images.hits,
+            encoded_images=self.images.encoded,
+            fetched_images=self.images.fetched,
+            encoder_entries=self.images.entries,
+            encoder_bytes=self.images.size_bytes,
         )

@@ -74,7 +74,8 @@ ENGINE: Table = {
     "vllm.envs:environment_variables": Used(reads=ENVIRONMENT),
     "vllm.platforms:current_platform": Used(),
     "vllm.platforms.interface:Platform": Used(
-        calls={"is_cpu": (), "is_unspecified": (), "is_cuda": (), "get_device_uuid": ("device_id", "/")}
+        reads=("device_type",),
+        calls={"is_cpu": (), "is_unspecified": (), "is_cuda": (), "get_device_uuid": ("device_id", "/")},
     ),
     "vllm.config:KVEventsConfig": Used(
         passes=("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint", "hwm")
@@ -88,10 +89,22 @@ ENGINE: Table = {
             "kv_connector_extra_config",
         )
     ),
+    "vllm.config:ECTransferConfig": Used(
+        passes=("ec_connector", "ec_connector_module_path", "ec_role", "ec_connector_extra_config"),
+        reads=("ec_role", "ec_connector_extra_config"),
+    ),
     "vllm.config:PoolerConfig": Used(passes=("pooling_type",), reads=("seq_pooling_type",)),
     "vllm.config:StructuredOutputsConfig": Used(reads=("backend",)),
     "vllm.config:VllmConfig": Used(
-        reads=("model_config", "cache_config", "parallel_config", "scheduler_config", "lora_config")
+        reads=(
+            "model_config",
+            "cache_config",
+            "parallel_config",
+            "scheduler_config",
+            "lora_config",
+            "ec_transfer_config",
+            "load_config",
+        )
     ),
     "vllm.config.model:ModelConfig": Used(
         reads=(
@@ -105,6 +118,9 @@ ENGINE: Table = {
             "tokenizer",
             "is_multimodal_model",
             "architecture",
+            "quantization",
+            "revision",
+            "hf_config",
         ),
         calls={
             "get_vocab_size": (),
@@ -135,6 +151,7 @@ ENGINE: Table = {
             "block_size",
             "num_gpu_blocks_override",
             "kv_transfer_config",
+            "ec_transfer_config",
             "structured_outputs_config",
             "enable_lora",
             "max_loras",
@@ -185,7 +202,7 @@ ENGINE: Table = {
     "vllm.multimodal.inputs:MultiModalFieldElem": Used(passes=("data", "field")),
     "vllm.multimodal.inputs:MultiModalKwargsItem": Used(),
     "vllm.multimodal.inputs:MultiModalKwargsItems": Used(),
-    "vllm.multimodal.inputs:PlaceholderRange": Used(passes=("offset", "length")),
+    "vllm.multimodal.inputs:PlaceholderRange": Used(passes=("offset", "length"), reads=("offset", "length")),
     "vllm.inputs:tokens_input": Used(passes=("prompt_token_ids", "/", "cache_salt")),
     "vllm.outputs:RequestOutput": Used(
         reads=("outputs", "prompt_logprobs", "prompt_token_ids", "num_cached_tokens", "metrics", "finished")
@@ -247,6 +264,7 @@ ENGINE: Table = {
             "kv_cache_usage",
             "prefix_cache_stats",
             "kv_connector_stats",
+            "ec_connector_stats",
         )
     ),
     "vllm.v1.metrics.stats:PrefixCacheStats": Used(reads=("queries", "hits")),
@@ -255,6 +273,45 @@ ENGINE: Table = {
     ),
     "vllm.v1.metrics.stats:PromptTokenStats": Used(reads=("computed",)),
     "vllm.v1.metrics.stats:RequestStateStats": Used(reads=("queued_ts", "scheduled_ts", "first_token_ts")),
+    "vllm.config.load:LoadConfig": Used(reads=("load_format",)),
+    "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase": Used(
+        reads=("_connector_metadata",),
+        calls={"_get_connector_metadata": ()},
+        overrides={
+            "__init__": ("vllm_config", "role"),
+            "ensure_cache_available": ("request", "num_computed_tokens"),
+            "has_cache_item": ("identifier",),
+            "update_state_after_alloc": ("request", "index"),
+            "build_connector_meta": ("scheduler_output",),
+            "update_connector_output": ("connector_output",),
+            "request_finished": ("request",),
+            "get_ec_connector_stats": (),
+            "start_load_caches": ("encoder_cache",),
+            "save_caches": ("encoder_cache", "mm_hash"),
+            "build_connector_worker_meta": (),
+            "shutdown": (),
+            "build_ec_connector_stats": ("data",),
+        },
+    ),
+    "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorMetadata": Used(),
+    "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorRole": Used(reads=("SCHEDULER",)),
+    "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorWorkerMetadata": Used(
+        overrides={"aggregate": ("other",)}
+    ),
+    "vllm.distributed.ec_transfer.ec_connector.encoder_output_width:get_encoder_output_width": Used(
+        passes=("vllm_config", "modality", "/")
+    ),
+    "vllm.distributed.ec_transfer.ec_connector.metrics:ECConnectorStats": Used(
+        passes=("data",),
+        reads=("data",),
+        overrides={"reset": (), "aggregate": ("other",), "reduce": (), "is_empty": ()},
+    ),
+    "vllm.distributed.parallel_state:get_tp_group": Used(),
+    "vllm.distributed.parallel_state:GroupCoordinator": Used(reads=("rank_in_group",)),
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": Used(reads=("identifier", "mm_position")),
+    "vllm.v1.core.sched.output:SchedulerOutput": Used(reads=("num_scheduled_tokens", "free_encoder_mm_hashes")),
+    "vllm.v1.outputs:ECConnectorOutput": Used(reads=("ec_connector_worker_meta",)),
+    "vllm.v1.request:Request": Used(reads=("request_id", "mm_features", "cache_salt", "num_computed_tokens")),
 }
 
 CONNECTOR: Table = {
@@ -278,7 +335,7 @@ CONNECTOR: Table = {
             "dtype",
             "quantization",
             "max_model_len",
-            "hf_text_config",
+            "hf_config",
             "model",
             "revision",
             "served_model_name",
@@ -334,6 +391,8 @@ CONNECTOR: Table = {
     "vllm.distributed.parallel_state:GroupCoordinator": Used(reads=("rank_in_group", "world_size")),
     "vllm.lora.request:LoRARequest": Used(reads=("lora_name", "lora_int_id", "lora_path", "load_inplace")),
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": Used(calls={"get_attn_backend": ()}),
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": Used(reads=("identifier", "mm_position")),
+    "vllm.multimodal.inputs:PlaceholderRange": Used(reads=("offset", "length")),
     "vllm.platforms:current_platform": Used(),
     "vllm.platforms.interface:Platform": Used(calls={"is_cpu": ()}),
     "vllm.v1.attention.backend:AttentionBackend": Used(calls={"get_name": ()}),

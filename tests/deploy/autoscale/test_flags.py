@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from deploy.local.autoscale.autoscale import autoscale
 from deploy.local.autoscale.capacity import ROLES, WorkerRole
 from deploy.local.autoscale.decider import DaySchedule, WorkerBounds
 from deploy.local.autoscale.flags import check_flags, policy_of, times_of, worker_times
+from deploy.local.show.fleet import FleetConfig
 from deploy.local.size.files import read_profile
 from deploy.local.usage import AutoscaleFlags
 from shared.errors import ConfigError
@@ -82,8 +84,15 @@ def test_a_profile_that_does_not_fit_is_refused(
     given = AutoscaleFlags(profile=write_profile(tmp_path, **changes))
     with pytest.raises(ConfigError, match=said):
         times_of(given, models, 0)
-    with pytest.raises(ConfigError, match="No such file"):
-        times_of(replace(given, profile=tmp_path / "nothing.json"), models[:1], 0)
+
+
+def test_without_a_profile_it_is_said_what_makes_one_before_the_fleet_is_asked(tmp_path: Path) -> None:
+    given = AutoscaleFlags(profile=tmp_path / "nothing.json")
+    with pytest.raises(ConfigError) as refused:
+        autoscale(FleetConfig(), given)
+    assert f"--profile {given.profile}: no such file; " in str(refused.value)
+    for command in (" profile`", " estimate MODEL --gpu NAME --out "):
+        assert command in str(refused.value)
 
 
 def test_what_the_workers_have_room_for_counts_before_what_the_profile_says(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_sessions_of_agents_find_what_they_sent_before(tmp_path: Path, capsys: p
     assert "LOAD" in capsys.readouterr().out
 
 
+def test_a_model_that_sees_no_images_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = compared(tmp_path, "--images", "1", "--concurrency", "1", "--requests", "2")
+    assert (status, report) == (1, {})
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(
+        "error: concurrency 1: no request of the warm-up was answered: 400: messages[0].content[1].type"
+    )
+    assert "images are not served by " in line
+    assert "ask a model that sees (docs/images.md)" in line
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -114,6 +125,11 @@ def test_a_fleet_that_does_not_start_is_one_line(
         (["--saturate", "--concurrency", "1"], "--saturate searches a rate"),
         (["--ttft-p90", "-1"], "--ttft-p90 is 0 to"),
         (["--agentic", "-1"], "--agentic is 0 to 10"),
+        (["--images", "65"], "--images is 0 to 64"),
+        (["--images", "1", "--image-size", "big"], "--image-size big: not WIDTHxHEIGHT"),
+        (["--images", "1", "--tokens"], "--images: only the chats of the own driver have images"),
+        (["--images", "1", "--driver", "aiperf"], "--images: only the chats of the own driver have images"),
+        (["--images", "1", "--agentic", "1"], "--images: agents have prompts of their own"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(

@@ -353,3 +353,26 @@ def test_the_sweep_is_put_to_aiperf_in_its_own_words(tmp_path: Path) -> None:
 def test_without_aiperf_its_driver_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["bench", "--driver", "aiperf", "--model", "m", "--tokenizer", "t", "--concurrency", "1"]) == 2
+
+
+async def test_prompts_have_images_of_their_own_which_the_report_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ("--concurrency", "2", "--requests", "4", "--warmup", "1", "--words", "3")
+    async with serving() as server:
+        status, report = await bench(server, tmp_path, *load, "--images", "2", "--image-size", "20x10")
+        _, plain = await bench(server, tmp_path, *load)
+    assert status == 0
+    contents = [body["messages"][0]["content"] for body in server.asked]
+    with_images, without = contents[:5], contents[5:]
+    assert all([part["type"] for part in content] == ["text", "image_url", "image_url"] for content in with_images)
+    uris = [part["image_url"]["url"] for content in with_images for part in content[1:]]
+    assert len({*uris}) == 10
+    assert all(uri.startswith("data:image/jpeg;base64,") for uri in uris)
+    assert all(isinstance(content, str) for content in without)
+    [row], [other] = report["rows"], plain["rows"]
+    assert (row["images"], other["images"], other["images_per_s"]) == (8, 0, None)
+    assert row["images_per_s"] == pytest.approx(2 * row["requests_per_s"])
+    shown, after = (text.splitlines()[0] for text in capsys.readouterr().out.split("LOAD")[1:])
+    assert "IMAGES  IMAGES/S" in shown
+    assert "IMAGES" not in after

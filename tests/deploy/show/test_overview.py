@@ -8,10 +8,10 @@ import pytest
 from deploy.local.show.overview import MACHINES_OWN, Overview, block_stores, overview, render
 from shared import subjects
 from shared.hashing import self_test
-from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName
+from shared.messages.cards import INSTANCE, MODEL_CARD, Instance, KvLayout, ModelCard, Role, ServiceName, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from shared.messages.kvbm import KvbmState, LayoutState, TierState
-from shared.messages.load import EncoderState, LoadReport, StandbyState
+from shared.messages.load import EncoderState, EngineLosses, LoadReport, RankLoad, StandbyState
 from shared.messages.people import ModelState, RouterState, SourceState
 from shared.messages.turns import ModelTurn, TurnsState
 
@@ -124,24 +124,50 @@ def test_instances_stand_with_their_load_and_models_with_the_sum() -> None:
     assert render(view).splitlines() == [
         "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
         "",
-        "SERVICE   INSTANCE  EPOCH  PID   MACHINE  DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
-        "frontend  f1        1      4242  machine          1m",
-        "worker    w2        1      4242  machine  cpu     2h   2        3        40    60      500",
-        "worker    w1        1      4242  machine  cuda:0  1m   2        3        40    60      500",
+        "SERVICE   INSTANCE  EPOCH  PID   MACHINE  DEVICE  MODEL  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "frontend  f1        1      4242  machine                 1m",
+        "worker    w2        1      4242  machine  cpu     m.x    2h   2        3        40    60      500",
+        "worker    w1        1      4242  machine  cuda:0  m.x    1m   2        3        40    60      500",
         "",
         "MODEL  INSTANCES  CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
         "m.x    2          2048     16     80    120     1000",
     ]
 
 
+def test_models_that_sleep_until_their_turn_are_shown_with_their_workers() -> None:
+    (_, awake), (_, asleep) = card("w1", device="cpu"), card("w2", device="cpu")
+    sleeper = msgspec.structs.replace(
+        INSTANCE.decode(instance("worker", "w2")[1], JSON_HEADER),
+        state="asleep",
+        turns=TurnTaker("cpu", msgspec.structs.replace(MODEL_CARD.decode(asleep, JSON_HEADER), model="n")),
+    )
+    entry = (subjects.instance_key("default", "worker", "w2"), INSTANCE.encode(sleeper, JSON_HEADER))
+    taker = msgspec.structs.replace(
+        INSTANCE.decode(instance("worker", "w1")[1], JSON_HEADER),
+        turns=TurnTaker("cpu", MODEL_CARD.decode(awake, JSON_HEADER)),
+    )
+    other = (subjects.instance_key("default", "worker", "w1"), INSTANCE.encode(taker, JSON_HEADER))
+    view = look(other, card("w1", device="cpu"), entry, reports=(report("w1"), report("w2")))
+    assert [(row.instance, row.model, row.device) for row in view.instances] == [
+        ("w1", "m.x", "cpu"),
+        ("w2", "n", "cpu"),
+    ]
+    assert render(view).splitlines()[-4:] == [
+        "MODEL  INSTANCES    CONTEXT  BLOCK  HELD  CACHED  BLOCKS",
+        "m.x    1            2048     16     40    60      500",
+        "n      0, 1 asleep  2048     16     0     0       0",
+        "worker w2 is asleep",
+    ]
+
+
 def test_a_narrow_terminal_shows_the_load_and_the_addresses() -> None:
     view = look(instance("worker", "w1"), card("w1", device="cuda:0"), reports=(report("w1"),))
-    shown = render(view, 76).splitlines()
+    shown = render(view, 84).splitlines()
     assert shown[:4] == [
         "namespace default, NATS nats://127.0.0.1:4222, etcd 127.0.0.1:2379",
         "",
-        "SERVICE  INSTANCE  PID   DEVICE  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
-        "worker   w1        4242  cuda:0  1m   2        3        40    60      500",
+        "SERVICE  INSTANCE  PID   DEVICE  MODEL  AGE  RUNNING  WAITING  HELD  CACHED  BLOCKS",
+        "worker   w1        4242  cuda:0  m.x    1m   2        3        40    60      500",
     ]
     shown = render(view, 60).splitlines()
     assert shown[:6] == [
@@ -300,6 +326,22 @@ def test_an_engine_that_stands_by_is_shown_with_its_memory(state: StandbyState, 
     one = msgspec.structs.replace(report("w1"), standby=state, standby_bytes=own_bytes)
     assert f"worker w1: {shown}" in render(look(instance("worker", "w1"), reports=(one,))).splitlines()
     assert "stand" not in render(look(instance("worker", "w1"), reports=(report("w1"),)))
+
+
+def test_engines_that_were_lost_and_the_ranks_of_the_one_that_serves_are_shown() -> None:
+    lost = EngineLosses(3, 65.0, "RankLost: tensor_parallel: rank 1 was killed by signal 9 (SIGKILL)")
+    one = msgspec.structs.replace(report("w1"), losses=lost, tensor_ranks=2)
+    took = EngineLosses(2, 4.0, "killed", take_overs=1)
+    two = msgspec.structs.replace(report("w2"), losses=took, ranks=[RankLoad(0, 1, 2, 30, 4), RankLoad(1, 0, 3, 0, 5)])
+    lines = render(look(instance("worker", "w1"), instance("worker", "w2"), reports=(one, two))).splitlines()
+    last = "the last time 1m ago: RankLost: tensor_parallel: rank 1 was killed by signal 9 (SIGKILL)"
+    assert f"worker w1 has lost its engine 3 times; {last}" in lines
+    assert "worker w1: 2 processes compute each layer" in lines
+    standby = "and a standby took over once"
+    assert f"worker w2 has lost its engine 2 times, {standby}; the last time 4s ago: killed" in lines
+    assert "rank 0 of worker w2: 2 running, 1 waiting, 4 held" in lines
+    assert "rank 1 of worker w2: 3 running, 0 waiting, 5 held" in lines
+    assert "lost" not in render(look(instance("worker", "w1"), reports=(report("w1"),)))
 
 
 def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:

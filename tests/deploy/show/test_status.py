@@ -6,6 +6,8 @@ import asyncio
 import os
 import pty
 import signal
+import socket
+import subprocess
 import sys
 from asyncio.subprocess import PIPE, Process, create_subprocess_exec
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from deploy.local import cli
@@ -25,6 +28,7 @@ from shared.discovery.file import FileLease
 from shared.messages.cards import INSTANCE, Instance, ServiceName
 from shared.messages.codec import JSON_HEADER
 from shared.runtime.observe import ProcessHealth, serving
+from shared.runtime.runtime import pid_namespace
 from tests.deploy.up_state import up_state
 from tests.servers import free_port
 
@@ -103,6 +107,33 @@ async def test_requests_are_seen_and_a_process_that_goes_away(state: Path) -> No
         watching.send_signal(signal.SIGINT)
         assert await watching.wait() == 0
     lease.close()
+
+
+def test_a_killed_process_of_this_machine_is_gone_and_no_other_is(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    killed.kill()
+    killed.communicate()
+    here = Instance("default", "worker", "w0", 1, socket.gethostname(), killed.pid, 1.0, "0", http="http://127.0.0.1:9")
+    here = replace(here, pid_namespace=pid_namespace())
+    entries = [
+        here,
+        replace(here, instance="w1", pid=os.getpid()),
+        replace(here, instance="w2", machine="another"),
+        replace(here, instance="w3", pid_namespace=0),
+        replace(here, service="router", instance="r0"),
+    ]
+    lease = FileLease(state / "run" / "discovery")
+    keys = [subjects.instance_key("default", each.service, each.instance) for each in entries]
+    lease.write({key: INSTANCE.encode(each, JSON_HEADER) for key, each in zip(keys, entries, strict=True)})
+    assert cli.main(["status", "--state", str(state)]) == 0
+    lease.close()
+    shown = capsys.readouterr().out
+    pids = {row[1]: row[3] for line in shown.splitlines() if (row := line.split())[:1] in (["worker"], ["router"])}
+    alone = {"w1": str(os.getpid()), "w2": str(killed.pid), "w3": str(killed.pid)}
+    assert pids == {"w0": "gone", "r0": "gone", **alone}
+    assert "gone: the process has ended; it is listed until its lease ends, about 10 s" in shown
 
 
 def test_a_terminal_shows_one_view_in_place_of_the_other(state: Path) -> None:

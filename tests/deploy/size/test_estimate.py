@@ -18,6 +18,7 @@ from deploy.local.size.files import read_profile
 from deploy.local.size.roofline import ENGINES, GpuSplit, Roofline
 from deploy.local.size.shape import shape_of
 from deploy.local.usage import EstimateFlags, UpFlags, parse
+from tests.hub_server import HubServer, Repository, files_of, use_hub
 
 PUBLIC = Path(__file__).with_name("public_rows.json")
 
@@ -216,7 +217,7 @@ def test_a_config_without_a_size_is_refused_by_the_name_of_the_size(
     assert "config.json: num_hidden_layers is missing" in said
     said = refused(capsys, config(tmp_path, hidden_size="big"), "--gpu", "H200")
     assert "hidden_size is 'big'; expected a size" in said
-    assert "No such file" in refused(capsys, str(tmp_path / "none.json"), "--gpu", "H200")
+    assert "no such file or directory; a model" in refused(capsys, str(tmp_path / "none.json"), "--gpu", "H200")
     said = refused(capsys, config(tmp_path, quantization_config={"quant_method": "new"}), "--gpu", "H200")
     assert "quantization new is not known here: give --dtype" in said
 
@@ -250,3 +251,37 @@ def test_a_model_that_does_not_fit_is_refused_with_how_much_is_missing(
     assert "fewer than one sequence has" in said
     limited = config(tmp_path, max_position_embeddings=4096)
     assert "the model's context has 4096" in refused(capsys, limited, "--gpu", "H200", "--prompt", "4096")
+
+
+def test_a_model_on_the_hub_is_estimated_by_its_small_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "made").mkdir()
+    files = {**files_of(Path(config(tmp_path / "made"))), "tokenizer.json": b"{}", "model.safetensors": bytes(1 << 20)}
+    hub = HubServer()
+    hub.repositories["org/made"] = Repository(files)
+    with hub.running(), monkeypatch.context() as patched:
+        use_hub(hub, tmp_path / "hub", patched)
+        patched.chdir(tmp_path)
+        assert main(["estimate", "org/made", "--gpu", "H200", "--out", "made.json", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == "org/made"
+        assert not [asked for asked in hub.asked if "safetensors" in asked.path], "no weights are fetched"
+        profile = read_profile(Path("made.json"))
+        assert profile.subject.model == "org/made"
+        assert "--model org/made" in profile.subject.server
+        assert main(["estimate", "org/none", "--gpu", "H200"]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+    assert "has no model org/none, or it is private" in said
+    assert said.endswith("; config.json alone is enough: give its path in place of org/none")
+
+
+def test_what_is_no_model_is_refused_with_what_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nosuch: no such file or directory; a model on the hub is ORG/NAME" in refused(
+        capsys, "nosuch", "--gpu", "H200"
+    )
+    assert "this directory has no config.json, which is all that `estimate` reads" in refused(
+        capsys, str(tmp_path), "--gpu", "H200"
+    )
+    (tmp_path / "large.gguf").write_bytes(bytes(1 << 21))
+    said = refused(capsys, str(tmp_path / "large.gguf"), "--gpu", "H200")
+    assert "a GGUF file; `estimate` takes the ORG/NAME or the config.json of its model" in said

@@ -143,7 +143,26 @@ def test_a_plan_with_roles_says_what_it_costs_and_writes_flags_that_up_accepts(
     assert (flags.engine, flags.model, flags.workers) == ("simulated", "made", made["best"]["fleet"]["workers"])
     assert "worker.max_running=64" in flags.set
     assert main(["plan", "--profile", profile, *load, *choice]) == 0
-    assert "the cheapest that meets them: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the cheapest that meets them: " in shown
+    assert "PRICE/H" in shown
+    assert "PRICE/M TOKENS" in shown
+    assert ">price/h<" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+def test_without_a_price_no_column_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    load = ["--rate", "4", "--requests", "20", "--prompt-tokens", "100", "--output-tokens", "10"]
+    words = ["plan", "--profile", str(write_profile(tmp_path)), *load, "--most", "1", "--ttft-p90", "5"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    head, row = (line.split("  ") for line in shown.splitlines()[3:5])
+    assert [cell.strip() for cell in head if cell][:3] == ["FLEET", "GPUS", "TTFT P90 MS"]
+    assert "PRICE" not in shown
+    assert "0.00" not in [cell.strip() for cell in row]
+    assert "price" not in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 def test_of_two_profiles_the_one_that_takes_fewer_gpus_is_the_answer(

@@ -9,10 +9,11 @@ import pytest
 
 from deploy.local.cli import main
 from deploy.local.size.profile_file import Profile, decode_profile
-from deploy.local.size.started_up import gpu_shares
+from deploy.local.size.started_up import gpu_shares, sizes_of
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.runner import read_times
 from shared.errors import ConfigError
+from tests.integration.stack import running
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -104,3 +105,33 @@ def test_an_endpoint_that_is_not_there_and_a_file_that_is_no_profile_are_refused
 
 def written_as(file: Path) -> Profile:
     return decode_profile(file.read_bytes(), str(file))
+
+
+def test_an_endpoint_of_several_workers_is_refused_and_one_that_does_not_say_it_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    up = ("--engine", "simulated", "--simulated", "fixed_s=0.001", "--model", model, "--discovery", "file")
+    sizes = ["--longest", "128", "--most", "1", "--out", str(tmp_path / "p.json"), "--limit-s", "1"]
+    with running(tmp_path / "two", *up, "--workers", "2") as fleet:
+        assert main(["profile", "--url", fleet.url, *sizes]) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"{fleet.url}: 2 workers serve tiny, which share the requests, and a profile has the times of one" in said
+        )
+        assert not (tmp_path / "p.json").exists()
+    split = ("--prefill", "1", "--decode", "1", "--kvbm-bytes", "64M")
+    with running(tmp_path / "split", *up, *split) as fleet:
+        assert main(["profile", "--url", fleet.url, *sizes]) == 2
+        assert "2 workers serve tiny" in capsys.readouterr().err
+    with running(tmp_path / "one", *up, "--workers", "1") as fleet:
+        assert main(["profile", "--url", fleet.url, *sizes]) in (0, 1)
+        assert "how many workers" not in capsys.readouterr().out
+        assert written(tmp_path).workers_seen
+        assert written(tmp_path).block_size == 0, "the `up` of another state directory says nothing of this one"
+    (tmp_path / "p.json").unlink()
+    with running(tmp_path / "no-page", *up, "--workers", "1", "--set", "frontend.ui.serve=off") as fleet:
+        assert main(["profile", "--url", fleet.url, *sizes]) in (0, 1)
+        assert "note: the server does not say how many workers it has" in capsys.readouterr().out
+        assert not written(tmp_path).workers_seen
+        assert sizes_of(fleet.state, "tiny").workers == 1

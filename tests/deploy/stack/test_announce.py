@@ -222,6 +222,10 @@ async def test_a_program_of_several_services_is_ready_when_all_are_and_says_what
         assert await health(program) == (False, "no worker is there")
         bodies["frontend"] = {}
         assert await health(program) == (True, "little room")
+        bodies["frontend"] = {"models": ["a", "c"]}
+        door = launch("frontend", STAYS, observe=urls[1])
+        assert await health(door, models=("a", "b", "d")) == (False, "it does not know b, d yet")
+        assert await health(door, models=("a",)) == (True, "")
     assert await health(program) == (False, "")
 
 

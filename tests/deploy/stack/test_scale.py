@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.stack.scale import changes
+from deploy.local.stack.scale import changes, leaving_order
 
 
 def test_workers_that_are_missing_get_free_names_and_places() -> None:
@@ -18,6 +18,13 @@ def test_workers_that_are_missing_get_free_names_and_places() -> None:
 def test_the_first_of_those_that_stay_leave_first() -> None:
     there = {f"worker-{index}": ("aggregated", index) for index in range(3)}
     assert changes({"aggregated": 1}, there, ["worker-1", "worker-2", "worker-0"], 64)[1] == ["worker-1", "worker-2"]
+
+
+def test_workers_that_do_not_serve_yet_leave_before_those_that_do() -> None:
+    there = {f"worker-{index}": ("aggregated", index) for index in range(4)}
+    pids = {f"worker-{index}": 100 + index for index in range(4)}
+    assert leaving_order([*there], there, pids, [101, 100]) == ["worker-3", "worker-2", "worker-1", "worker-0"]
+    assert leaving_order([*there], there, pids, [103, 100]) == ["worker-2", "worker-1", "worker-3", "worker-0"]
 
 
 def test_a_worker_changes_its_role_by_leaving_and_the_new_one_waits_for_its_place() -> None:

@@ -225,6 +225,18 @@ def test_workers_take_the_gpus_in_turn_and_share_the_memory_of_each(
     assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected
 
 
+@pytest.mark.parametrize(("awake", "share"), [(1, 0.8), (2, 0.4)])
+def test_models_that_take_turns_on_a_gpu_share_its_memory_with_those_that_are_awake(
+    tmp_path: Path, awake: int, share: float
+) -> None:
+    models = tuple(TurnModel(name, f"/models/{name}") for name in "abc")
+    by_turns = msgspec.structs.replace(OPTIONS, workers=3, turns=models, awake=awake, gpus=Gpus(2, 0.8))
+    stack = planned(by_turns)
+    workers = [name for name in names(stack) if name.startswith("worker")]
+    loaded = [load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}).cuda for name in workers]
+    assert [(cuda.gpu, cuda.memory_share) for cuda in loaded] == [(0, share)] * 3
+
+
 @pytest.mark.parametrize(("host", "url"), [("10.0.0.7", "http://10.0.0.7:"), ("fd00::7", "http://[fd00::7]:")])
 def test_services_of_an_address_that_other_machines_reach_have_ports_for_kv_events(
     tmp_path: Path, host: str, url: str
@@ -442,16 +454,19 @@ def test_the_settings_of_one_process_are_checked_service_by_service() -> None:
 
 
 def test_models_that_take_turns_have_a_worker_each_and_one_process_that_decides(tmp_path: Path) -> None:
-    models = (TurnModel("a", "/models/a"), TurnModel("b", "/models/b.gguf"))
-    options = msgspec.structs.replace(OPTIONS, workers=2, turns=models, awake=1)
+    models = (TurnModel("a", "/models/a"), TurnModel("b", "/models/b.gguf", "smollm2", {"top_p": 0.9}))
+    options = msgspec.structs.replace(OPTIONS, workers=2, turns=models, turns_device="host-cpu-1", awake=1)
     stack = planned(options, cores=8)
     decides = next(launch for launch in stack.launches if launch.program.name == "turns")
     assert "services.worker.turns" in decides.arguments
     turns = load(TurnsConfig, file=settings(stack, "turns", tmp_path), environ={})
-    assert (turns.device, turns.awake) == ("cpu", 1)
+    assert (turns.device, turns.awake) == ("host-cpu-1", 1)
+    frontend = load(FrontendConfig, file=settings(stack, "frontend", tmp_path), environ={})
+    assert frontend.expected_models == ("a", "b")
     for index, model in enumerate(models):
         worker = load(WorkerConfig, file=settings(stack, f"worker-{index}", tmp_path), environ={})
         assert (worker.model, worker.model_name, worker.turns) == (model.path, model.name, turns.device)
+        assert (worker.chat_template, worker.sampling.top_p) == (model.chat_template, model.sampling.get("top_p"))
         assert worker.threads == 8
-    assert stack.by_turns
+    assert stack.by_turns == ("a", "b")
     assert not planned(OPTIONS).by_turns

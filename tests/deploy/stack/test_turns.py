@@ -7,14 +7,25 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from deploy.local.stack.model import CHAT_TEMPLATE, FILE, NAME
 from deploy.local.stack.model_source import ModelSource
 from deploy.local.stack.options import checked_options
 from deploy.local.stack.stack import TurnModel
-from deploy.local.stack.turns import MOST_MODELS, check_names, check_room, turn_words, weights_bytes
+from deploy.local.stack.turns import (
+    MOST_MODELS,
+    check_names,
+    check_room,
+    device_name,
+    find_model,
+    turn_model,
+    turn_words,
+    weights_bytes,
+)
 from deploy.local.usage import UpFlags
 from services.worker.config import ENGINES_BY_TURNS
 from services.worker.turns import decider
 from shared.errors import ConfigError
+from shared.subjects import is_id
 
 TWO = UpFlags(models="a, b")
 
@@ -45,10 +56,6 @@ def test_deployment_and_services_agree_on_what_takes_turns() -> None:
         (replace(TWO, model="c"), "--model: not with --models, whose models take turns"),
         (replace(TWO, workers=2), "--workers: not with --models, whose models take turns"),
         (replace(TWO, single=True), "--single: not with --models, whose models take turns"),
-        (
-            replace(TWO, device="cuda"),
-            "--device cuda: not with --models, whose models take turns on this machine's CPU",
-        ),
         (replace(TWO, tensor_parallel=2), "--tensor-parallel: not with --models, whose models take turns"),
         (replace(TWO, engine="attached"), "--engine attached: not with --models, whose models take turns"),
         (replace(TWO, on="ray"), "--on ray: not with --models, whose models take turns"),
@@ -62,6 +69,29 @@ def test_what_fits_in_no_turn_is_refused_by_its_flag(flags: UpFlags, said: str) 
         checked_options(flags)
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
+
+
+def test_machines_of_a_fleet_have_devices_of_different_names() -> None:
+    names = [
+        device_name("host.example", "boot-1"),
+        device_name("host.example", "boot-2"),
+        device_name("other", "boot-1"),
+    ]
+    assert len(set(names)) == 3
+    assert names[0].startswith("host-example-cpu-")
+    assert all(is_id(name) for name in (*names, device_name("", ""), device_name("x" * 64, "b")))
+
+
+def test_the_bundled_model_takes_turns_by_its_name_with_its_own_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = find_model(NAME, tmp_path / "cache", weights=True)
+    assert (found.path, found.name, found.here) == (tmp_path / "cache" / FILE, NAME, False)
+    assert turn_model(NAME, found.name, found.path).chat_template == CHAT_TEMPLATE
+    (tmp_path / NAME).mkdir()
+    assert find_model(NAME, tmp_path / "cache", weights=True).here
+    assert turn_model(NAME, NAME, tmp_path / NAME).chat_template == ""
 
 
 def test_two_models_of_one_name_are_refused() -> None:

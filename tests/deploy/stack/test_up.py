@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from deploy.local.stack.up import Shell, check_port, exclusive
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
 from shared.errors import ConfigError
+from shared.runtime.logs import LogLine
 from tests.deploy.stack.programs import LIMIT_S, STAYS, launch, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -275,6 +277,32 @@ async def test_a_service_that_ended_by_itself_is_said_to_be_ready_once_it_is(
     assert "is ready" not in ended
     assert after.count("worker-0 has started again and is ready") == 1
     assert len(written(began)) == 2
+
+
+async def test_an_engine_that_a_worker_has_lost_is_shown_and_when_it_is_back(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    (state_dir.run / "health").write_text("well")
+    lost = "the engine is lost (RankLost: rank 1); the standby, process 7, takes over"
+    logged = logging.LogRecord("services.worker.engine.supervisor", logging.ERROR, "", 1, lost, None, None)
+    (state_dir.home / "line").write_text(LogLine("worker", "w1").format(logged) + "\n")
+    serve = f"cat {state_dir.home / 'line'}; exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"
+    shell = Shell(Stack((launch("worker-0", serve, observe=url),), {}, url, "tiny", "", ""), state_dir, Terminal())
+    running = asyncio.create_task(shell.run())
+    said = ""
+
+    def is_back() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "worker-0 is ready again\n" in said
+
+    await until(is_back)
+    shell.stop()
+    await running
+    assert f"worker-0: {lost}\n" in said
+    assert (said + capsys.readouterr().err).count(lost) == 1
 
 
 async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(

@@ -74,6 +74,26 @@ def test_of_a_gif_of_ten_thousand_frames_the_first_is_decoded_and_no_other() -> 
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        b"ab",
+        b"abc",
+        b"ab=c",
+        b"aGk",
+        b"aGk=x",
+        b"-_==",
+        b"====",
+        b"a",
+        "aGl\xe4".encode(),
+        b"\xff\xff\xff\xff",
+        b"aGk=aGk=",
+    ],
+)
+def test_what_is_not_base64_is_said(text: bytes) -> None:
+    assert prepare(replace(asked(text), base64=True)).wrong == "has data that is not base64"
+
+
+@pytest.mark.parametrize(
     ("file", "stated", "why"),
     [
         (png_of_size(60_000, 60_000), "image/png", "has 60000 by 60000 pixels, more than the limit of 33554432"),

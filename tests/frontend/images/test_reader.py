@@ -7,19 +7,21 @@ import base64
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import openai
 import pytest
+from msgspec.structs import replace
 
 from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
 from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import Prepare
+from services.frontend.images.reader import ImageReader
+from services.frontend.protocol.parts import ImageSource
 from shared.config import NatsConfig
 from shared.hashing import image_extras, pack_hashes, sequence_hashes, unpack_tokens
 from shared.messages.cards import ImageInput
@@ -159,10 +161,86 @@ async def test_a_model_that_takes_no_images_refuses_them_by_name(directory: Path
         assert not w.router.asked.all
 
 
+IMAGE = {"type": "input_image", "image_url": data_uri(RED)}
+BLOCK = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()},
+}
+RESPONSE = {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": [IMAGE, IMAGE]}]}
+ALL_DOORS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": user(text("x"), shown(RED))}, "messages[0].content[1].type"),
+    ("/v1/responses", {"instructions": "y", **RESPONSE}, "input[1].content[0].type"),
+    (
+        "/v1/messages",
+        {"max_tokens": 9, "system": "y", "messages": [{"role": "assistant", "content": "z"}, *user(text("x"), BLOCK)]},
+        "messages[1].content[1].type",
+    ),
+    ("/v1/messages/count_tokens", {"messages": user(text("x"), BLOCK)}, "messages[0].content[1].type"),
+    ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "messages[0].images[0]"),
+]
+
+
+async def test_each_api_names_the_image_that_is_refused_and_what_to_do(directory: Path) -> None:
+    async with world(directory) as w, aiohttp.ClientSession(w.url) as http:
+        for path, body, place in ALL_DOORS:
+            async with http.post(path, json={"model": MODEL, **body}) as answer:
+                said = await answer.text()
+                assert answer.status == 400, path
+            assert f"{place}: images are not served by 'tiny/model-1.0'" in said, path
+            assert "; ask a model that sees (docs/images.md), or send text alone" in said, path
+
+
+async def test_each_api_names_the_place_of_an_image_that_is_wrong(seeing: Path) -> None:
+    wrong = "data:image/png;base64,????"
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "????"}}
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/responses", {"input": user(IMAGE, {**IMAGE, "image_url": wrong})}, "input[0].content[1].image_url: "),
+        (
+            "/v1/responses",
+            {"input": user({"type": "input_image"})},
+            "input[0].content[0].image_url: needed: a data URI",
+        ),
+        (
+            "/v1/responses",
+            {"input": user(IMAGE, {"type": "input_image", "file_id": "file-1"})},
+            "input[0].content[1].file_id: files are not kept here; give `image_url` in its place",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "system", "content": [IMAGE]}]},
+            "input[0].content[0].type: images are not served in messages of role 'system'; show them in one of role",
+        ),
+        ("/v1/messages", {"max_tokens": 9, "messages": user(BLOCK, block)}, "messages[0].content[1].source: "),
+    ]
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        for path, body, place in asked:
+            async with http.post(path, json={"model": MODEL, **body}) as answer:
+                said = await answer.text()
+                assert answer.status == 400, (path, said)
+            assert place in said, (path, said)
+
+
+async def test_an_image_of_a_stored_response_is_named_by_that_response(seeing: Path) -> None:
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        asked = {"model": MODEL, "input": user(IMAGE)}
+        async with http.post("/v1/responses", json=asked) as answer:
+            before = (await answer.json())["id"]
+        for name in ("w1", "w2"):
+            await w.leave(name)
+        await w.announce_worker("w3")
+        async with asyncio.timeout(DEADLINE_S):
+            said = ""
+            while "images are not served" not in said:  # until the frontend knows the new worker
+                more = {"model": MODEL, "input": user(IMAGE), "previous_response_id": before}
+                async with http.post("/v1/responses", json=more) as answer:
+                    said = await answer.text()
+        assert "previous_response_id: images are not served" in said
+
+
 async def test_workers_that_want_images_in_two_ways_get_none(seeing: Path) -> None:
     async with eyes(seeing) as w, clients(w) as (_, http):
         await w.leave("w2")
-        await w.announce_worker("w2", images=msgspec.structs.replace(WANTED, resize=9))
+        await w.announce_worker("w2", images=replace(WANTED, resize=9))
         body = {"model": MODEL, "messages": user(shown(RED))}
         async with asyncio.timeout(DEADLINE_S):
             status, answered = 200, ""
@@ -242,6 +320,50 @@ async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
             await client.chat.completions.create(
                 model=MODEL, messages=user(shown(RED)), extra_body={"continue_final_message": True}
             )
+
+
+async def test_the_turns_of_a_chat_decode_an_image_once_and_other_salts_decode_it_again() -> None:
+    decoded = 0
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for salt, kind, new in (("", RED, 1), ("", RED, 0), ("mine", RED, 1), ("mine", RED, 0), ("", BLUE, 1)):
+            source = ImageSource("messages[0].content[0]", data_uri(kind, "image/png" if kind is RED else "image/jpeg"))
+            [found] = await reader.read([source], WANTED, salt=salt)
+            assert (found.key, found.pixels) == prepared(kind)
+            decoded += new
+            assert len(reader.prepared) == decoded
+        [other] = await reader.read([source], replace(WANTED, resize=9), salt="")
+        assert other.key != found.key
+        assert reader.prepared.hits == 2
+        reader.prepared.validate()
+
+
+async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
+    source = ImageSource("messages[0].content[0]", data_uri(RED))
+    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0))) as reader:
+        for _ in range(2):
+            [found] = await reader.read([source], WANTED)
+            assert (found.key, found.pixels) == prepared(RED)
+        assert (len(reader.prepared), reader.prepared.hits) == (0, 0)
+
+
+async def test_a_chat_with_another_salt_has_its_images_decoded_again(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+
+        async def ask(salt: str) -> None:
+            salted = {"cache_salt": salt}
+            await client.chat.completions.create(model=MODEL, messages=user(shown(RED)), extra_body=salted)
+
+        await ask("mine")
+        [decoder] = children("decoder_program")
+        os.kill(decoder, signal.SIGSTOP)
+        await ask("mine")
+        monkeypatch.setattr(child_processes, "SILENT_S", 0.05)
+        with pytest.raises(openai.InternalServerError, match="said nothing"):
+            await ask("another")
+        one, again = w.workers[0].generates.all
+        assert one.images == again.images
 
 
 async def test_a_decoder_that_is_killed_is_started_again(seeing: Path) -> None:

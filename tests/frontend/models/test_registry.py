@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.frontend import app
-from services.frontend.config import LimitsConfig
+from services.frontend.config import FrontendConfig, LimitsConfig
 from services.frontend.models import model_names, registry
 from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
 
@@ -70,6 +70,46 @@ async def test_a_model_that_cannot_be_loaded_does_not_keep_the_doors_shut(
         http.get("/v1/models/broken") as response,
     ):
         assert "SHA-256" in (await response.json())["error"]["message"]
+
+
+ASKED_EARLY: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/api/generate": {"prompt": "x", "stream": False},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [3]},
+}
+
+
+async def test_a_request_for_a_model_that_is_expected_waits_until_a_worker_brings_it(directory: Path) -> None:
+    expecting = FrontendConfig(expected_models=("late",))
+    async with asyncio.timeout(DEADLINE_S), world(directory, settings=expecting) as w, clients(w) as (_, http):
+        w.say("fine")
+
+        async def status(path: str, body: dict[str, Any]) -> int:
+            async with http.post(path, json={"model": "late", **body}) as response:
+                return response.status
+
+        asking = [asyncio.ensure_future(status(path, body)) for path, body in ASKED_EARLY.items()]
+        for _ in asking:
+            await w.until("/health", lambda health: health["ready"])
+        assert not any(each.done() for each in asking)
+        await w.announce("w3", card_entry("w3", directory, "late"))
+        assert await asyncio.gather(*asking) == [200] * len(asking)
+
+
+async def test_a_model_that_is_expected_in_vain_gets_503_and_one_that_is_not_404(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "EXPECTED_S", 0.05)
+    async with world(directory, settings=FrontendConfig(expected_models=("late",))) as w, clients(w) as (_, http):
+        async with http.post("/v1/completions", json={"model": "late", "prompt": "x"}) as response:
+            told = (response.status, (await response.json())["error"]["message"])
+            assert told == (503, "no worker serves the model 'late' yet")
+        async with http.post("/v1/completions", json={"model": "other", "prompt": "x"}) as response:
+            assert response.status == 404
 
 
 async def test_the_only_model_need_not_be_named_and_one_of_several_must(directory: Path) -> None:

@@ -24,6 +24,7 @@ from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.operations import FOREIGN_PATHS, PATHS, Operation
+from services.frontend.protocol.pictures import decode_pictures
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.protocol.tokenize import decode_detokenize, decode_tokenize
 from shared.errors import InvalidRequest
@@ -36,6 +37,7 @@ DECODE: dict[Operation, Callable[[bytes, IgnoredFields], object]] = {
     "completions": decode_completion,
     "responses": decode_response,
     "embeddings": decode_embeddings,
+    "pictures": decode_pictures,
     "tokenize": decode_tokenize,
     "detokenize": decode_detokenize,
 }

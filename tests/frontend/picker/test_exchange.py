@@ -248,6 +248,15 @@ def test_a_picker_that_leaves_ends_the_streams_whose_gateways_can_go_on_without_
     assert fed(exchange, GatewayBody("request", b"", ended=True), CHOSEN)[-1] == EndStream(), "as soon as it can"
 
 
+def test_a_gateway_whose_answer_passes_through_a_picker_that_leaves_ends_the_stream_itself() -> None:
+    exchange = sent(DUPLEX)
+    fed(exchange, PickerLeaves(), GatewayHeaders("response", STREAM))
+    assert exchange.passes_answer
+    assert fed(exchange, GatewayBody("response", b"a", ended=True))[-1] == BodyReply("response", b"a", ended=True)
+    assert exchange.passes_answer
+    assert fed(exchange, TimeOver()) == [ReleaseEndpoint(), EndStream()], "a gateway that never ends it"
+
+
 messages = st.one_of(
     st.builds(
         GatewayHeaders,

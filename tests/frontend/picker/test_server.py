@@ -30,6 +30,7 @@ from shared.messages.select import (
     SelectReply,
 )
 from tests.frontend.peers import BLOCK_SIZE, DEADLINE_S, MODEL, World, card_entry, instance_entry, world
+from tests.frontend.picker.recorded_frames import END_STREAM, GOAWAY, HEADERS, frames_of, recorded
 from tests.picker.gateway import Gateway, GatewayStream, connected, destination, refusal
 from tests.servers import free_port
 
@@ -426,6 +427,71 @@ async def test_a_frontend_that_drains_ends_the_streams_that_need_it_no_more(dire
                 assert await _next(stream) is None
                 assert (await stream.status())[0] == "OK"
             await drained
+
+
+@asynccontextmanager
+async def draining(directory: Path, drain_s: float = DEADLINE_S) -> AsyncIterator[tuple[World, AsyncExitStack]]:
+    """A frontend with a picker, which begins to drain when the stack is closed."""
+    async with AsyncExitStack() as serving:
+        yield await serving.enter_async_context(frontend(directory, LimitsConfig(drain_s=drain_s))), serving
+
+
+async def _health_is(gateway: Gateway, status: int) -> None:
+    while await gateway.health("readiness") != status:  # noqa: ASYNC110 - it is the picker's own
+        await asyncio.sleep(0.01)
+
+
+async def test_the_ends_of_all_streams_are_sent_before_gateways_learn_that_the_picker_goes(directory: Path) -> None:
+    async with draining(directory) as (w, serving), recorded(w.picker) as (address, sent):
+        async with connected(address) as gateway:
+            streams = [gateway.ask() for _ in range(32)]
+            await asyncio.gather(*map(chosen, streams))
+            drained = asyncio.create_task(serving.aclose())
+            assert {await stream.read_end() for stream in streams} == {"OK"}
+            await drained
+        found = frames_of(bytes(sent))
+        ends = [at for at, (kind, flags) in enumerate(found) if kind == HEADERS and flags & END_STREAM]
+        assert len(ends) >= len(streams)
+        assert max(ends) < [kind for kind, _ in found].index(GOAWAY)
+
+
+async def test_a_picker_that_drains_chooses_for_each_stream_that_comes_while_one_has_no_choice(directory: Path) -> None:
+    async with draining(directory) as (w, serving), connected(w.picker) as gateway:
+        first = gateway.ask()
+        await first.headers(CHAT, request_mode="BUFFERED")
+        assert (await first.read()).HasField("request_headers")
+        drained = asyncio.create_task(serving.aclose())
+        await _health_is(gateway, 2)
+        for _ in range(3):
+            later = gateway.ask()
+            assert destination(await chosen(later)) == (ONE, ONE)
+            assert await later.read_end() == "OK"
+        await first.body(BODY)
+        assert destination(await first.read()) == (ONE, ONE)
+        assert await first.read_end() == "OK"
+        await drained
+
+
+async def test_an_answer_that_passes_through_a_picker_that_drains_ends_by_its_gateway(directory: Path) -> None:
+    async with draining(directory) as (w, serving), connected(w.picker) as gateway:
+        stream = gateway.ask()
+        await chosen(stream, response_mode="FULL_DUPLEX_STREAMED")
+        drained = asyncio.create_task(serving.aclose())
+        await stream.answer(STREAM, served=ONE)
+        assert (await _next(stream)).HasField("response_headers")
+        await stream.body(b"data: [DONE]", phase="response")
+        assert (await stream.read()).response_body.response.body_mutation.streamed_response.end_of_stream
+        await stream.end()
+        await drained
+
+
+async def test_a_stream_whose_gateway_never_asks_ends_with_the_drain(directory: Path) -> None:
+    async with draining(directory, drain_s=0.2) as (w, serving), connected(w.picker) as gateway:
+        stream = gateway.ask()
+        await stream.headers(CHAT, request_mode="BUFFERED")
+        assert (await stream.read()).HasField("request_headers")
+        await serving.aclose()
+        assert await stream.read_end() != "OK"
 
 
 async def test_a_port_that_is_taken_is_one_line(directory: Path) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.memory_bus import MemoryBus
-from shared.hashing import embedding_key
+from shared.hashing import salted_image_key
 from shared.messages.encode import ENCODE, ENCODED, Encode, Encoded
 from shared.messages.select import Overlap, Select, Selected, SelectReply
 from tests.frontend.images.samples import data_uri, picture
@@ -108,7 +108,7 @@ async def test_images_are_encoded_before_their_worker_hears_of_the_request(seein
         assert await asking == "fine"
         [sent] = w.workers[0].generates.all
         [select] = w.router.asked.all
-        keys = [embedding_key(image.key, "a tenant's") for image in sent.images]
+        keys = [salted_image_key(image.key, "a tenant's") for image in sent.images]
         assert {order.key for order in orders} == set(keys)
         assert keys[0] != sent.images[0].key, "another tenant's is another key"
         assert {order.pixels for order in orders} == {image.pixels for image in sent.images}

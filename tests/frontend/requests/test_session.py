@@ -17,6 +17,7 @@ from services.frontend.requests.actions import (
     CountLoss,
     DispatchAttempt,
     EmitPromptLogprobs,
+    EmitStep,
     EmitTokens,
     Fail,
     Finish,
@@ -53,6 +54,7 @@ from shared.messages.frames import (
     UNFOLLOWABLE,
     FinishReason,
     Part,
+    PicturePiece,
     PromptLogprobs,
     TokenLogprob,
 )
@@ -958,3 +960,58 @@ def test_a_gap_in_the_prompts_log_probabilities_loses_the_attempt(lost: Part) ->
 def test_senseless_log_probabilities_of_the_prompt_lose_the_attempt(wrong: Part) -> None:
     actions = with_prompt(5).on(PartReceived("w1", wrong))
     assert any(isinstance(one, CountLoss) and one.loss == "senseless" for one in actions)
+
+
+def picture(first: int, content: bytes, finish: FinishReason | None = None, *, attempt: int = 1, at: int = 1) -> Part:
+    return Part(R, attempt, 0, b"", finish, picture=PicturePiece(at, first, content, b"p"))
+
+
+def streaming_picture() -> Session:
+    session = Session(R, 1, makes_picture=True)
+    session.start()
+    session.on(selected(1))
+    session.on(Accepted(R, 1))
+    return session
+
+
+def test_a_pictures_file_is_joined_and_each_step_is_passed_on() -> None:
+    session = streaming_picture()
+    assert step(session, PartReceived("w1", picture(0, b""))) == [EmitStep(1, b"p")]
+    assert step(session, PartReceived("w1", picture(0, b"one", at=2))) == [EmitStep(2, b"p")]
+    actions = step(session, PartReceived("w1", picture(3, b"two", "stop", at=2)))
+    assert actions[0] == EmitStep(2, b"p")
+    assert actions[-1] == Finish("stop", file=b"onetwo")
+    assert [type(one.event) for one in actions if isinstance(one, PublishLoad)] == [Prefilled, Finished]
+
+
+def test_a_picture_begins_again_with_the_next_attempt() -> None:
+    session = streaming_picture()
+    step(session, PartReceived("w1", picture(0, b"one")))
+    step(session, InstanceGone("w1"))
+    step(session, selected(2, "w2"))
+    step(session, PartReceived("w2", picture(0, b"whole", attempt=2)))
+    actions = step(session, PartReceived("w2", picture(5, b"", "stop", attempt=2)))
+    assert actions[-1] == Finish("stop", file=b"whole")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        picture(4, b"two"),
+        Part(R, 1, 0, b"", "stop"),
+        Part(R, 1, 0, pack_tokens([5]), None),
+    ],
+)
+def test_a_piece_that_does_not_follow_costs_the_attempt(wrong: Part) -> None:
+    session = streaming_picture()
+    step(session, PartReceived("w1", picture(0, b"one")))
+    actions = step(session, PartReceived("w1", wrong))
+    assert any(isinstance(one, CountLoss) for one in actions)
+    assert session.state is State.CHOOSING
+
+
+def test_a_text_with_a_piece_of_a_picture_is_senseless() -> None:
+    session = with_prompt(0)
+    [counted, *_] = step(session, PartReceived("w1", picture(0, b"one")))
+    assert isinstance(counted, CountLoss)
+    assert counted.loss == "senseless"

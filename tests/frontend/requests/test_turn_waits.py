@@ -32,14 +32,15 @@ ASKED = {"model": MODEL, "prompt": "count", "max_tokens": 16, "temperature": 0}
 class ScriptedDecider:
     """Says what a test says, and notes what frontends want."""
 
-    def __init__(self, w: World) -> None:
+    def __init__(self, w: World, device: str = DEVICE) -> None:
+        self._device = device
         self._bus = MemoryBus(w.broker)
         self.wants: Seen[WantModel] = Seen()
         self.turn = ModelTurn(MODEL, "asleep", why="other has its turn")
         self._subscription: Subscription | None = None
 
     async def start(self) -> None:
-        self._subscription = await self._bus.subscribe(subjects.turns(NAMESPACE, DEVICE), self._on_want)
+        self._subscription = await self._bus.subscribe(subjects.turns(NAMESPACE, self._device), self._on_want)
 
     async def die(self) -> None:
         assert self._subscription is not None
@@ -56,12 +57,12 @@ class ScriptedDecider:
             await self.wants.at_least(len(self.wants.all) + 1)
 
 
-def entries(directory: Path, *, state: str, awake: bool) -> dict[str, bytes]:
-    """What the worker w1 publishes: its address book entry, and its card while it is awake."""
-    [(key, card)] = card_entry("w1", directory, lora=(LORA,)).items()
-    turns = TurnTaker(DEVICE, MODEL_CARD.decode(card, JSON_HEADER))
-    entry = Instance(NAMESPACE, "worker", "w1", 1, "here", 1, 0.0, "0", state=state, turns=turns)
-    own = {subjects.instance_key(NAMESPACE, "worker", "w1"): INSTANCE.encode(entry, JSON_HEADER)}
+def entries(directory: Path, *, state: str, awake: bool, worker: str = "w1", device: str = DEVICE) -> dict[str, bytes]:
+    """What a worker publishes: its address book entry, and its card while it is awake."""
+    [(key, card)] = card_entry(worker, directory, lora=(LORA,)).items()
+    turns = TurnTaker(device, MODEL_CARD.decode(card, JSON_HEADER))
+    entry = Instance(NAMESPACE, "worker", worker, 1, "here", 1, 0.0, "0", state=state, turns=turns)
+    own = {subjects.instance_key(NAMESPACE, "worker", worker): INSTANCE.encode(entry, JSON_HEADER)}
     return own | ({key: card} if awake else {})
 
 
@@ -213,6 +214,49 @@ async def test_a_request_that_comes_as_its_worker_falls_asleep_waits_for_the_nex
         await turns.show(state=ASLEEP)
         await turns.decider.waited_for(1)
         worker.answer = lambda offered: Accepted(offered.request, offered.attempt)
+        await turns.show(awake=True)
+        assert await asking == (200, "one")
+
+
+async def test_a_request_waits_if_its_router_knows_first_that_the_model_falls_asleep(directory: Path) -> None:
+    async with sleeping(directory) as turns, asyncio.timeout(DEADLINE_S):
+        w = turns.w
+        w.say("one")
+        await turns.show(awake=True)
+        assert await ask(w) == (200, "one")
+        w.router.workers, asked = [], len(w.router.asked.all)
+        asking = asyncio.ensure_future(ask(w))
+        await w.router.asked.at_least(asked + 1)
+        await turns.show(state=ASLEEP)
+        await turns.decider.waited_for(1)
+        w.router.workers = ["w1"]
+        await turns.show(awake=True)
+        assert await asking == (200, "one")
+
+
+async def test_a_wait_for_routers_that_do_not_know_of_a_turn_has_an_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.frontend.requests.calls.SELECT_LIMIT_S", 0.2)
+    async with sleeping(directory, replace(LIMITS, asleep_s=0.5)) as turns, asyncio.timeout(DEADLINE_S):
+        turns.w.router.workers = []
+        await turns.show(awake=True)
+        said = f"the model '{MODEL}' has woken, but no router knew of it within 0.5 s"
+        assert await ask(turns.w) == (503, said)
+
+
+@pytest.mark.parametrize("broken", [DEVICE, "other"])
+async def test_a_model_that_cannot_wake_on_one_device_wakes_on_another_one(directory: Path, broken: str) -> None:
+    async with sleeping(directory) as turns, asyncio.timeout(DEADLINE_S):
+        w = turns.w
+        w.say("one")
+        other = ScriptedDecider(w, "other")
+        await other.start()
+        await w.announce("w2", entries(directory, state=ASLEEP, awake=False, worker="w2", device="other"))
+        failing, waking = (turns.decider, other) if broken == DEVICE else (other, turns.decider)
+        failing.turn = ModelTurn(MODEL, "asleep", failed="no memory")
+        asking = asyncio.ensure_future(ask(w))
+        await waking.waited_for(1)
         await turns.show(awake=True)
         assert await asking == (200, "one")
 

@@ -347,6 +347,7 @@ def test_the_policy_allows_no_inline_code_no_other_host_and_no_frame() -> None:
     rules = {rule.split(" ")[0]: rule.split(" ")[1:] for rule in POLICY.split("; ")}
     assert rules["default-src"] == ["'none'"]
     assert rules["frame-ancestors"] == ["'none'"]
+    assert rules.pop("img-src") == ["'self'", "data:"], "a picture that a model makes comes as data"
     assert {source for rule in rules.values() for source in rule} == {"'none'", "'self'", "'script'"}
     assert HEADERS["X-Frame-Options"] == "DENY"
     assert HEADERS["Referrer-Policy"] == "no-referrer"

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.router.config import LoadConfig
 from services.router.selection.load import (
     IDLE,
+    REMEMBERED_LIMIT,
     SPEED_S,
     UNKNOWN_SPEED,
     AttemptId,
@@ -182,6 +183,13 @@ def test_an_end_that_comes_before_its_reservation_is_remembered() -> None:
     assert load.load_of(A) == CandidateLoad(1, 0, 10)
     assert not load.add_reservation(reservation("e"), 0.0)
     load.validate()
+
+
+def test_a_router_grows_by_few_megabytes_however_many_attempts_end() -> None:
+    load = LoadTracker(LoadConfig())
+    for number in range(REMEMBERED_LIMIT + 100):
+        load.mark_finished((f"{number}", 1))
+    assert load.statistics().remembered == REMEMBERED_LIMIT == 16_384
 
 
 def test_remembered_attempts_are_bounded() -> None:

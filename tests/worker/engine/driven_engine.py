@@ -12,6 +12,7 @@ from services.worker.contracts.messages import (
     EngineLoad,
     EngineOperation,
     Failed,
+    KvbmLink,
     MemoryUse,
     Operate,
     Operated,
@@ -153,7 +154,7 @@ class DrivenEngine:
                     self._operated[report.ticket] = report
                 case Failed(reason):
                     self.failed = reason
-                case Probed() | MemoryUse() | OwnMetrics():
+                case Probed() | MemoryUse() | OwnMetrics() | KvbmLink():
                     pass
                 case _:
                     self._changed.set()

@@ -15,7 +15,7 @@ from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import EngineReport, Failed
 from services.worker.engine import process
 from services.worker.engine.channel import ShellEnd
-from services.worker.engine.process import EngineProcess, check_vllm_python, engine_environment, socket_directory
+from services.worker.engine.process import EngineProcess, check_python, engine_environment, socket_directory
 from shared.config import TraceConfig
 from shared.errors import ModelError
 from tests.worker.shell import LIMIT_S
@@ -136,7 +136,7 @@ def test_a_gpu_of_the_machine_changes_nothing_for_other_engines(
 
 def refusal(setting: object) -> str:
     with pytest.raises(ModelError) as wrong:
-        check_vllm_python(str(setting))
+        check_python("vllm", str(setting))
     text = str(wrong.value)
     assert text.startswith(f"worker.vllm_python is {setting}, ")
     assert "\n" not in text
@@ -171,7 +171,7 @@ def test_an_old_python_is_refused(tmp_path: Path) -> None:
 
 @needs_vllm
 def test_the_installed_one_is_taken() -> None:
-    assert check_vllm_python(str(PYTHON)) == str(PYTHON)
+    assert check_python("vllm", str(PYTHON)) == str(PYTHON)
 
 
 TALKER = """

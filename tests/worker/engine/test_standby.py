@@ -126,7 +126,18 @@ async def test_a_standby_takes_over_from_an_engine_that_ends_and_another_one_sta
         [taken, waiting] = pair.standbys
         assert (taken.told, waiting.told) == ([TakeOver("0a")], [])
         assert (pair.host.take_overs, pair.host.epoch, pair.lost) == (1, 2, ["engine: killed"])
+        assert (lost := pair.host.losses) is not None
+        assert (lost.count, lost.reason, lost.take_overs) == (1, "engine: killed", 1)
+        assert lost.age_s >= 0
         assert len(pair.engines) == 1
+
+
+async def test_an_engine_that_is_stopped_is_not_counted_as_lost() -> None:
+    async with running(Pair()) as pair:
+        await until(lambda: bool(pair.engines))
+        await pair.host.stop()
+        assert pair.host.epoch == 2
+        assert pair.host.losses is None
 
 
 async def test_a_standby_that_is_still_loading_goes_on_as_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import select
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -49,20 +48,6 @@ async def serving(
             yield served
 
 
-def fetch_or_encode(store: KvbmEmbeddings, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
-    """Do what an engine does for an image: return its embeddings, and whether they came from the store."""
-    store.look_up(key)
-    assert select.select([store], [], [], 60)[0], "no answer"
-    [(answered, found)] = store.take_found()
-    assert answered == key
-    if found is not None:
-        return found, True
-    began_s = time.monotonic()
-    embeddings = encode()
-    store.keep(key, embeddings, time.monotonic() - began_s)
-    return embeddings, False
-
-
 def unexpected() -> bytes:
     raise AssertionError("it is encoded again")
 
@@ -70,18 +55,14 @@ def unexpected() -> bytes:
 async def test_what_one_engine_has_encoded_another_one_finds_and_no_other_image(tmp_path: Path) -> None:
     async with serving(tmp_path / "pool") as served:
         one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
-        assert await asyncio.to_thread(fetch_or_encode, one, b"a" * 32, lambda: A) == (A, False)
-        assert await asyncio.to_thread(fetch_or_encode, two, b"a" * 32, unexpected) == (A, True)
-        assert await asyncio.to_thread(fetch_or_encode, two, b"b" * 32, lambda: B) == (B, False)
-        assert await asyncio.to_thread(fetch_or_encode, one, b"b" * 32, unexpected) == (B, True)
-        [layout] = served.layouts.open.values()
-
-        def tickets() -> tuple[int, int]:
-            statistics = layout.tickets.statistics()
-            return statistics.stores, statistics.fetches
-
-        await until(lambda: tickets() == (0, 0))
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, lambda: A) == (A, False)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"b" * 32, lambda: B) == (B, False)
+        assert await asyncio.to_thread(one.fetch_or_encode, b"b" * 32, unexpected) == (B, True)
         served.layouts.validate()
+        [layout] = served.layouts.open.values()
+        statistics = layout.tickets.statistics()
+        assert (statistics.stores, statistics.fetches) == (0, 0), "no ticket stays"
 
 
 async def test_of_engines_that_need_an_image_at_the_same_time_one_encodes_it_and_the_other_waits(
@@ -97,9 +78,9 @@ async def test_of_engines_that_need_an_image_at_the_same_time_one_encodes_it_and
             assert go_on.wait(30)
             return A
 
-        first = asyncio.create_task(asyncio.to_thread(fetch_or_encode, one, b"a" * 32, encode))
+        first = asyncio.create_task(asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode))
         assert await asyncio.to_thread(begun.wait, 30)
-        second = asyncio.create_task(asyncio.to_thread(fetch_or_encode, two, b"a" * 32, unexpected))
+        second = asyncio.create_task(asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected))
         await until(lambda: any(layout.tickets.statistics().fetches for layout in served.layouts.open.values()))
         go_on.set()
         assert await first == (A, False)
@@ -113,11 +94,11 @@ async def test_an_engine_encodes_what_another_one_does_not_bring_in_time(tmp_pat
         two._await_s = 0.05
 
         def encode_for_long() -> bytes:
-            assert fetch_or_encode(two, b"a" * 32, lambda: A) == (A, False), "it waits in vain, then encodes"
+            assert two.fetch_or_encode(b"a" * 32, lambda: A) == (A, False), "it waits in vain, then encodes"
             return A
 
-        assert await asyncio.to_thread(fetch_or_encode, one, b"a" * 32, encode_for_long) == (A, False)
-        assert await asyncio.to_thread(fetch_or_encode, two, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode_for_long) == (A, False)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
         served.layouts.validate()
 
 
@@ -135,15 +116,27 @@ async def test_an_image_that_takes_longer_to_encode_than_kvbm_keeps_a_slot_is_st
                 time.sleep(0.01)
             raise AssertionError("the slot is not taken back")
 
-        assert await asyncio.to_thread(fetch_or_encode, one, b"a" * 32, encode_until_the_slot_is_lost) == (A, False)
-        assert await asyncio.to_thread(fetch_or_encode, two, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode_until_the_slot_is_lost) == (A, False)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+
+
+async def test_an_image_that_cannot_be_encoded_is_encoded_by_the_next_engine_at_once(tmp_path: Path) -> None:
+    def broken() -> bytes:
+        raise RuntimeError("no memory")
+
+    async with serving(tmp_path / "pool"):
+        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+        with pytest.raises(RuntimeError, match="no memory"):
+            await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, broken)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, lambda: A) == (A, False)
+        assert await asyncio.to_thread(one.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
 
 
 async def test_the_least_used_embeddings_give_way_as_blocks_do(tmp_path: Path) -> None:
     async with serving(tmp_path / "pool", size_bytes=128 << 10) as served:
         store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
         for number in range(20):
-            found, _ = await asyncio.to_thread(fetch_or_encode, store, bytes([number]) * 32, lambda: A)
+            found, _ = await asyncio.to_thread(store.fetch_or_encode, bytes([number]) * 32, lambda: A)
             assert found == A
         [layout] = served.layouts.open.values()
         assert 0 < layout.tiers.statistics().host.ready <= layout.slots.arena.slots < 20
@@ -156,26 +149,71 @@ async def test_embeddings_come_from_disk_once_a_new_kvbm_has_looked_what_is_ther
         return sum(layout.tiers.statistics().disk.ready for layout in served.layouts.open.values())
 
     async with serving(tmp_path / "pool", disk=disk) as served:
-        await asyncio.to_thread(fetch_or_encode, store, b"a" * 32, lambda: A)
+        await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, lambda: A)
         await until(lambda: on_disk(served) == 1)
     async with serving(tmp_path / "pool", disk=disk) as served:
-        await asyncio.to_thread(fetch_or_encode, store, b"b" * 32, lambda: B)
+        await asyncio.to_thread(store.fetch_or_encode, b"b" * 32, lambda: B)
         await until(lambda: on_disk(served) >= 1)
-        assert await asyncio.to_thread(fetch_or_encode, store, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
 
 
 async def test_without_a_kvbm_images_are_encoded_and_it_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_store, "RETRY_S", 0.0)
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
     store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
     for _ in range(3):
-        assert fetch_or_encode(store, b"a" * 32, lambda: A) == (A, False)
+        assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
     [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "embeddings of images are not kept in the kvbm (kvbm.embeddings): there is no" in said
     async with serving(tmp_path / "pool"):
-        await asyncio.to_thread(fetch_or_encode, store, b"a" * 32, lambda: A)
-        assert await asyncio.to_thread(fetch_or_encode, store, b"a" * 32, unexpected) == (A, True)
+        await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, lambda: A)
+        assert await asyncio.to_thread(store.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+
+
+async def test_what_was_encoded_while_kvbm_was_away_is_stored_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
+    monkeypatch.setattr(embedding_store, "OWED_LIMIT", 2)
+    one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+    for name in (b"x", b"a", b"b"):
+        one.fetch_or_encode(name * 32, lambda: A)
+    one.store_owed()
+    async with serving(tmp_path / "pool") as served:
+        assert await asyncio.to_thread(two.fetch_or_encode, b"b" * 32, lambda: B) == (B, False)
+        for _ in range(3):
+            await asyncio.to_thread(one.store_owed)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"b" * 32, unexpected) == (B, True), "the first that came"
+        assert await asyncio.to_thread(two.fetch_or_encode, b"x" * 32, lambda: B) == (B, False), "one too many was owed"
+        served.layouts.validate()
+        [layout] = served.layouts.open.values()
+        assert (layout.tickets.statistics().stores, layout.tickets.statistics().fetches) == (0, 0), "no ticket stays"
+
+
+async def test_a_kvbm_that_ends_while_an_image_is_encoded_has_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
+    one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
+    async with AsyncExitStack() as opened:
+        await opened.enter_async_context(serving(tmp_path / "pool"))
+        encoded, go_on = threading.Event(), threading.Event()
+
+        def encode() -> bytes:
+            encoded.set()
+            assert go_on.wait(30)
+            return A
+
+        encoding = asyncio.create_task(asyncio.to_thread(one.fetch_or_encode, b"a" * 32, encode))
+        assert await asyncio.to_thread(encoded.wait, 30)
+        await opened.aclose()
+        go_on.set()
+        assert await encoding == (A, False)
+    async with serving(tmp_path / "pool"):
+        await asyncio.to_thread(one.store_owed)
+        assert await asyncio.to_thread(two.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
 
 
 async def test_without_an_arena_of_their_own_embeddings_are_not_kept_and_blocks_keep_theirs(
@@ -187,10 +225,10 @@ async def test_without_an_arena_of_their_own_embeddings_are_not_kept_and_blocks_
         store = KvbmEmbeddings(tmp_path / "pool", "w2", EMBEDDINGS)
 
         def encode_meanwhile() -> bytes:
-            assert fetch_or_encode(store, b"a" * 32, lambda: A) == (A, False)
+            assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
             return bytes(blocks.kv.block_bytes)
 
-        await asyncio.to_thread(fetch_or_encode, other, b"x" * 32, encode_meanwhile)
+        await asyncio.to_thread(other.fetch_or_encode, b"x" * 32, encode_meanwhile)
         assert [layout.layout for layout in served.layouts.open.values()] == [blocks]
     assert "all 1 arenas of the pool are in use" in caplog.text
 
@@ -199,53 +237,15 @@ def test_a_kvbm_that_says_nothing_is_not_waited_for_again_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedding_store, "WAIT_S", 0.05)
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
     tmp_path.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / SOCKET))
         silent.listen()
         store = KvbmEmbeddings(tmp_path, "w1", EMBEDDINGS)
-        assert fetch_or_encode(store, b"a" * 32, lambda: A) == (A, False)
+        assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
         silent.accept()[0].close()
         silent.settimeout(0.0)
-        assert fetch_or_encode(store, b"a" * 32, lambda: A) == (A, False)
+        assert store.fetch_or_encode(b"a" * 32, lambda: A) == (A, False)
         with pytest.raises(BlockingIOError):
             silent.accept()
-
-
-def test_the_descriptor_is_readable_while_there_are_answers_and_only_then(tmp_path: Path) -> None:
-    store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
-    for number in range(200):
-        store.look_up(number.to_bytes(32, "big"))
-    answered: list[bytes] = []
-    while len(answered) < 200:
-        assert select.select([store], [], [], 60)[0], "no answer"
-        taken = store.take_found()
-        assert taken, "it is readable, and there is nothing: the engine would spin"
-        answered += [key for key, found in taken if found is None]
-    assert select.select([store], [], [], 0.0)[0] == []
-    assert store.take_found() == []
-    store.close()
-
-
-async def test_a_slot_for_an_image_that_is_never_encoded_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embedding_store, "CLAIM_S", 0.05)
-    async with serving(tmp_path / "pool") as served:
-        one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
-        one.look_up(b"a" * 32)
-        await until(lambda: one.take_found() == [(b"a" * 32, None)])
-        await until(lambda: [layout.tickets.statistics().stores for layout in served.layouts.open.values()] == [0])
-        assert await asyncio.to_thread(fetch_or_encode, two, b"a" * 32, lambda: A) == (A, False)
-        one.keep(b"a" * 32, A, 0.1)
-        assert await asyncio.to_thread(fetch_or_encode, one, b"a" * 32, unexpected) == (A, True)
-
-
-async def test_no_more_slots_are_held_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_store, "MOST_CLAIMS", 2)
-    async with serving(tmp_path / "pool") as served:
-        store = KvbmEmbeddings(tmp_path / "pool", "w1", EMBEDDINGS)
-        for number in range(5):
-            store.look_up(bytes([number]) * 32)
-            await until(lambda: bool(store.take_found()))
-        await until(lambda: [layout.tickets.statistics().stores for layout in served.layouts.open.values()] == [2])

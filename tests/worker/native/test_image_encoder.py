@@ -233,8 +233,8 @@ def test_embeddings_whose_numbers_are_not_finite_are_computed_once_more(tmp_path
     assert seeing.cache.encoded == 3
 
 
-class MemoryStore:
-    """A store that has some images, and notes which ones were stored."""
+class MemoryLookups:
+    """Look-ups in a store that has some images, and notes which ones were stored."""
 
     def __init__(self, has: dict[bytes, bytes]) -> None:
         self.has = has
@@ -251,19 +251,18 @@ class MemoryStore:
         asked, self._asked = self._asked, []
         return [(key, self.has.get(key)) for key in asked]
 
-    def keep(self, key: bytes, embeddings: bytes, took_s: float) -> None:
-        assert took_s > 0
+    def keep(self, key: bytes, embeddings: bytes) -> None:
         self.kept[key] = embeddings
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def run_with(seeing: Seeing, store: MemoryStore) -> list[list[int]]:
+def run_with(seeing: Seeing, store: MemoryLookups) -> list[list[int]]:
     """Compute until all have ended, with answers of the store after each step. Return the tokens of each step."""
     images, steps = StepImages(seeing.cache, seeing.runner.facts.image_cost, looks_up=True), list[list[int]]()
     seeing.scheduler.images = images
-    seeing.runner.use_store(store)
+    seeing.runner.use_lookups(store)
     while seeing.scheduler.living:
         assert seeing.scheduler.busy, "it waits, and nothing is looked up"
         works = seeing.scheduler.schedule(0.0)
@@ -284,7 +283,7 @@ def run_with(seeing: Seeing, store: MemoryStore) -> list[list[int]]:
 
 def test_images_are_looked_up_before_they_are_encoded_and_others_go_on_meanwhile(tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, LLAMA)
-    store = MemoryStore({})
+    store = MemoryLookups({})
     seeing.submit("a", image_prompt(16), seeing.images())
     seeing.submit("b", [5, 6, 7], ())
     steps = run_with(seeing, store)
@@ -309,7 +308,7 @@ def test_embeddings_that_were_damaged_in_a_store_are_not_used(tmp_path: Path) ->
     seeing = Seeing(tmp_path, LLAMA)
     damaged = np.full(16 * 64, np.inf, np.float32).tobytes()
     seeing.submit("a", image_prompt(16), seeing.images())
-    run_with(seeing, MemoryStore({image.key: damaged for image in seeing.images()}))
+    run_with(seeing, MemoryLookups({image.key: damaged for image in seeing.images()}))
     assert seeing.answers["a"] == expected(LLAMA)
     assert (seeing.cache.encoded, seeing.cache.fetched) == (2, 0)
 

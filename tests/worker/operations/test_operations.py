@@ -11,6 +11,7 @@ from services.worker.contracts.messages import Ready
 from services.worker.operations.operations import (
     MOST_LORAS,
     MOST_LOSSES,
+    MOST_STARTS,
     AnnounceState,
     AnswerOperation,
     AskEngine,
@@ -19,6 +20,8 @@ from services.worker.operations.operations import (
     OperationAction,
     Operations,
     ReadLora,
+    StartEngine,
+    StopEngine,
     WorkerState,
 )
 from shared.lora import make_lora_id, name_of_lora
@@ -45,11 +48,14 @@ def asked(operation: str, name: str = "", level: int = 1) -> OperateWorker:
 class WorkerModel:
     """The shell and the engine as the operations should see them, each action carried out when it is given out."""
 
-    def __init__(self, *, asleep: bool = False) -> None:
-        self.operations = Operations("base", asleep=asleep)
+    def __init__(self, *, by_turns: bool = False) -> None:
+        self.operations = Operations("base", by_turns=by_turns)
         self.engine_loras: set[str] = set()
         self.engine_asleep = False
         self.engine_lives = False
+        self.engine_wanted = True
+        self.losses = 0
+        """Engines that were lost in a row."""
         self.shown: tuple[str, tuple[str, ...], bool] = ("", (), False)
         self.answers: list[str] = []
         self.faults: list[str] = []
@@ -76,6 +82,13 @@ class WorkerModel:
                     self.answers.append(failed)
                 case NoteFault(text):
                     self.faults.append(text)
+                case StopEngine():
+                    self.engine_wanted = False
+                    if self.engine_lives:
+                        self.losses = -1
+                        self.lose()
+                case StartEngine():
+                    self.engine_wanted = True
                 case _:
                     assert self.due is None, "two at a time"
                     self.due = action
@@ -89,7 +102,8 @@ class WorkerModel:
     def lose(self) -> None:
         self.engine_lives = self.engine_asleep = False
         self.engine_loras.clear()
-        self.operations.engine_lost()
+        self.losses += 1
+        self.take(self.operations.engine_lost("it ended", self.losses))
         self.shown = (self.shown[0], self.shown[1], False)  # the shell withdraws the card
 
     def ask(self, operation: str, name: str = "", level: int = 1) -> str:
@@ -153,15 +167,25 @@ class OperationsMachine(RuleBasedStateMachine):
         self.world = WorkerModel()
         self.begun = 0
 
-    @initialize(asleep=st.booleans())
-    def begin(self, asleep: bool) -> None:
+    @initialize(by_turns=st.booleans())
+    def begin(self, by_turns: bool) -> None:
         """The worker's model may take turns with others."""
-        self.world = WorkerModel(asleep=asleep)
+        self.world = WorkerModel(by_turns=by_turns)
 
-    @precondition(lambda self: not self.world.engine_lives)
+    @precondition(lambda self: self.world.engine_wanted and not self.world.engine_lives)
     @rule()
     def start(self) -> None:
         self.world.start()
+
+    @precondition(lambda self: self.world.engine_wanted and not self.world.engine_lives)
+    @rule()
+    def lose_a_start(self) -> None:
+        self.world.lose()
+
+    @precondition(lambda self: self.world.engine_lives)
+    @rule()
+    def serve_for_a_while(self) -> None:
+        self.world.losses = 0
 
     @precondition(lambda self: self.world.engine_lives)
     @rule(answered=st.booleans())
@@ -206,11 +230,15 @@ class OperationsMachine(RuleBasedStateMachine):
         """With a living engine and no faults, everything ends where the worker says it is."""
         world = self.world
         world.settle()
-        if not world.engine_lives:
+        if world.engine_wanted and not world.engine_lives:
             world.start()
             world.settle()
         of = world.operations
         assert of.running is None
+        assert world.engine_wanted == (not of.stopped)
+        if of.stopped:
+            assert (of.state, of.is_busy, of.refusal(asked("wake"))) == (WorkerState.ASLEEP, False, "")
+            return
         assert of.state in (WorkerState.SERVING, WorkerState.DRAINED, WorkerState.ASLEEP)
         assert world.engine_asleep == (of.state is WorkerState.ASLEEP)
         if of.state is not WorkerState.ASLEEP:
@@ -256,7 +284,7 @@ def test_sleep_withdraws_the_card_first_and_wake_shows_it_last() -> None:
 
 
 def test_a_worker_whose_model_takes_turns_begins_asleep_and_is_busy_until_then() -> None:
-    world = WorkerModel(asleep=True)
+    world = WorkerModel(by_turns=True)
     assert world.operations.is_busy
     world.start()
     assert world.now_due() == AskEngine("sleep", level=2)
@@ -265,6 +293,67 @@ def test_a_worker_whose_model_takes_turns_begins_asleep_and_is_busy_until_then()
     assert (world.seen(), world.operations.is_busy) == (("asleep", (), False), False)
     assert not world.ask("wake")
     world.settle()
+    assert world.seen() == ("", (), True)
+
+
+def by_turns() -> WorkerModel:
+    """A worker whose model has its turn."""
+    world = WorkerModel(by_turns=True)
+    world.start()
+    world.settle()
+    world.ask("wake")
+    world.settle()
+    assert world.seen() == ("", (), True)
+    return world
+
+
+def test_a_worker_by_turns_falls_asleep_while_its_engine_starts_and_a_wake_starts_one() -> None:
+    world = by_turns()
+    world.lose()
+    assert not world.ask("sleep")
+    world.settle()
+    assert (world.seen(), world.engine_wanted, world.answers) == (("asleep", (), False), False, ["", ""])
+    assert not world.operations.is_busy
+    assert world.ask("sleep") == "sleep: the worker is asleep already"
+    assert not world.ask("wake")
+    assert (world.seen(), world.engine_wanted) == (("waking", (), False), True)
+    world.start()
+    assert (world.seen(), world.answers) == (("", (), True), ["", "", ""])
+
+
+def test_a_worker_by_turns_whose_engines_are_lost_in_a_row_falls_asleep_and_a_wake_that_loses_one_fails() -> None:
+    world = by_turns()
+    for _ in range(MOST_STARTS - 1):
+        world.lose()
+        assert world.engine_wanted
+        world.start()
+        world.settle()
+        assert world.seen() == ("", (), True)
+    world.lose()
+    assert (world.seen(), world.engine_wanted) == (("asleep", (), False), False)
+    assert world.faults == ["the worker sleeps without an engine: 3 engines in a row were lost: it ended"]
+    assert not world.ask("wake")
+    world.lose()
+    assert (world.seen(), world.engine_wanted) == (("asleep", (), False), False)
+    assert world.answers[-1] == "it ended"
+
+
+def test_an_engine_that_is_lost_as_it_falls_asleep_has_given_way() -> None:
+    world = by_turns()
+    world.ask("sleep")
+    world.do()
+    world.lose()
+    world.do()
+    assert (world.seen(), world.engine_wanted, world.answers) == (("asleep", (), False), False, ["", ""])
+
+
+def test_a_worker_that_serves_all_the_time_has_its_engine_started_again_and_again() -> None:
+    world = worker()
+    for _ in range(2 * MOST_STARTS):
+        world.lose()
+        assert world.engine_wanted
+        assert world.ask("sleep") == "sleep: the engine is starting"
+        world.start()
     assert world.seen() == ("", (), True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from services.worker.contracts.messages import (
     PARTS,
     CancelAttempt,
     EngineLoad,
+    Loading,
     Operate,
     Operated,
     Ready,
@@ -24,6 +26,7 @@ from services.worker.contracts.messages import (
 )
 from services.worker.model.lora_files import digest_lora
 from services.worker.operations import operator
+from services.worker.operations.operations import MOST_STARTS
 from shared import subjects
 from shared.errors import ModelError
 from shared.lora import make_lora_id
@@ -36,22 +39,27 @@ from tests.worker.shell import FRONTEND, NAMESPACE, WORKER, Shell, request, runn
 PROMPT = [5, 6, 7]
 
 
+ABLE = msgspec.structs.replace(FACTS, operations=("sleep", "wake", "load_lora", "unload_lora", "clear"))
+
+
 class OperableEngines:
     """Engines that can do every operation. They are loaded at once; the rest they report when a test says so."""
 
     def __init__(self) -> None:
-        self.facts: Ready = msgspec.structs.replace(
-            FACTS, operations=("sleep", "wake", "load_lora", "unload_lora", "clear")
-        )
+        self.facts: Ready | None = ABLE
+        """What an engine that starts is. None if it does not become ready."""
         self.all: list[ScriptedEngine] = []
 
     async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:
-        self.all.append(ScriptedEngine(instance, self.facts))
+        self.all.append(ScriptedEngine(instance, self.facts or Loading("reading", 0.5)))
         return self.all[-1]
 
     @property
     def last(self) -> ScriptedEngine:
         return self.all[-1]
+
+    def have_started(self, count: int) -> bool:
+        return len(self.all) == count
 
     async def asked(self, operation: str) -> Operate:
         """Wait until the last engine's last order is this operation, and return it."""
@@ -147,6 +155,70 @@ async def test_a_worker_whose_model_takes_turns_is_known_asleep_and_ready_for_it
         engines.end("r")
         await engines.do("sleep")
         assert await sleeping == WorkerOperated(WORKER, state="asleep")
+
+
+async def test_an_engine_that_is_frozen_as_it_wakes_is_killed_when_the_order_says(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, turns="cpu"), start_engine=engines.start) as shell:
+        await engines.do("sleep")
+        await shell.peer.until(lambda: not shell.runtime.health.reasons)
+        woken = await asking(shell, "wake", engine_s=0.2)
+        assert (woken.failed, woken.state) == ("wake: the engine did not answer in 0.2 s", "asleep")
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        await engines.do("sleep")
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        assert await waking == WorkerOperated(WORKER)
+
+
+async def test_a_model_by_turns_whose_engines_are_lost_in_a_row_sleeps_without_one_until_it_is_woken(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, turns="cpu"), start_engine=engines.start) as shell:
+        await engines.do("sleep")
+        await shell.peer.until(lambda: not shell.runtime.health.reasons)
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        assert await waking == WorkerOperated(WORKER)
+        for lost in range(1, MOST_STARTS + 1):
+            await shell.peer.until(lambda: shell.runtime.health.reasons == [])
+            engines.last.kill()
+            if lost < MOST_STARTS:
+                await shell.peer.until(partial(engines.have_started, lost + 1))
+                await serving(shell)
+        await shell.peer.until(lambda: shell.directory.instances[WORKER].state == "asleep")
+        await shell.peer.until(lambda: not shell.runtime.health.reasons)
+        [note] = shell.runtime.health.also()["notes"][-1:]
+        assert note.startswith("its engine is stopped, and starts when a request wakes the model: 3 engines in a row")
+        assert len(engines.all) == MOST_STARTS
+        engines.facts = None
+        hanging = await asking(shell, "wake", engine_s=0.1)
+        assert hanging.failed.startswith("the engine did not start in ")
+        assert (hanging.state, hanging.busy) == ("asleep", False)
+        engines.facts = ABLE
+        assert await asking(shell, "wake") == WorkerOperated(WORKER)
+        await serving(shell)
+        assert len(engines.all) == MOST_STARTS + 2
+
+
+async def test_a_model_by_turns_gives_way_while_its_engine_starts(
+    config: WorkerConfig, engines: OperableEngines
+) -> None:
+    async with running_worker(msgspec.structs.replace(config, turns="cpu"), start_engine=engines.start) as shell:
+        await engines.do("sleep")
+        await shell.peer.until(lambda: not shell.runtime.health.reasons)
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        assert await waking == WorkerOperated(WORKER)
+        engines.facts = None
+        engines.last.kill()
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        assert await asking(shell, "sleep") == WorkerOperated(WORKER, state="asleep")
+        engines.facts = ABLE
+        assert await asking(shell, "wake") == WorkerOperated(WORKER)
+        await serving(shell)
+        assert len(engines.all) == 3
 
 
 async def test_the_loras_of_a_model_that_takes_turns_stay_known_while_it_sleeps(

@@ -17,6 +17,7 @@ from services.worker.turns.decider import (
     IDLE_S,
     MOST_FRONTENDS,
     MOST_MODELS,
+    SILENT_S,
     WANTED_S,
     DeviceTurns,
     TurnOrder,
@@ -93,6 +94,7 @@ def test_a_model_in_use_keeps_its_turn_and_no_longer() -> None:
     for tenth in range(1, 300):
         now_s = tenth / 10
         turns.worker_reported("a", "worker-a", busy=True, now_s=now_s)
+        turns.worker_reported("b", "worker-b", busy=False, now_s=now_s)
         want(turns, "b", now_s)
         assert turns.decide(now_s) == []
     assert turns.decide(30.0) == [order("a", "sleep")]
@@ -151,6 +153,73 @@ def test_a_wake_that_fails_leaves_the_model_asleep_says_so_and_is_tried_again_af
     assert want(turns, "a", 1.0 + FIRST_PAUSE_S - 0.1).failed == "no memory"
     assert want(turns, "a", 1.0 + FIRST_PAUSE_S).failed == ""
     assert turns.decide(1.0 + FIRST_PAUSE_S) == [order("b", "sleep")]
+
+
+def reports(turns: DeviceTurns, *models: str, from_s: float, until_s: float) -> None:
+    """The workers of these models report, and no other one does."""
+    now_s = from_s
+    while now_s < until_s:
+        now_s += 0.25
+        for model in models:
+            turns.worker_reported(model, f"worker-{model}", busy=False, now_s=now_s)
+    turns.validate()
+
+
+def test_a_silent_worker_that_holds_the_device_is_named_to_those_who_would_wait_in_vain() -> None:
+    turns = device("a", "b", "c")
+    awake(turns, "a", 0.0)
+    reports(turns, "a", "b", "c", from_s=0.0, until_s=5.0)
+    want(turns, "b", 5.0)
+    assert turns.decide(5.0) == [order("a", "sleep")]
+    reports(turns, "b", "c", from_s=5.0, until_s=4.0 + SILENT_S)
+    assert want(turns, "b", 4.0 + SILENT_S).failed == ""
+    reports(turns, "b", "c", from_s=4.0 + SILENT_S, until_s=7.0 + SILENT_S)
+    told = want(turns, "b", 7.0 + SILENT_S)
+    silent = "its worker worker-a has been silent for 12 s: resume it if it is stopped, or end it"
+    assert told.failed == f"a holds cpu; a: {silent}"
+    assert want(turns, "a", 7.0 + SILENT_S).failed == silent
+    assert turns.decide(7.0 + SILENT_S) == []
+
+
+def test_an_order_that_a_worker_may_have_lost_is_given_again_once_it_reports() -> None:
+    turns = device("a", "b")
+    want(turns, "a", 0.0)
+    assert turns.decide(0.0) == [order("a", "wake")]
+    turns.worker_seen("a", "worker-a", "drained", 0.5)  # it has begun
+    reports(turns, "b", from_s=0.5, until_s=1.5 + SILENT_S)
+    assert want(turns, "b", 1.5 + SILENT_S).failed.startswith("a holds cpu; a: its worker worker-a has been silent")
+    want(turns, "b", 1.5 + SILENT_S, waiting=0)
+    turns.worker_seen("a", "worker-a", "asleep", 1.5 + SILENT_S)
+    reports(turns, "a", "b", from_s=1.5 + SILENT_S, until_s=2.5 + SILENT_S)
+    want(turns, "a", 2.5 + SILENT_S)
+    assert turns.decide(2.5 + SILENT_S) == [order("a", "wake")]
+
+
+def test_a_worker_that_is_frozen_before_it_begins_to_wake_holds_nothing() -> None:
+    turns = device("a", "b")
+    want(turns, "a", 0.0)
+    assert turns.decide(0.0) == [order("a", "wake")]
+    reports(turns, "b", from_s=0.0, until_s=1.0 + SILENT_S)
+    want(turns, "b", 1.0 + SILENT_S)
+    assert turns.decide(1.0 + SILENT_S) == [order("b", "wake")]
+
+
+def test_a_silent_worker_is_asked_for_nothing_and_its_model_fails_at_once() -> None:
+    turns = device("a", "b")
+    reports(turns, "b", from_s=0.0, until_s=1.0 + SILENT_S)
+    assert want(turns, "a", 1.0 + SILENT_S).failed.startswith("its worker worker-a has been silent")
+    assert turns.decide(1.0 + SILENT_S) == []
+    want(turns, "b", 1.0 + SILENT_S)
+    assert turns.decide(1.0 + SILENT_S) == [order("b", "wake")]
+    turns.worker_seen("a", "worker-a2", "asleep", 2.0 + SILENT_S)
+    assert want(turns, "a", 2.0 + SILENT_S).failed == ""
+
+
+def test_no_worker_is_silent_because_this_process_or_the_bus_stood_still() -> None:
+    turns = device("a", "b")
+    reports(turns, "a", "b", from_s=0.0, until_s=1.0)
+    reports(turns, "b", from_s=100.0, until_s=101.0)
+    assert want(turns, "a", 101.0).failed == ""
 
 
 def test_a_worker_that_does_something_else_is_asked_again_and_nothing_is_said_to_have_failed() -> None:

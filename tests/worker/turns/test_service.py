@@ -240,4 +240,7 @@ async def test_a_second_process_for_the_same_device_is_refused() -> None:
                 pass
         [wrong] = failed.value.exceptions
         assert isinstance(wrong, ConfigError)
-        assert str(wrong) == "device: another process decides already whose turn it is on gpu0"
+        assert str(wrong) == (
+            "device: another process decides already whose turn it is on gpu0; give it all models of it, or this"
+            " one a device of its own"
+        )

@@ -13,10 +13,13 @@ from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.vllm.connector.settings import read_settings
 from services.worker.vllm.kv_transfer import (
     ConnectorSaid,
+    ImageCounts,
     connector_stats,
+    ec_transfer,
     expected_params,
     hand_over_name,
     hand_over_params,
+    image_counts,
     is_expected,
     kv_transfer,
     sum_exchanged,
@@ -47,6 +50,7 @@ def test_a_pool_alone_means_our_connector_with_the_workers_settings() -> None:
     assert (settings.pool, settings.offload, settings.wait_s) == ("/dev/shm/p", "off", 2.5)
     assert (settings.model_name, settings.checksums) == ("name", True)
     assert settings.lora_names_are_ids
+    assert settings.image_names_are_keys
     assert settings.keep_on_reset
     assert read_settings(kv_transfer(worker(kvbm=POOL))["kv_connector_extra_config"]).wait_s == 1.0  # type: ignore[index]
 
@@ -65,6 +69,10 @@ def test_a_setting_that_was_removed_says_what_to_do_instead() -> None:
     ("fields", "said"),
     [
         ({"kvbm": POOL | {"offload": "evicted"}}, "kvbm.offload is evicted"),
+        (
+            {"kvbm": POOL | {"embeddings": True}, "vllm": {"ec_transfer_config": {"ec_connector": "x"}}},
+            "vllm.ec_transfer_config is set, and so is kvbm.embeddings; set one of them",
+        ),
         ({"kvbm": POOL, "vllm": {"kv_transfer_config": "{}"}}, "set one of them"),
         ({"kvbm": POOL, "engine": "attached", "attached": {"url": "http://h:1"}}, "the attached engine exchanges no"),
     ],
@@ -131,3 +139,18 @@ def test_the_sum_can_be_sent(fails: bool) -> None:
 
 def test_the_default_is_no_pool() -> None:
     assert KVConnectorConfig().pool == ""
+
+
+def test_embeddings_need_a_pool_the_setting_and_a_worker_that_takes_images() -> None:
+    for fields in ({}, {"kvbm": POOL}, {"kvbm": POOL | {"embeddings": True}, "most_images": 0}):
+        assert ec_transfer(worker(**fields)) is None
+    one = ec_transfer(worker(model_name="name", kvbm=POOL | {"embeddings": True, "timeout_s": 3.0}))
+    assert one is not None
+    assert (one["ec_connector"], one["ec_role"]) == ("HeadraceECConnector", "ec_both")
+    assert one["ec_connector_extra_config"] == {"pool": "/dev/shm/p", "model_name": "name", "timeout_s": 3.0}
+
+
+def test_what_became_of_images_is_read_from_a_steps_statistics() -> None:
+    assert image_counts(None) is None
+    said = {"hits": 1, "encoded": 2, "fetched": 3, "entries": 4, "size_bytes": 5}
+    assert image_counts(said) == ImageCounts(1, 2, 3, 4, 5)

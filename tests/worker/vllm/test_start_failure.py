@@ -147,6 +147,26 @@ def test_of_a_process_that_notes_only_meanwhile_nothing_later_is_noted(tmp_path:
     assert read_cause(path) is None
 
 
+def test_a_factory_of_records_that_is_set_meanwhile_stays(tmp_path: Path) -> None:
+    """vLLM sets one when it reads the model's configuration, and its formats need what it adds."""
+    program = f"""
+import logging
+{IMPORTED}
+with start_failure.noting_exceptions():
+    make = logging.getLogRecordFactory()
+    def naming(*arguments, **named):
+        record = make(*arguments, **named)
+        record.process_title = "core"
+        return record
+    logging.setLogRecordFactory(naming)
+logging.basicConfig(format="%(process_title)s: %(message)s")
+logging.warning("ready")
+"""
+    kept = os.environ | {VARIABLE: str(tmp_path / "cause")}
+    ran = subprocess.run([sys.executable, "-c", program], env=kept, check=True, capture_output=True, text=True)
+    assert ran.stderr == "core: ready\n"
+
+
 def test_without_the_variable_nothing_is_noted() -> None:
     kept = {name: value for name, value in os.environ.items() if name != VARIABLE}
     subprocess.run([sys.executable, "-c", PROGRAM], env=kept, check=True)

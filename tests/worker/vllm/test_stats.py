@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.worker.vllm.kv_transfer import ImageCounts
 from services.worker.vllm.stats import EngineStats
 
 
@@ -50,3 +51,11 @@ def test_preemptions_add_up() -> None:
     record(stats, 1.0, preempted=2)
     record(stats, 2.0, preempted=1)
     assert stats.load(unbegun_tokens=0, cached_blocks=0).preemptions == 3
+
+
+def test_what_became_of_images_is_in_the_load() -> None:
+    stats = EngineStats(100)
+    stats.images = ImageCounts(hits=1, encoded=2, fetched=3, entries=4, size_bytes=5)
+    load = stats.load(unbegun_tokens=0, cached_blocks=0)
+    assert (load.encoder_hits, load.encoded_images, load.fetched_images) == (1, 2, 3)
+    assert (load.encoder_entries, load.encoder_bytes) == (4, 5)

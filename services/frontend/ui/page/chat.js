@@ -4,15 +4,18 @@ import { Refused, ask, askForKey, events } from "./connection.js";
 import { decisionsOf } from "./decision.js";
 import { byId, keep, make, write } from "./dom.js";
 import { brief, count, duration, plural } from "./format.js";
+import { showPicture } from "./pictures.js";
 
 const TURNS_KEPT = 40;
 const ANSWER_TOKENS = 512;
 let conversation = [];
 let running = null;
+let painters = new Set();
 
 export function showModels(view) {
   const select = byId("chat-model");
-  const models = view.models.filter((model) => model.generates);
+  const models = view.models.filter((model) => model.generates || model.pictures);
+  painters = new Set(models.filter((model) => model.pictures).map((model) => model.name));
   keep(select, models, (model) => model.name, () => make("option"), (option, model) => {
     option.value = model.name;
     write(option, model.name);
@@ -56,6 +59,13 @@ async function send(text, explain) {
   const controller = running;
   write(byId("chat-send"), "Stop");
   try {
+    const model = byId("chat-model").value;
+    if (painters.has(model)) {
+      await showPicture(model, question, controller.signal, answer, meta, scroll);
+      own.pop();
+      write(byId("chat-status"), "The picture is complete.");
+      return;
+    }
     const seen = await stream(own.slice(-TURNS_KEPT), controller.signal, (piece) => {
       answer.append(piece);
       scroll();

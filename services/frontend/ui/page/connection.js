@@ -32,7 +32,7 @@ export async function ask(path, options = {}) {
 }
 
 /** Yields the data of each server-sent event of a response. */
-export async function* events(response, heard = () => {}) {
+export async function* events(response, heard = () => {}, limit = LINE_LIMIT) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -41,7 +41,7 @@ export async function* events(response, heard = () => {}) {
       if (done) return;
       heard();
       rest += value;
-      if (rest.length > LINE_LIMIT) throw new Error("an event is too long");
+      if (rest.length > limit) throw new Error("an event is too long");
       const found = rest.split("\n\n");
       rest = found.pop();
       for (const event of found) {

@@ -38,9 +38,6 @@ _ROW_WARPS = 8
 """Warps of a thread block of row_product.cu."""
 _ROW_WARPS_WANTED = 20
 """Wanted warps on each multiprocessor; with 1 or 40, a step was 4 or 2 % slower on an H200."""
-_ROW_WARPS_AT_ONCE = 16
-"""Warps of row_product.cu that a multiprocessor holds at once: two thread blocks, by their registers."""
-_FULLER = 0.1
 _MERGE_HEADS = 4
 """Query heads of a thread block of `merge_splits`. Most rows have nothing to merge, so thread blocks should be few."""
 _NO_WINDOW = 1 << 30
@@ -69,10 +66,13 @@ class CudaDecoder:
         """The tables of cosine and sine of each rotation."""
         self._group_tiles = -(-config.heads // config.kv_heads // DECODE_HEADS)
 
-    def step(self, counts: StepCounts, loras: Sequence[LoraRows] = ()) -> Array:
+    def step(
+        self, counts: StepCounts, loras: Sequence[LoraRows] = (), placed: Sequence[tuple[int, Array]] = ()
+    ) -> Array:
         """Enqueue a step on the current stream: store its KV, and return its logits (drawing, vocab), float32.
 
-        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made.
+        The logits lie where those of every step lie. The buffers' `ints` are what `StepLayout` made. `placed` has a
+        first row, and the embeddings in host memory that stand in for those of the tokens from there on.
         """
         config, weights, kernels = self._config, self._weights, self._kernels
         added = StepLoras(config, self._blas, loras)
@@ -86,6 +86,8 @@ class CudaDecoder:
         scale = np.float32(config.embedding_scale)
         embedding = (hidden, weights.embedding, ints[at.tokens :], np.int32(config.hidden), scale)
         kernels.embed((rows,), (_THREADS,), embedding)
+        for first, embeddings in placed:
+            hidden[first : first + len(embeddings)].set(embeddings)
         for number, layer in enumerate(weights.layers):
             layer_offset, window = np.int64(number * self._layer_stride), config.window_of(number)
             self._norm(normed, hidden, None, layer.input_norm)
@@ -291,22 +293,11 @@ class CudaDecoder:
         self._kernels.swiglu((rows, blocks), (_THREADS,), (out, both, np.int32(width)))
 
     def _row_share(self, pairs: int) -> tuple[int, int]:
-        """Return the warps for each pair of weight rows, and the thread blocks.
-
-        There are enough warps to keep the memory busy, and twice as many if the last round of them is fuller then.
-        """
+        """Return the warps for each pair of weight rows, enough to keep the memory busy, and the thread blocks."""
         share = 1
         while share < _ROW_WARPS and pairs * share < _ROW_WARPS_WANTED * self._processors:
             share *= 2
-        rounds = pairs * share / (_ROW_WARPS_AT_ONCE * self._processors)
-        if share < _ROW_WARPS and _fullness(2 * rounds) > _fullness(rounds) + _FULLER:
-            share *= 2
         return share, -(-pairs * share // _ROW_WARPS)
-
-
-def _fullness(rounds: float) -> float:
-    """Return the share of the places of all rounds that is taken."""
-    return rounds / math.ceil(rounds)
 
 
 def _pointer(array: Array | None) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from shared.errors import ModelError
 
 _SERIALIZED = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+"""The number of CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION in cuda.h."""
 
 
 class _Attribute(ctypes.Structure):
@@ -26,7 +26,7 @@ class _Attribute(ctypes.Structure):
 
 
 class _Launch(ctypes.Structure):
-    """A CUlaunchConfig."""
+    """A CUlaunchConfig of cuda.h: how a kernel is launched."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),

@@ -5,7 +5,10 @@ Shapes are constants of the compilation, so that loops over a head's dimensions 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +78,53 @@ class Kernels:
         if not self.can_begin_early:
             return self
         kernels = {name: getattr(self, name) for name in EARLY}
-        return replace(self, **{name: EarlyKernel(kernel) for name, kernel in kernels.items() if kernel is not None})
+        early: dict[str, Any] = {name: EarlyKernel(each) for name, each in kernels.items() if each is not None}
+        return replace(self, **early)
 
 
 EARLY = ("rms_norm", "swiglu", "rotate_and_store", "row_product", "row_swiglu", "attend_decode", "merge_splits")
 """The kernels that call `after_others` (elements.cuh)."""
 
 
+@dataclass(frozen=True, slots=True)
+class VisionKernels:
+    """The kernels for one vision tower's shape. vision.cu documents them."""
+
+    cut_patches: Kernel
+    place_patches: Kernel
+    layer_norm: Kernel
+    store_heads: Kernel
+    activate_rows: Kernel
+    take_features: Kernel
+    add_bias: Kernel
+    attend_any: Kernel
+    attend_prefill: Prefill | None
+    """None if this shape or type is left to `attend_any`."""
+    pack: int
+    """Elements that a thread reads at once; widths of rows are multiples of it."""
+
+
 def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool = True) -> Kernels:
     """Compile the kernels for the current device, which takes some seconds the first time.
 
     Without `hopper` there are none that only GPUs of that generation have. Raise ConfigError if there is no compiler or
-    it reports an error. CUDA's own errors pass unchanged.
+    it reports an error.
     """
-    try:
+    with _errors_of_the_compiler():
         return _compiled(config, element_type, block_size, hopper=hopper)
+
+
+def compile_vision(head_dim: int, pack: int, element_type: Dtype, block_size: int = 16) -> VisionKernels:
+    """Compile the kernels of a vision tower, as `compile_kernels` does those of a decoder."""
+    with _errors_of_the_compiler():
+        return _compiled_vision(head_dim, pack, element_type, block_size)
+
+
+@contextmanager
+def _errors_of_the_compiler() -> Iterator[None]:
+    """Raise ConfigError if there is no compiler or it reports an error. CUDA's own errors pass unchanged."""
+    try:
+        yield
     except ERRORS:
         raise
     except (cp.cuda.compiler.CompileException, RuntimeError, OSError) as wrong:  # RuntimeError: no NVRTC
@@ -99,14 +134,48 @@ def compile_kernels(config: ModelConfig, element_type: Dtype, block_size: int, *
         ) from wrong
 
 
+def _compiled_vision(head_dim: int, pack: int, element_type: Dtype, block_size: int) -> VisionKernels:
+    defines: dict[str, object] = {
+        **_element(element_type),
+        **{
+            "PACK": pack,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+            "GELU": 0,
+            "WINDOWED": 0,
+            "CAUSAL": 0,
+            "EARLY": 0,
+        },
+    }
+    vision, prefill = _module("vision", defines), None
+    if element_type != "float32" and head_dim in _FAST_HEAD_DIMS:
+        prefill = _prefill(_module("attention_prefill", defines).get_function("attend_prefill"), head_dim)
+    names = ("cut_patches", "place_patches", "layer_norm", "store_heads", "activate_rows", "take_features", "add_bias")
+    return VisionKernels(
+        **{name: vision.get_function(name) for name in names},
+        attend_any=_module("attention_any", defines).get_function("attend_any"),
+        attend_prefill=prefill,
+        pack=pack,
+    )
+
+
+def _element(element_type: Dtype) -> dict[str, object]:
+    """Return what elements.cuh is compiled with for a type."""
+    return {"ELEMENT_BITS": 32 if element_type == "float32" else 16, "ELEMENT_BFLOAT": int(element_type == "bfloat16")}
+
+
+def _module(name: str, defines: Mapping[str, object]) -> Any:
+    options = (f"-I{_SOURCES}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
+    return cp.RawModule(code=(_SOURCES / f"{name}.cu").read_text(encoding="utf-8"), options=options)
+
+
 def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool) -> Kernels:
     pack = 4 if element_type == "float32" else 8
     while config.hidden % pack or config.intermediate % pack or config.queries % pack:
         pack //= 2
     early = hopper and is_hopper()
     defines: dict[str, object] = {
-        "ELEMENT_BITS": 32 if element_type == "float32" else 16,
-        "ELEMENT_BFLOAT": int(element_type == "bfloat16"),
+        **_element(element_type),
         "PACK": pack,
         "HEAD_DIM": config.head_dim,
         "BLOCK_SIZE": block_size,
@@ -119,11 +188,7 @@ def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopp
     }
     if config.score_cap:
         defines["SCORE_CAP"] = f"{config.score_cap:.9e}f"
-    options = (f"-I{_SOURCES}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
-
-    def module(name: str) -> Any:
-        return cp.RawModule(code=(_SOURCES / f"{name}.cu").read_text(encoding="utf-8"), options=options)
-
+    module = partial(_module, defines=defines)
     rows, row_product, choose = module("rows"), module("row_product"), module("choose")
     fast = element_type != "float32" and config.head_dim in _FAST_HEAD_DIMS and block_size % _DECODE_TILE == 0
     fast = fast and not config.score_cap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -19,6 +20,7 @@ from services.worker.native.cuda.faults import no_room_as_model_error
 from services.worker.native.cuda.matrix_memory import cuda_weights_of
 from services.worker.native.cuda.runner import CudaRunner, step_limits
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
+from services.worker.native.cuda.turn_room import turn_room
 from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.prepare import prepare
@@ -57,8 +59,11 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> CudaRunner:
+def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None], *, stands_by: bool = False) -> CudaRunner:
     """Return a runner for a worker's settings. Raise ConfigError and ModelError.
+
+    With `stands_by` it has little KV until it has slept, and as much then as if the GPU were empty now. A model that
+    takes turns with others also gets what an empty GPU has room for, once the others have given theirs back.
 
     It sets CuPy's allocator for the whole process, so a process can have only one such runner.
     """
@@ -67,38 +72,62 @@ def load_cuda(settings: WorkerConfig, progress: Callable[[Loading], None]) -> Cu
         use_gpu(cuda.gpu)
     # float32 weights are prepared as for the CPU engine, so that both engines can exchange blocks.
     directory = prepare(source, Path(settings.cache), progress, as_stored=cuda.dtype != "float32")
-    config = msgspec.structs.replace(read_config(directory), vision=None)  # its text part alone: the card says so
+    config = read_config(directory)
+    if not settings.most_images:
+        config = msgspec.structs.replace(config, vision=None)
     with no_room_as_model_error(str(directory), "CUDA itself"):
         free_bytes, total_bytes = runtime.memGetInfo()
     shapes = Checkpoint(directory, config).shapes
-    capacity_blocks, lora_bytes = _capacity(settings, config, shapes, str(directory), free_bytes, total_bytes)
-    # Free memory stays in the pool: a step with LoRAs, which allocates, must not have to ask the driver.
-    memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
-    cp.cuda.set_allocator(memory.allocator())
-    with no_room_as_model_error(str(directory), "the weights"):
-        shared = cuda_weights_of(settings, directory, config, shapes)
-        weights = _weights(
-            directory, config, cuda.dtype, shared, lambda share: progress(Loading("copying weights to the GPU", share))
+    alone = stands_by or bool(settings.turns)
+    usable_bytes = total_bytes if alone else free_bytes
+    parts = _gpu_parts(settings, config, shapes, str(directory), usable_bytes, total_bytes)
+    with ExitStack() as loading:
+        if settings.turns:
+            loading.enter_context(_turn(settings, parts.needed_bytes, progress))
+        # Free memory stays in the pool: a step with LoRAs, which allocates, must not have to ask the driver.
+        memory = DeviceMemory(cuda.gpu, keep_bytes=total_bytes)
+        cp.cuda.set_allocator(memory.allocator())
+        with no_room_as_model_error(str(directory), "the weights"):
+            text = msgspec.structs.replace(config, vision=None)  # each engine has a vision tower of its own
+            shared = cuda_weights_of(settings, directory, text, Checkpoint(directory, text).shapes)
+            weights = _weights(
+                *(directory, config, cuda.dtype, shared),
+                lambda share: progress(Loading("copying weights to the GPU", share)),
+            )
+        digest = weights_digest(directory, config)
+        progress(Loading("compiling kernels that are not on disk", 0.0))
+        return CudaRunner(
+            config,
+            weights,
+            memory,
+            cuda,
+            capacity_blocks=parts.blocks,
+            first_blocks=-(-(MAX_STEP_TOKENS + 1) // settings.block_size) if stands_by else 0,
+            block_size=settings.block_size,
+            max_running=settings.max_running,
+            verify=settings.kvbm.verify,
+            lora_rank=settings.lora_rank,
+            lora_bytes=parts.lora_bytes,
+            shares_blocks=settings.shares_blocks,
+            shared=shared,
+            path=str(directory),
+            digest=digest,
+            grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
+            most_images=settings.most_images if config.vision is not None else 0,
+            encoder_cache_bytes=settings.encoder_cache_bytes,
+            progress=lambda share: progress(Loading("capturing graphs", share)),
         )
-    digest = weights_digest(directory, config)
-    progress(Loading("compiling kernels that are not on disk", 0.0))
-    return CudaRunner(
-        config,
-        weights,
-        memory,
-        cuda,
-        capacity_blocks=capacity_blocks,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        verify=settings.kvbm.verify,
-        lora_rank=settings.lora_rank,
-        lora_bytes=lora_bytes,
-        shares_blocks=settings.shares_blocks,
-        shared=shared,
-        path=str(directory),
-        digest=digest,
-        grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
-        progress=lambda share: progress(Loading("capturing graphs", share)),
+
+
+def _turn(
+    settings: WorkerConfig, needed_bytes: int, progress: Callable[[Loading], None]
+) -> AbstractContextManager[None]:
+    """Wait until the other models of the GPU leave room. Raise ModelError."""
+    return turn_room(
+        Path(settings.cache) / f"turns-gpu-{settings.cuda.gpu}.lock",
+        needed_bytes,
+        lambda: int(runtime.memGetInfo()[0]),
+        lambda: progress(Loading("waiting for other models to leave the GPU", 0.0)),
     )
 
 
@@ -114,14 +143,23 @@ def _weights(
     return load_cuda_weights(directory, config, element_type, progress)
 
 
-def _capacity(
+class _GpuParts(msgspec.Struct, frozen=True):
+    """How an engine shares out its part of a GPU."""
+
+    blocks: int
+    lora_bytes: int
+    needed_bytes: int
+    """What must be free before anything is loaded. Weights that a memory service keeps may be there already."""
+
+
+def _gpu_parts(
     settings: WorkerConfig,
     config: ModelConfig,
     shapes: dict[str, Shape],
     model: str,
     free_bytes: int,
     total_bytes: int,
-) -> tuple[int, int]:
+) -> _GpuParts:
     """Return the number of KV blocks, and the bytes that are left for LoRAs. Raise ModelError."""
     dtype, block_size = settings.cuda.dtype, settings.block_size
     layout = KvLayout(dtype, config.layers, config.kv_heads, config.head_dim, block_size)
@@ -144,4 +182,6 @@ def _capacity(
         block_bytes=layout.block_bytes,
         model=model,
     )
-    return blocks, lora_bytes
+    own_bytes = 0 if settings.weights.memory else room.weight_bytes
+    needed_bytes = own_bytes + room.step_bytes + lora_bytes + blocks * layout.block_bytes
+    return _GpuParts(blocks, lora_bytes, needed_bytes)

@@ -22,11 +22,12 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from services.worker.config import LORA_BYTES, LORA_RANK, CudaConfig
+from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
-from services.worker.contracts.runner import Drawn, Work
+from services.worker.contracts.runner import Drawn, EmbeddingLookups, Work
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
@@ -42,14 +43,17 @@ from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.sampler import CudaSampler
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.splits import SplitPlanner
+from services.worker.native.cuda.vision_tower import CudaVisionTower, OneByOne
 from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights, move_weights
 from services.worker.native.grammars import GrammarCache
+from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
 from services.worker.native.masks import MaskThread
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.weights import check_digest
+from services.worker.scheduler.encoder_cache import EncoderCache
 from services.worker.sharing.device_copier import SharedDeviceCopier
 from services.worker.sharing.device_pages import DeviceMapper, DevicePages
 from services.worker.sharing.memory import SharableMemory, pages_to_share
@@ -78,6 +82,7 @@ class CudaRunner:
         settings: CudaConfig,
         *,
         capacity_blocks: int,
+        first_blocks: int = 0,
         block_size: int = 16,
         max_running: int = 64,
         max_rows: int = MAX_STEP_TOKENS,
@@ -89,14 +94,17 @@ class CudaRunner:
         shares_blocks: bool = False,
         shared: SharedCudaWeights[CudaWeights] | None = None,
         grammars: GrammarCache | None = None,
+        most_images: int = 0,
+        encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
         progress: Callable[[float], None] = lambda _share: None,
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
+        Until it has slept, it has only `first_blocks` of its blocks, unless that is 0: enough for the first tokens.
         A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `shares_blocks`
         other engines can copy blocks, if the GPU has memory that they can map. `shared` has loaded the weights, if the
-        memory service keeps them. `progress` is called with the share of
-        the graphs that are captured."""
+        memory service keeps them. With `most_images` 0 the model takes no images. `progress` is called with the share
+        of the graphs that are captured."""
         element_type = settings.dtype
         layout = KvLayout(element_type, config.layers, config.kv_heads, config.head_dim, block_size)
         if capacity_blocks < 1:
@@ -121,9 +129,20 @@ class CudaRunner:
             gpus=(cp.cuda.runtime.deviceGetPCIBusId(memory.device),),
         )
         self._config = config
+        vision = config.vision if most_images else None
+        self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
+        self._tower: CudaVisionTower | None = None
+        self._images: ImageEncoder | None = None
+        """Not there while the engine sleeps, or if the model takes no images."""
+        self._store: EmbeddingLookups | None = None
+        if vision is not None:
+            images = {"images": vision.input, "most_images": most_images, "image_cost": image_cost(config)}
+            self._facts = replace(self._facts, **images)
         self._digest = digest
         self._limits = step_limits(self._facts.context_length, block_size, max_running=max_running, max_rows=max_rows)
         self._graph_rows = graph_rows(settings, max_running)
+        self._blocks = min(first_blocks or capacity_blocks, capacity_blocks)
+        """How many blocks of KV there are at present."""
         self._loras = LoraStore(
             config, most_rank=lora_rank, most_bytes=lora_bytes, place=lambda layers: place_lora(layers, element_type)
         )
@@ -157,7 +176,7 @@ class CudaRunner:
         """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room."""
         facts, config, settings, limits = self._facts, self._config, self._settings, self._limits
         element_type, layout = settings.dtype, facts.kv_layout
-        model, blocks = facts.path or "the model", facts.capacity_blocks
+        model, blocks = facts.path or "the model", self._blocks
         self._weights = weights
         with self.stream, cp.cuda.using_allocator(self._memory.allocator()):
             with no_room_as_model_error(model, f"{blocks} blocks of KV of {layout.block_bytes} bytes"):
@@ -175,6 +194,7 @@ class CudaRunner:
                 self._pooling = Pooling(self._decoder, limits.drawing, config.hidden)
                 room, counts = self._buffers.changed_logits, self._buffers.token_counts
                 self._drawing = CudaSampler(self._kernels, self.stream, room, counts, settings)
+                self._take_tower()
             with no_room_as_model_error(model, "graphs"):
                 early = self._kernels.beginning_early()
                 self._graphs = DecodeGraphs(
@@ -187,6 +207,31 @@ class CudaRunner:
                     progress=progress,
                 )
                 self.stream.synchronize()
+
+    def _take_tower(self) -> None:
+        """Load the vision tower, if the model takes images."""
+        if self.encoder_cache is None:
+            return
+        directory, element_type = Path(self._facts.path), self._settings.dtype
+        self._tower = CudaVisionTower.load(directory, self._config, element_type, self.stream, most_images=1)
+        assert self._tower is not None
+        self._images = ImageEncoder(OneByOne(self._tower), self.encoder_cache, self._store)
+
+    def use_lookups(self, lookups: EmbeddingLookups) -> None:
+        """Have these share embeddings of images with other engines."""
+        self._store = lookups
+        if self._images is not None:
+            self._images.store = lookups
+
+    def take_embeddings(self, key: bytes, embeddings: bytes) -> bool:
+        """Put an image's embeddings from the store into the cache. Return whether they are of use."""
+        return self._images is not None and self._images.take(key, embeddings, self._facts.embedding_size)
+
+    def encode_image(self, key: bytes, pixels: bytes) -> None:
+        """Encode an image for the store alone. Nothing is done while the runner sleeps."""
+        if self._images is not None:
+            with device_errors_as_model_error(), self.stream:
+                self._images.encode_image(key, pixels)
 
     def _new_pages(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised KV pages on the device."""
@@ -201,6 +246,11 @@ class CudaRunner:
 
     def _free_memory(self) -> None:
         """Free what `_take_memory` has allocated, as far as it came, and the weights on the device."""
+        if self._tower is not None:
+            self._tower.close()
+        self._tower = self._images = None
+        if self.encoder_cache is not None:
+            self.encoder_cache.clear()
         blas = self.__dict__.pop("_blas", None)
         if blas is not None:
             blas.close()
@@ -261,7 +311,8 @@ class CudaRunner:
 
         Return logits (drawing works, vocab), float32 on the device, which are valid until the next step.
         """
-        padded_rows = self._graphs.rows_for(works) if self.use_graphs else 0
+        placed = [] if self._images is None else self._images.place(works)
+        padded_rows = self._graphs.rows_for(works) if self.use_graphs and not placed else 0
         step = self._layout.lay_out(works, padded_rows=padded_rows)
         ints = step.ints
         self._ints_left.synchronize()
@@ -276,7 +327,8 @@ class CudaRunner:
             loras = self._loras.of(works)
             if padded_rows and not loras:
                 return self._graphs.launch(padded_rows)[: len(works)]
-            return self._decoder.step(step.counts, loras)[: len(works)]  # with LoRAs also a graph's kernels, one by one
+            logits = self._decoder.step(step.counts, loras, placed)  # with LoRAs also a graph's kernels, one by one
+            return logits[: len(works)]
 
     def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
         """Do an operation that the facts name, between steps; return why it was not done, empty if it was.
@@ -287,6 +339,8 @@ class CudaRunner:
         with device_errors_as_model_error(), self.stream, cp.cuda.using_allocator(self._memory.allocator()):
             match operation:
                 case "clear":
+                    if self.encoder_cache is not None:
+                        self.encoder_cache.clear()
                     return ""
                 case "sleep":
                     return self._sleep(level)
@@ -323,6 +377,7 @@ class CudaRunner:
 
     def _wake(self) -> str:
         failed, copier = "", None
+        self._blocks = self._facts.capacity_blocks
         try:
             with no_room_as_model_error(self._facts.path, "the weights"):
                 self._take_memory(self._weights_again(), lambda _share: None)

@@ -30,7 +30,7 @@ DECODE_HEADS = 8
 UNUSED = -1
 """The row of an unused split."""
 _SPLITS_LIMIT = 64
-"""The most splits of a row; attention_decode.cu has room for as many."""
+"""The most splits of a row."""
 _CUTS = np.arange(1, _SPLITS_LIMIT + 1)
 _BLOCKS_OF_PROCESSOR = 3
 """Thread blocks of attention_decode.cu that a multiprocessor holds at once."""

@@ -45,6 +45,7 @@ from services.worker.vllm.connector.identity import (
     idle_steps,
     keeps_blocks_whole,
     lora_name,
+    placed_images,
     refusal,
     renamed,
 )
@@ -125,11 +126,12 @@ class HeadraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         lora = lora_name(request.lora_request, self._settings)
-        if lora is None or request.mm_features or request.prompt_embeds is not None or request.resumable:
-            return  # its blocks are not named by tokens, LoRA and salt alone
+        images = placed_images(request.mm_features, self._settings)
+        if lora is None or images is None or request.prompt_embeds is not None or request.resumable:
+            return  # its blocks are not named by tokens, images, LoRA and salt alone
         identity = self._half.identity
         salt = request.cache_salt or ""
-        chain = TokenChain(request.all_token_ids, identity.block_size, identity.model, lora, salt)
+        chain = TokenChain(request.all_token_ids, identity.block_size, identity.model, lora, salt, images)
         if self._settings.prefetches and is_expected(request.kv_transfer_params):
             self._half.expect(request.request_id, chain)
             return

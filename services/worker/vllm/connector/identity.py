@@ -8,13 +8,14 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from services.worker.model.lora_files import FILES, digest_lora
+from services.worker.vllm.connector.chain import Placed
 from services.worker.vllm.connector.scheduler_half import Identity
 from services.worker.vllm.connector.settings import ConnectorSettings
 from shared.errors import ConfigError, ModelError
@@ -24,6 +25,8 @@ KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 WHOLE_TOKENS = (16, 32, 64)
 """Tokens of blocks that vLLM is asked to keep in one piece. vLLM does not start if its attention backend splits such a
 block: some split blocks of other sizes."""
+IMAGE_KEY_BYTES = 32
+"""Bytes of an image's key, a SHA-256."""
 MOST_LORAS = 1024
 """Most LoRAs whose digests are kept; further ones are computed without the kvbm."""
 
@@ -91,14 +94,13 @@ def identify(config: Any, kv_cache: Any, settings: ConnectorSettings) -> Identit
     }
     if getattr(config, "weight_transfer_config", None) is not None:  # the weights will be changed in place
         said["process"] = _NONCE
-    hf = model.hf_text_config.to_dict()
+    hf = model.hf_config.to_dict()  # with its vision tower, if it sees
     if settings.weights:
         weights = named_weights(settings.weights, hf, said)
     else:
         weights = weights_digest(model_files(model.model, model.revision), hf, said)
-    engine = f"vllm-{_word(socket.gethostname())}-{os.getpid()}-{parallel.data_parallel_rank}-{_NONCE}"
     return Identity(
-        model=settings.model_name or _served_name(model),
+        model=settings.model_name or served_name(model),
         weights=weights,
         dtype=str(spec.dtype).removeprefix("torch."),
         layers=len(group.layer_names),
@@ -107,7 +109,7 @@ def identify(config: Any, kv_cache: Any, settings: ConnectorSettings) -> Identit
         block_size=spec.block_size,
         blocks=kv_cache.num_blocks,
         ranks=parallel.world_size,
-        instance=engine,
+        instance=instance_of(parallel),
     )
 
 
@@ -129,7 +131,13 @@ def model_files(model: str, revision: str | None) -> Path:
         raise ConfigError(f"{model}: its files are not here; set the connector's `weights` ({wrong})") from None
 
 
-def _served_name(model: Any) -> str:
+def instance_of(parallel: Any) -> str:
+    """Return the name of this engine at its kvbm, of vLLM's parallel_config: no other engine has it."""
+    return f"vllm-{_word(socket.gethostname())}-{os.getpid()}-{parallel.data_parallel_rank}-{_NONCE}"
+
+
+def served_name(model: Any) -> str:
+    """Return the name under which vLLM serves a model, of its model_config."""
     name = model.served_model_name
     return str(name[0] if isinstance(name, list) else name or model.model)
 
@@ -200,6 +208,25 @@ def lora_name(request: Any, settings: ConnectorSettings) -> str | None:
     if request.load_inplace:
         return None  # other weights may be under this number
     return _loras.find(request.lora_int_id, request.lora_path)
+
+
+def placed_images(features: Sequence[Any], settings: ConnectorSettings) -> list[Placed] | None:
+    """Return the images of a request, of which vLLM has a feature each. None if its blocks are not exchanged, since a
+    name is no key: of another kind, or not known to name the content."""
+    if features and not settings.image_names_are_keys:
+        return None
+    keys = [image_key(feature.identifier) for feature in features]
+    places = [feature.mm_position for feature in features]
+    return [(key, at.offset, at.length) for key, at in zip(keys, places, strict=True) if key] if all(keys) else None
+
+
+def image_key(name: str) -> bytes:
+    """Return the key that vLLM's name of an image stands for. Empty if it is none, such as one with a LoRA's name."""
+    try:
+        key = bytes.fromhex(name)
+    except ValueError:
+        return b""
+    return key if len(key) == IMAGE_KEY_BYTES and key.hex() == name else b""
 
 
 def weights_digest(path: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> str:

@@ -46,6 +46,9 @@ class ConnectorSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """A name for the weights. Empty means a digest of the model's files, which must then be there."""
     lora_names_are_ids: bool = False
     """Whether the name of a LoRA names its content, as in a worker of Headrace. Else its files are digested."""
+    image_names_are_keys: bool = False
+    """Whether the name of an image names its content and how it was prepared, as in a worker of Headrace. Else prompts
+    with images are computed without the kvbm: clients of a `vllm serve` may give an image any name."""
     prefetches: bool = False
     """Whether requests with `headrace_expected` in their `kv_transfer_params` wait while their blocks are loaded, until
     they are aborted. Only for a worker of Headrace, whose clients cannot send that."""

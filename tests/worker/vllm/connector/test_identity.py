@@ -19,6 +19,7 @@ from services.worker.vllm.connector.identity import (
     keeps_blocks_whole,
     lora_name,
     named_weights,
+    placed_images,
     weights_digest,
 )
 from services.worker.vllm.connector.settings import ConnectorSettings
@@ -213,3 +214,19 @@ def test_idle_steps_go_by_the_stages_of_a_pipeline_and_show_nothing_with_data_pa
 ) -> None:
     parallel = SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=data)
     assert idle_steps(SimpleNamespace(parallel_config=parallel)) == steps
+
+
+def feature(name: str, offset: int) -> SimpleNamespace:
+    """Return vLLM's feature of an image with four tokens."""
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=4))
+
+
+def test_images_are_exchanged_if_their_names_are_keys() -> None:
+    trusting = ConnectorSettings(pool="/none", image_names_are_keys=True)
+    key = bytes(range(32))
+    named_by_key = [feature(key.hex(), 3), feature(key.hex(), 9)]
+    assert placed_images(named_by_key, trusting) == [(key, 3, 4), (key, 9, 4)]
+    assert placed_images(named_by_key, SETTINGS) is None, "a client may have given the name"
+    assert placed_images([], SETTINGS) == placed_images([], trusting) == []
+    for name in ("uuid", key.hex().upper(), key.hex()[:-2], f"lora:{key.hex()}", f" {key.hex()}", ""):
+        assert placed_images([*named_by_key, feature(name, 20)], trusting) is None

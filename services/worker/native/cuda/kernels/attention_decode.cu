@@ -17,7 +17,6 @@
 #define TILE 16
 #define STRIDE (WARPS * TILE)
 #define HEADS 8  // of one product
-#define SPLITS_LIMIT 64  // of a row
 #define GROUP_TILES ((GROUP + HEADS - 1) / HEADS)
 static_assert(BLOCK_SIZE % TILE == 0 && HEAD_DIM % 64 == 0, "a tile lies in one block; lanes take 8 dims of 64");
 
@@ -42,15 +41,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   const int row = splits[3 * blockIdx.y], split = splits[3 * blockIdx.y + 1];
   const int length = row < 0 ? 0 : positions[row] + 1;
   const Cut parts = cut(length, splits[3 * blockIdx.y + 2], window);
-  const int* table = tables + (row < 0 ? 0 : table_starts[row]);
-  const int unseen = parts.unseen, begin = parts.base + split * parts.span, end = min(begin + parts.span, length);
-  int at = begin + threadIdx.x / WARP * TILE;
-  int slot = at < end ? table[at / BLOCK_SIZE] : 0;
   after_others();
-  if (row < 0 || split >= parts.splits) return;
+  if (row < 0) return;
+  if (split >= parts.splits) return;
   const int kv_head = blockIdx.x / GROUP_TILES, first_head = kv_head * GROUP + blockIdx.x % GROUP_TILES * HEADS;
   const int heads = kv_heads * GROUP, heads_here = min(HEADS, (kv_head + 1) * GROUP - first_head);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, c = lane % 4;
+  const int unseen = parts.unseen, begin = parts.base + split * parts.span, end = min(begin + parts.span, length);
+  const int* table = tables + table_starts[row];
   const long long step = (long long)kv_heads * HEAD_DIM;  // from one position to the next
   const ELEMENT* origin = pages + layer_offset + kv_head * HEAD_DIM;
 
@@ -63,6 +61,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   }
   float mixed[HEAD_DIM / 16][4] = {}, greatest = -INFINITY, total = 0;
 
+  int at = begin + warp * TILE;
+  int slot = at < end ? table[at / BLOCK_SIZE] : 0;
   for (; at < end; at += STRIDE) {
     const ELEMENT* block = origin + slot * slot_stride + at % BLOCK_SIZE * step;
     const int last = end - 1 - at;  // positions beyond are not read: they may hold anything
@@ -156,28 +156,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
 extern "C" __global__ void merge_splits(ELEMENT* attended, const float* split_mixed, const float2* split_sums,
                                         const int* singles, const int* positions, int heads, float scale_log2,
                                         int window) {
-  __shared__ float2 sums[HEADS][SPLITS_LIMIT];
-  __shared__ float shares[HEADS][SPLITS_LIMIT];
-  const int row = singles[3 * blockIdx.y], here = threadIdx.y, dim = threadIdx.x;
-  const int head = min(blockIdx.x * blockDim.y + here, heads - 1);  // surplus threads do what the last head's do
+  const int row = singles[3 * blockIdx.y], head = blockIdx.x * blockDim.y + threadIdx.y;
   const int splits = cut(positions[row] + 1, singles[3 * blockIdx.y + 2], window).splits;
-  const long long first = (long long)singles[3 * blockIdx.y + 1] * heads + head;
   after_others();
-  if (splits == 1) return;
-  for (int split = dim; split < splits; split += HEAD_DIM) sums[here][split] = split_sums[first + (long long)split * heads];
-  __syncthreads();
-  float top = -INFINITY, mixed = 0, weights = 0;
-  for (int split = 0; split < splits; split++) top = fmaxf(top, sums[here][split].x);
-  for (int split = dim; split < splits; split += HEAD_DIM) {
-    const float2 part = sums[here][split];
-    shares[here][split] = part.y <= 0 ? 0 : exp2f((part.x - top) * scale_log2);
-  }
-  __syncthreads();
-#pragma unroll 8
+  if (splits == 1 || head >= heads) return;
+  const long long first = (long long)singles[3 * blockIdx.y + 1] * heads + head;
+  float top = -INFINITY, sum = 0, weights = 0;
+  for (int split = 0; split < splits; split++) top = fmaxf(top, split_sums[first + (long long)split * heads].x);
   for (int split = 0; split < splits; split++) {
-    const float share = shares[here][split];
-    mixed += share == 0 ? 0 : share * split_mixed[(first + (long long)split * heads) * HEAD_DIM + dim];
-    weights += share * sums[here][split].y;
+    const long long at = first + (long long)split * heads;
+    const float2 part = split_sums[at];
+    if (part.y <= 0) continue;
+    const float share = exp2f((part.x - top) * scale_log2);
+    sum += share * split_mixed[at * HEAD_DIM + threadIdx.x];
+    weights += share * part.y;
   }
-  attended[((long long)row * heads + head) * HEAD_DIM + dim] = narrow(weights == 0 ? 0 : mixed / weights);
+  attended[((long long)row * heads + head) * HEAD_DIM + threadIdx.x] = narrow(weights == 0 ? 0 : sum / weights);
 }

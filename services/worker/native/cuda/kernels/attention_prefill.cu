@@ -1,10 +1,16 @@
-// Causal paged attention of a chunk's rows, for 16-bit types: FlashAttention-2's loop (Dao, 2023) on mma.sync. cp.async
-// copies keys and values from the pages into shared memory, the next tile while one is computed.
+// Paged attention of a chunk's rows, for 16-bit types: FlashAttention-2's loop (Dao, 2023) on mma.sync. cp.async copies
+// keys and values from the pages into shared memory, the next tile while one is computed.
+//
+// It is causal: a row attends to the positions up to its own. Without CAUSAL, for images, all rows of a tile attend to all
+// positions up to the one that is given for its first row.
 //
 // A thread block is one head of up to ROWS consecutive rows of one sequence; each warp has 16 of these rows. With WINDOWED
 // a row attends to the last `window` positions alone, and the loop begins with the first tile that a row sees.
 #include "tensor_cores.cuh"
 
+#ifndef CAUSAL
+#define CAUSAL 1
+#endif
 #define WARPS 8
 #define ROWS (WARPS * 16)
 #define TILE 64  // positions
@@ -40,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
   const int2 rows = tiles[gridDim.y - 1 - blockIdx.y];
   const int head = blockIdx.x, heads = gridDim.x, kv_head = head / (heads / kv_heads);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, c = lane % 4;
-  const int start = positions[rows.x], last = start + rows.y - 1;
+  const int start = positions[rows.x], last = CAUSAL ? start + rows.y - 1 : start;
   const int* table = tables + table_starts[rows.x];
   const long long step = (long long)kv_heads * HEAD_DIM;
   const ELEMENT* origin = pages + layer_offset + kv_head * HEAD_DIM;
@@ -87,12 +93,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP)
           multiply(scores[n + 1], rest[k][0], rest[k][1], rest[k][2], rest[k][3], b[2], b[3]);
         }
       }
-    if (first + TILE - 1 > start + warp * 16) {  // some row of this warp may not see all of the tile
+    if (first + TILE - 1 > (CAUSAL ? start + warp * 16 : last)) {  // some row of this warp may not see all of the tile
 #pragma unroll
       for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          if (first + 8 * n + 2 * c + i % 2 > start + own + i / 2 * 8) scores[n][i] = -INFINITY;
+          if (first + 8 * n + 2 * c + i % 2 > (CAUSAL ? start + own + i / 2 * 8 : last)) scores[n][i] = -INFINITY;
     }
     if (WINDOWED && first <= start + warp * 16 + 15 - window) {  // some row of this warp may be beyond some of the tile
 #pragma unroll

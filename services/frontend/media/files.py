@@ -1,0 +1,41 @@
+"""Which files of a media directory go, and what their names say. Pure.
+
+picture_0123…ef.png            a file; its owner is in the file of the same name that ends in .json
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+NAME = re.compile(r"(?P<id>(picture|video)_[0-9a-f]{32})\.(?P<kind>png|jpeg|webp|mp4|json)")
+MEDIA_PATH = "/v1/media"
+"""The path of the API below which files are."""
+CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
+ID = re.compile(r"(picture|video)_[0-9a-f]{32}")
+
+
+class KeptFile(Struct, frozen=True):
+    """A file of the directory."""
+
+    name: str
+    size_bytes: int
+    changed_s: float
+    """When it was written, in seconds since 1970."""
+
+
+def expired(files: Iterable[KeptFile], now_s: float, kept_s: float) -> Iterator[KeptFile]:
+    """Yield the files that are older than they may be. Others than ours are never touched."""
+    return (each for each in files if now_s - each.changed_s > kept_s and NAME.fullmatch(each.name))
+
+
+def room_fault(files: Iterable[KeptFile], more_bytes: int, limit_bytes: int) -> str:
+    """Return why no `more_bytes` can be kept. Empty if they can."""
+    held = sum(each.size_bytes for each in files)
+    if held + more_bytes <= limit_bytes:
+        return ""
+    return (
+        f"media.directory is full: {held} of {limit_bytes} bytes (media.bytes) are taken; files go after media.kept_s"
+    )

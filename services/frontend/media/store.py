@@ -1,0 +1,147 @@
+"""MediaStore: files of pictures and videos in `media.directory`.
+
+    keep ──▶ written under another name, then renamed ──▶ served to the key that made it ──▶ removed after `kept_s`
+
+Frontends with the same directory serve one another's files. Each removes what has expired; a file that another one has
+removed is gone. Reading and writing is done in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from services.frontend.config import MediaConfig
+from services.frontend.media.files import ID, MEDIA_PATH, NAME, KeptFile, expired, room_fault
+from services.frontend.protocol.errors import field_error
+from shared.errors import InvalidRequest, Overloaded, Unavailable
+
+SWEEP_S = 60.0
+"""Seconds between two looks for files that have expired, unless they are kept for less."""
+FULL_RETRY_S = 60.0
+
+
+class Owner(Struct, frozen=True):
+    """The file next to a picture's."""
+
+    key: str
+    """The name of the API key that made it. Empty without keys."""
+
+
+class MediaStore:
+    """The files of one directory. Without `media.directory` nothing is kept."""
+
+    def __init__(self, config: MediaConfig, base_url: Callable[[], str]) -> None:
+        """`base_url` returns the URL of this frontend's API, without its /v1."""
+        self.config = config
+        self._base_url = base_url
+        self.directory = Path(config.directory) if config.directory else None
+        self._writing = asyncio.Lock()
+
+    def check(self, param: str) -> None:
+        """Raise InvalidRequest that names the parameter if no files are kept."""
+        if self.directory is None:
+            raise field_error(
+                param, "this server keeps no files: set media.directory of its frontends", "unsupported_value"
+            )
+
+    def url_of(self, name: str) -> str:
+        """Return the URL of a file."""
+        return f"{self.config.base_url or self._base_url()}{MEDIA_PATH}/{name}"
+
+    async def keep(self, content: bytes, kind: str, key: str) -> str:
+        """Keep a picture for a key. Return its URL. Raise Overloaded if the directory is full, and Unavailable."""
+        name = f"picture_{secrets.token_hex(16)}"
+        await self.write({f"{name}.json": msgspec.json.encode(Owner(key)), f"{name}.{kind}": content})
+        return self.url_of(f"{name}.{kind}")
+
+    async def write(self, files: dict[str, bytes]) -> None:
+        """Write files, in this order; each is there at once. Raise Overloaded if the directory is full, and
+        Unavailable if it cannot be written."""
+        async with self._writing:
+            try:
+                await asyncio.to_thread(self._write, files)
+            except OSError as wrong:
+                raise Unavailable(f"media.directory cannot be written: {wrong.strerror}") from None
+
+    def _write(self, files: dict[str, bytes]) -> None:
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        others = (each for each in self._list() if each.name not in files)
+        if fault := room_fault(others, sum(map(len, files.values())), self.config.bytes):
+            raise Overloaded(fault, retry_after_s=FULL_RETRY_S)
+        for name, content in files.items():
+            descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".")
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                Path(temporary).rename(self.directory / name)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+
+    async def find(self, name: str, key: str) -> Path:
+        """Return the path of a picture that a key has made. Raise InvalidRequest with 404 for all else, also for one
+        that another key has made."""
+        match = NAME.fullmatch(name)
+        if self.directory is not None and match is not None and match["kind"] != "json":
+            path = self.directory / name
+            owner = await asyncio.to_thread(self.read, f"{match['id']}.json")
+            with suppress(msgspec.MsgspecError):
+                if owner is not None and msgspec.json.decode(owner, type=Owner).key == key and path.is_file():
+                    return path
+        raise InvalidRequest(f"no such file: {name[:64]}", param="name", code="file_not_found", status=404)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file. None if it is gone. Blocks."""
+        assert self.directory is not None
+        try:
+            return (self.directory / name).read_bytes()
+        except OSError:
+            return None
+
+    async def remove(self, name: str) -> None:
+        """Remove all files of a name."""
+        assert ID.fullmatch(name)
+        await asyncio.to_thread(self._remove, name)
+
+    def _remove(self, name: str) -> None:
+        assert self.directory is not None
+        for path in self.directory.glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+
+    async def run(self) -> None:
+        """Remove what expires, until cancelled."""
+        while self.directory is not None:
+            await asyncio.to_thread(self.sweep, time.time())
+            await asyncio.sleep(min(SWEEP_S, self.config.kept_s))
+
+    def sweep(self, now_s: float) -> None:
+        """Remove what has expired. Blocks."""
+        assert self.directory is not None
+        for each in expired(self._list(), now_s, self.config.kept_s):
+            with suppress(OSError):
+                (self.directory / each.name).unlink()
+
+    def names(self) -> list[str]:
+        """Return the names of all files, newest first. Blocks."""
+        return [each.name for each in sorted(self._list(), key=lambda each: -each.changed_s)]
+
+    def _list(self) -> list[KeptFile]:
+        assert self.directory is not None
+        found: list[KeptFile] = []
+        with suppress(FileNotFoundError), os.scandir(self.directory) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(KeptFile(entry.name, status.st_size, status.st_mtime))
+        return found

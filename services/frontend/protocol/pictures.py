@@ -1,0 +1,196 @@
+"""The body of /v1/images/generations and its answer, as OpenAI has them, with fields of our own. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from services.frontend.protocol.chat import Priority, Seconds
+from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
+from services.frontend.protocol.parts import Unread
+from shared.messages.cards import PictureOutput
+from shared.messages.generate import Picture
+
+PROMPT_CHARACTERS = 32_000
+PICTURES_LIMIT = 10
+"""OpenAI's limit of pictures in one request."""
+SIZE_CHARACTERS = 16
+
+PromptText = Annotated[str, Meta(min_length=1, max_length=PROMPT_CHARACTERS)]
+Size = Annotated[str, Meta(max_length=SIZE_CHARACTERS, extra_json_schema={"pattern": "^(auto|[0-9]+x[0-9]+)$"})]
+PictureSeed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Steps = Annotated[int, Meta(ge=1, le=1000)]
+Guidance = Annotated[float, Meta(ge=0, le=100)]
+_SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
+
+
+class PictureRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/images/generations."""
+
+    prompt: PromptText
+    model: str | None = None
+    """The model's name; it may be left out if only one model is served."""
+    n: Annotated[int, Meta(ge=1, le=PICTURES_LIMIT)] | None = None
+    """How many pictures to make (1). Each has the seed after the one before it."""
+    size: Size | None = None
+    """Width and height in pixels, such as 1024x1024; auto, the default, is the model's own."""
+    response_format: Literal["b64_json", "url"] | None = None
+    """How pictures are returned: as base64 (the default), or as a URL, if the server keeps files."""
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    """The format of the files (png)."""
+    stream: bool | None = None
+    """Whether to return events: pictures that are not complete, and then the picture."""
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None
+    """How many unfinished pictures a stream has (0)."""
+    # our own
+    seed: PictureSeed | None = None
+    """The seed of the first picture. Without one it is drawn, and the answer says it."""
+    steps: Steps | None = None
+    """The number of denoising steps; the default is the model's."""
+    guidance: Guidance | None = None
+    """How closely pictures follow the prompt; the default is the model's."""
+    negative_prompt: Annotated[str, Meta(max_length=PROMPT_CHARACTERS)] | None = None
+    """What pictures must not show."""
+    priority: Priority | None = None
+    """Requests with a lower value are computed first. The default is 0; the API key bounds it."""
+    deadline_s: Seconds | None = None
+    """Seconds that the request may take; the server has a limit."""
+    # advice, and what is not built
+    quality: Annotated[str | None, Advisory()] = None
+    style: Annotated[str | None, Advisory()] = None
+    moderation: Annotated[str | None, Advisory()] = None
+    output_compression: Annotated[int | None, Advisory()] = None
+    background: Annotated[NotBuilt, Harmless("auto", "opaque")] = None
+    user: Unread | UnsetType = UNSET
+
+
+class MadePicture(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A picture of an answer: its file, or where that is."""
+
+    b64_json: str | UnsetType = UNSET
+    """The file in base64, unless a URL was requested."""
+    url: str | UnsetType = UNSET
+    """Where the file is, for some time, if a URL was requested."""
+    seed: int
+    """The seed that makes this picture again."""
+
+
+class PictureUsageDetails(Struct, frozen=True):
+    """The tokens of the prompt, which are not counted here."""
+
+    text_tokens: int = 0
+    image_tokens: int = 0
+
+
+class PictureUsage(Struct, frozen=True):
+    """What the pictures cost. A token is a denoising step of one picture."""
+
+    output_tokens: int
+    total_tokens: int
+    input_tokens: int = 0
+    input_tokens_details: PictureUsageDetails = PictureUsageDetails()
+
+
+class PictureAnswer(Struct, frozen=True, kw_only=True):
+    """The answer of /v1/images/generations."""
+
+    created: int
+    data: list[MadePicture]
+    model: str
+    size: str
+    """Width and height in pixels."""
+    output_format: Literal["png", "jpeg", "webp"]
+    usage: PictureUsage
+
+
+class PartialPicture(Struct, frozen=True, kw_only=True, tag="image_generation.partial_image"):
+    """The event of an unfinished picture, which is small."""
+
+    b64_json: str
+    """A JPEG in base64."""
+    partial_image_index: int
+    created_at: int
+    size: str
+    """Width and height of the picture that is being made, in pixels."""
+    output_format: Literal["jpeg"] = "jpeg"
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+
+
+class CompletedPicture(Struct, frozen=True, kw_only=True, tag="image_generation.completed"):
+    """The last event: the picture."""
+
+    b64_json: str
+    created_at: int
+    size: str
+    output_format: Literal["png", "jpeg", "webp"]
+    seed: int
+    usage: PictureUsage
+    background: Literal["opaque"] = "opaque"
+    quality: Literal["auto"] = "auto"
+
+
+def decode_pictures(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureRequest:
+    """Decode and check the body of a request for pictures. Raise InvalidRequest, naming the field."""
+    request = decode_body(PictureRequest, body, ignored)
+    check_not_built(request, "", ignored)
+    if request.stream and (request.n or 1) > 1:
+        raise field_error("n", "a stream has one picture; leave n out, or stream", "unsupported_value")
+    if request.stream and request.response_format == "url":
+        raise field_error("response_format", "a stream has its picture as b64_json", "unsupported_value")
+    if request.partial_images and not request.stream:
+        raise field_error("partial_images", "only allowed with stream: true")
+    return request
+
+
+def size_of(size: str | None, output: PictureOutput) -> tuple[int, int]:
+    """Return the width and height that a request means. Raise InvalidRequest."""
+    if size is None or size == "auto":
+        return output.width, output.height
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise field_error("size", f"{size!r} is neither auto nor WIDTHxHEIGHT, such as {output.width}x{output.height}")
+    width, height = int(match[1]), int(match[2])
+    if width % output.multiple or height % output.multiple:
+        raise field_error("size", f"{size}: width and height must be multiples of {output.multiple} for this model")
+    if width * height > output.most_pixels:
+        most = f"{output.most_pixels} pixels, the most of this model (worker.diffusers.most_pixels)"
+        raise field_error("size", f"{size}: {width * height} pixels are more than {most}")
+    return width, height
+
+
+def steps_of(steps: int | None, output: PictureOutput) -> int:
+    """Return the number of steps that a request means. Raise InvalidRequest."""
+    if steps is not None and steps > output.most_steps:
+        why = f"{steps} are more than {output.most_steps}, the most of this model (worker.diffusers.most_steps)"
+        raise field_error("steps", why)
+    return output.steps if steps is None else steps
+
+
+def picture_of(request: PictureRequest, output: PictureOutput, seed: int) -> Picture:
+    """Return the first picture of a request for a model that makes pictures. Raise InvalidRequest."""
+    check_guided(request.guidance, request.negative_prompt, output)
+    width, height = size_of(request.size, output)
+    return Picture(
+        request.prompt,
+        width,
+        height,
+        steps_of(request.steps, output),
+        seed,
+        negative=request.negative_prompt or "",
+        guidance=request.guidance,
+        format=request.output_format or "png",
+        previews=request.partial_images or 0,
+    )
+
+
+def check_guided(guidance: float | None, negative: str | None, output: PictureOutput) -> None:
+    """Raise InvalidRequest for a guidance or a negative prompt that the model does not take."""
+    if guidance is not None and not output.guidance:
+        raise field_error("guidance", f"{output.pipeline} takes none", "unsupported_value")
+    if negative and not output.negative:
+        raise field_error("negative_prompt", f"{output.pipeline} takes none", "unsupported_value")

@@ -1,0 +1,256 @@
+"""DiffusersEngine: commands in, one denoising step of one group after another, reports out.
+
+    commands of the shell ──▶ PictureQueue ──▶ PipelineRun.advance: a step in the run's thread
+    Stepped ◀── steps, previews, pieces of files ◀── an eventfd wakes the loop when the step has ended
+
+The loop's thread computes nothing, so that it hears commands at once. While a step lasts it says every BEAT_S that the
+engine lives, since a step may take longer than frontends wait for a sign; a step that takes `stall_s` ends the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import assert_never
+
+from services.worker.config import EngineConfig
+from services.worker.contracts.messages import (
+    BlockExplained,
+    CancelAttempt,
+    EncodeImage,
+    EngineCommand,
+    ExplainBlock,
+    Failed,
+    MemoryUse,
+    Operate,
+    Operated,
+    Prefetch,
+    Probed,
+    ProbeDevice,
+    Ready,
+    Shutdown,
+    Snapshot,
+    Submit,
+    TakeEngineSnapshot,
+    TakeOver,
+)
+from services.worker.diffusers.pipeline import Pipeline, PipelineRun
+from services.worker.diffusers.queue import PictureQueue
+from services.worker.engine.channel import EngineEnd
+from shared.errors import ModelError
+from shared.messages.cards import KvLayout
+from shared.messages.generate import Picture
+
+BLOCK_STEPS = 16
+"""The steps that count as a block in a worker's load; there is no cache."""
+BEAT_S = 1.0
+"""Seconds between two signs of life during a step."""
+PIECES_S = 0.005
+"""Least seconds between two pieces of files, so that a frontend can read them."""
+_MEMORY = 0.1
+"""The weight of the latest step in the mean of steps a second."""
+
+
+@dataclass
+class _Step:
+    """A step that is being computed."""
+
+    group: int
+    """The number of its group. 0 for a probe."""
+    run: PipelineRun
+    begun_s: float
+    beat_s: float
+    """When the last sign of life was sent."""
+
+
+class DiffusersEngine:
+    """Serves the channel with one pipeline."""
+
+    def __init__(self, config: EngineConfig, pipeline: Pipeline, channel: EngineEnd) -> None:
+        worker = config.worker
+        self._config = worker
+        self._pipeline = pipeline
+        self._channel = channel
+        together = worker.diffusers.most_together or (1 if pipeline.device == "cpu" else worker.max_running)
+        self._queue = PictureQueue(most_running=worker.max_running, most_together=together if pipeline.pauses else 1)
+        self._runs: dict[int, PipelineRun] = {}
+        self._step: _Step | None = None
+        self._progress = 0
+        self._steps_per_s = 0.0
+        self._probes: deque[PipelineRun] = deque()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        channel.watch(self._woken)
+
+    @property
+    def facts(self) -> Ready:
+        """What the engine serves. A request has as many tokens as steps."""
+        output, worker = self._pipeline.output, self._config
+        blocks = worker.max_running * -(-output.most_steps // BLOCK_STEPS)
+        return Ready(
+            context_length=output.most_steps + 1,
+            vocab_size=1,
+            eos_token_ids=(),
+            block_size=BLOCK_STEPS,
+            capacity_blocks=blocks,
+            kv_layout=KvLayout("float32", 1, 1, 1, BLOCK_STEPS),
+            generates=False,
+            pictures=output,
+            gpus=self._pipeline.gpus(),
+        )
+
+    def probe(self, limit_s: float) -> None:
+        """Compute the first step. Raise ModelError if that fails or takes longer."""
+        run, until_s = self._pipeline.run([self._probe_picture()], self._wake), time.monotonic() + limit_s
+        while not run.ended:
+            run.advance()
+            while not run.resting:
+                if time.monotonic() >= until_s:
+                    raise ModelError(f"the pipeline did not compute a step in {limit_s:g} s")
+                time.sleep(0.01)
+        if run.failed:
+            raise ModelError(f"the pipeline cannot compute a step: {run.failed}")
+
+    def run(self) -> Failed | None:
+        """Serve until Shutdown, or return why the engine fails. Raise ChannelClosed."""
+        self._report()
+        self._report_memory()
+        while True:
+            for command in self._channel.receive(self._limit_s()):
+                if isinstance(command, Shutdown):
+                    return None
+                self._handle(command, time.monotonic())
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._woken)
+            now_s = time.monotonic()
+            self._queue.expire(now_s)
+            if self._step is not None and now_s - self._step.begun_s >= self._config.stall_s:
+                return Failed(reason=f"a step took longer than worker.stall_s, {self._config.stall_s:g} s")
+            self._end_step(now_s)
+            self._begin_step(now_s)
+            if self._queue.sends:
+                self._queue.send_piece()
+            self._report()
+
+    def _limit_s(self) -> float | None:
+        """Return how long to wait for a command, or for the end of the step."""
+        if self._queue.sends:
+            return PIECES_S
+        if self._step is not None:
+            return BEAT_S if not self._step.run.resting else 0.0
+        due_s = self._queue.due_s()
+        return None if due_s is None else max(0.0, due_s - time.monotonic())
+
+    def _handle(self, command: EngineCommand, now_s: float) -> None:
+        match command:
+            case Submit():
+                self._queue.add(command, now_s)
+            case CancelAttempt():
+                self._queue.cancel((command.request, command.attempt))
+            case TakeEngineSnapshot(ticket):
+                self._channel.send(Snapshot(ticket, -1, []))
+            case ExplainBlock(ticket):
+                self._channel.send(BlockExplained(ticket, [], []))
+            case Operate(ticket, operation):
+                self._channel.send(Operated(ticket, failed=f"{operation}: this engine cannot do it"))
+            case ProbeDevice():
+                self._probes.append(self._pipeline.run([self._probe_picture()], self._wake))
+            case Prefetch() | EncodeImage() | TakeOver() | Shutdown():
+                pass  # there are no blocks, no roles, no standby, and `run` sees the end
+            case _:
+                assert_never(command)
+
+    def _begin_step(self, now_s: float) -> None:
+        """Begin the next step, unless one is being computed."""
+        if self._step is not None:
+            return
+        while (taken := self._queue.take_group(now_s)) is not None:
+            group, pictures = taken
+            self._runs[group] = self._pipeline.run(pictures, self._wake)
+        if self._probes:
+            chosen, run = 0, self._probes[0]
+        else:
+            group_or_none = self._queue.next_turn()
+            if group_or_none is None:
+                return
+            chosen, run = group_or_none, self._runs[group_or_none]
+        run.advance()
+        self._step = _Step(chosen, run, now_s, now_s)
+
+    def _end_step(self, now_s: float) -> None:
+        """Take up a step that has ended, or say that the engine lives."""
+        step = self._step
+        if step is None:
+            return
+        if not step.run.resting:
+            if now_s - step.beat_s >= BEAT_S:
+                step.beat_s = now_s
+                self._progress += 1
+                self._report(always=True)
+            return
+        self._step = None
+        took_s = now_s - step.begun_s
+        if not step.group:
+            self._end_probe(step.run, took_s)
+            return
+        self._progress += 1
+        count = len(step.run.previews)
+        if step.run.failed:
+            self._pipeline.free_memory()
+            self._queue.fail(step.group, step.run.failed)
+        elif step.run.files is not None:
+            self._queue.finish(step.group, step.run.files, now_s)
+        else:
+            self._queue.record_step(step.group, step.run.step, step.run.previews)
+            speed = count / max(took_s, 1e-6)
+            self._steps_per_s += (speed - self._steps_per_s) * (_MEMORY if self._steps_per_s else 1.0)
+        if step.run.ended:
+            del self._runs[step.group]
+            self._report_memory()
+        elif not self._queue.is_wanted(step.group):
+            step.run.stop()
+            del self._runs[step.group]
+            self._queue.drop(step.group)
+        self._report(always=True, steps=1, tokens=count, took_s=took_s)
+
+    def _end_probe(self, run: PipelineRun, took_s: float) -> None:
+        """A probe is the first steps of a small picture; what comes after them is computed too."""
+        if run.ended:
+            self._probes.popleft()
+            self._channel.send(Probed(took_s, run.failed))
+
+    def _probe_picture(self) -> Picture:
+        """Return the smallest picture of one step that the pipeline makes."""
+        output = self._pipeline.output
+        side = output.multiple * max(1, 64 // output.multiple)
+        return Picture("probe", side, side, 1, 0, frames=1 if output.frames else 0, format="jpeg")
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._woken, 1)
+
+    def _report(self, *, always: bool = False, steps: int = 0, tokens: int = 0, took_s: float = 0.0) -> None:
+        """Report what is new, or that the engine lives."""
+        outcome = self._queue.take_outcome()
+        if not (always or outcome.parts or not self._progress):
+            return
+        load = self._queue.load(block_size=BLOCK_STEPS, steps_per_s=self._steps_per_s)
+        if outcome.parts and not steps:
+            self._progress += 1
+        stepped = outcome.to_stepped(
+            [],
+            progress=self._progress,
+            event_sequence=-1,
+            digest=0,
+            load=load,
+            steps=steps,
+            tokens=tokens,
+            elapsed_s=took_s,
+        )
+        self._channel.send(stepped)
+
+    def _report_memory(self) -> None:
+        memory = self._pipeline.memory()
+        if memory is not None:
+            self._channel.send(MemoryUse(*memory))

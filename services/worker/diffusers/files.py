@@ -1,0 +1,43 @@
+"""Writes pictures and videos as files in memory."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+FRAMES_PER_S = 16
+"""The frames a second of a video, as Wan's pipelines are trained for."""
+QUALITY = 90
+"""The quality of JPEG and WebP, of 100."""
+PREVIEW_PIXELS = 256
+"""The longer side of a preview."""
+
+
+def picture_file(image: Any, form: Literal["png", "jpeg", "webp", "mp4"]) -> bytes:
+    """Return an image of Pillow's as a file."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, format=form.upper(), quality=QUALITY)
+    return buffer.getvalue()
+
+
+def video_file(frames: Any) -> bytes:
+    """Return an array of frames (frames, height, width, 3; floats of 0 … 1) as an MP4 file."""
+    import imageio
+    import numpy
+
+    pixels = (numpy.clip(frames, 0.0, 1.0) * 255).round().astype(numpy.uint8)
+    with tempfile.TemporaryDirectory() as directory:  # ffmpeg writes an MP4's index last, so it cannot write to a pipe
+        path = Path(directory, "video.mp4")
+        with imageio.get_writer(path, fps=FRAMES_PER_S, macro_block_size=1, codec="libx264") as writer:
+            for frame in pixels:
+                writer.append_data(frame)
+        return path.read_bytes()
+
+
+def preview_file(image: Any) -> bytes:
+    """Return an image of Pillow's as a small JPEG."""
+    small = image.convert("RGB")
+    small.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS))
+    return picture_file(small, "jpeg")

@@ -1,0 +1,49 @@
+"""deploy/local/size/started_up.py: what is shown of an `up` that a measurement starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from deploy.local.size.started_up import ONE_WORKER, running_up
+from deploy.local.terminal import Terminal
+from shared.errors import Unavailable
+from tests.integration.stack import eventually
+from tests.tiny_model import write_tiny_model
+
+LIMIT_S = 120.0
+FLAGS = (*ONE_WORKER, "--engine", "simulated", "--discovery", "file")
+
+
+def test_an_up_is_quiet_but_for_what_happens_while_it_serves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = ""
+
+    def shown(text: str) -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return text in said
+
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    with running_up((*FLAGS, "--model", model), Terminal(), "a test") as (url, home):
+        record = json.loads((home / "run" / "up.json").read_text(encoding="utf-8"))
+        os.kill(record["programs"]["worker-0"]["pid"], signal.SIGKILL)
+        eventually(lambda: shown("worker-0 ended (SIGKILL)"), limit_s=LIMIT_S, what="it is shown")
+        eventually(lambda: shown("and is ready\n"), limit_s=LIMIT_S, what="it is shown")
+    said += capfd.readouterr().err
+    assert f"started for a test: {url}\n" in said
+    for word in ("ask:", "logs:", "stop:", "stopping", "Ctrl-C", "draining"):
+        assert word not in said
+
+
+def test_an_up_that_does_not_start_shows_what_it_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    with (
+        pytest.raises(Unavailable, match="the `up` for a test did not start, status 2: the lines above say why"),
+        running_up((*FLAGS, "--model", model, "--set", "worker.no_such=1"), Terminal(), "a test"),
+    ):
+        raise AssertionError("it has started")
+    assert "error: worker.no_such: no such setting" in capfd.readouterr().err

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.frontend.config import MediaConfig
+from services.frontend.media.store import MediaStore
+from shared.errors import InvalidRequest, Overloaded, Unavailable
+
+
+def store(directory: Path, **more: object) -> MediaStore:
+    return MediaStore(MediaConfig(directory=str(directory), **more), lambda: "http://here")  # type: ignore[arg-type]
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - a thread removes the file
+        await asyncio.sleep(0.01)
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def name_of(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
+async def test_a_file_is_found_by_its_key_alone_also_by_another_frontend_of_the_directory(tmp_path: Path) -> None:
+    one, other = store(tmp_path / "media"), store(tmp_path / "media", base_url="https://files.example")
+    url = await one.keep(b"picture", "png", "alice")
+    assert url.startswith("http://here/v1/media/picture_")
+    assert (await other.keep(b"x", "png", "")).startswith("https://files.example/v1/media/picture_")
+    name = name_of(url)
+    assert (await other.find(name, "alice")).read_bytes() == b"picture"
+    for wrong, key in ((name, "bob"), (name, ""), (name.replace("png", "webp"), "alice"), ("../keys.toml", "alice")):
+        with pytest.raises(InvalidRequest) as refused:
+            await one.find(wrong, key)
+        assert refused.value.status == 404
+    assert (tmp_path / "media").stat().st_mode & 0o077 == 0
+
+
+async def test_what_has_expired_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    one = store(tmp_path, kept_s=100.0)
+    old, new = [name_of(await one.keep(b"picture", "png", "")) for _ in range(2)]
+    (tmp_path / "someones.txt").write_text("not ours")
+    for name in (old, old.replace(".png", ".json"), "someones.txt"):
+        os.utime(tmp_path / name, (0, time.time() - 101))
+    one.sweep(time.time())
+    assert names(tmp_path) == {new, new.replace(".png", ".json"), "someones.txt"}
+
+
+async def test_a_sweep_begins_with_the_store(tmp_path: Path) -> None:
+    one = store(tmp_path, kept_s=1.0)
+    name = name_of(await one.keep(b"picture", "png", ""))
+    os.utime(tmp_path / name, (0, 0))
+    running = asyncio.ensure_future(one.run())
+    async with asyncio.timeout(60.0):
+        await eventually(lambda: not (tmp_path / name).exists())
+    running.cancel()
+
+
+async def test_a_file_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
+    one = store(tmp_path, bytes=60)
+    await one.keep(b"x" * 30, "png", "")
+    with pytest.raises(Overloaded, match=r"40 of 60 bytes \(media.bytes\) are taken"):
+        await one.keep(b"x" * 30, "png", "")
+    assert len(names(tmp_path)) == 2
+
+
+async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "media").write_text("a file")
+    with pytest.raises(Unavailable, match=r"media\.directory cannot be written"):
+        await store(tmp_path / "media").keep(b"x", "png", "")
+
+
+def test_without_a_directory_nothing_is_kept() -> None:
+    with pytest.raises(InvalidRequest, match=r"response_format: this server keeps no files: set media\.directory"):
+        MediaStore(MediaConfig(), lambda: "").check("response_format")

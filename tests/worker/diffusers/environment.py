@@ -1,0 +1,68 @@
+"""diffusers' environment, for tests that need it, and tiny pipelines with random weights.
+
+`./headrace install-diffusers` makes the environment. The pipelines are written by diffusers' own `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deploy.local.install_diffusers import STAMP
+
+CHECKOUT = Path(__file__).parents[3]
+PYTHON = CHECKOUT / ".headrace" / "diffusers" / "bin" / "python"
+INSTALLED = (PYTHON.parents[1] / STAMP).exists()
+needs_diffusers = pytest.mark.diffusers
+LIMIT_S = 600.0
+"""How long tests wait for an engine to start or to answer, on a machine that may be busy with other tests."""
+
+IMAGES = """
+import json, sys, torch
+from pathlib import Path
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+torch.manual_seed(0)
+target = Path(sys.argv[1])
+words = target.with_name("words")
+words.mkdir()
+kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+letters = [chr(byte if byte in kept else 256 + index) for index, byte in enumerate(range(256))]
+tokens = ["<|startoftext|>", "<|pad|>", "<|endoftext|>", *letters, *[letter + "</w>" for letter in letters]]
+(words / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(dict.fromkeys(tokens))}))
+(words / "merges.txt").write_text("#version: 0.2\\n")
+StableDiffusionPipeline(
+    vae=AutoencoderKL(
+        block_out_channels=[32, 64], latent_channels=4, norm_num_groups=8,
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+    ),
+    unet=UNet2DConditionModel(
+        block_out_channels=(32, 64), layers_per_block=1, sample_size=32, cross_attention_dim=32, norm_num_groups=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    ),
+    text_encoder=CLIPTextModel(CLIPTextConfig(
+        hidden_size=32, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2, vocab_size=1000,
+        bos_token_id=0, eos_token_id=2, pad_token_id=1,
+    )),
+    tokenizer=CLIPTokenizer(str(words / "vocab.json"), str(words / "merges.txt"), model_max_length=77),
+    scheduler=DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1),
+    safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+).save_pretrained(target)
+"""
+
+
+def run_there(code: str, *arguments: str) -> str:
+    """Run code with diffusers' Python; return what it prints."""
+    ran = subprocess.run(
+        [str(PYTHON), "-c", code, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
+
+
+def write_image_pipeline(target: Path) -> Path:
+    """Write a Stable Diffusion shape that makes pictures of 64 by 64."""
+    run_there(IMAGES, str(target))
+    return target

@@ -1,0 +1,189 @@
+"""A diffusers engine in its process: what it makes, of one seed, in batches, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from PIL import Image
+
+from services.worker.config import WorkerConfig
+from services.worker.contracts.messages import (
+    CancelAttempt,
+    Failed,
+    Loading,
+    Probed,
+    ProbeDevice,
+    Ready,
+    Stepped,
+    Submit,
+)
+from services.worker.engine.process import EngineProcess
+from shared.messages.frames import Part
+from shared.messages.generate import Picture, Sampling
+from tests.worker.diffusers.environment import LIMIT_S, PYTHON, needs_diffusers, run_there, write_image_pipeline
+
+pytestmark = [needs_diffusers, pytest.mark.timeout(1800)]
+PICTURE = Picture("a mill at the river", 64, 64, 6, 7)
+ALONE = """
+import sys, torch
+from diffusers import DiffusionPipeline
+torch.set_num_threads(1)
+pipe = DiffusionPipeline.from_pretrained(sys.argv[1])
+generator = [torch.Generator("cpu").manual_seed(7)]
+made = pipe(prompt=["a mill at the river"], width=64, height=64, num_inference_steps=6, generator=generator)
+made.images[0].save(sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_image_pipeline(tmp_path_factory.mktemp("pictures") / "tiny")
+
+
+class Engine:
+    """An engine that serves."""
+
+    def __init__(self, process: EngineProcess, facts: Ready) -> None:
+        self.process = process
+        self.facts = facts
+        self.parts: dict[str, list[Part]] = {}
+        self._count = 0
+
+    def submit(self, picture: Picture, **more: Any) -> str:
+        self._count += 1
+        fields: dict[str, Any] = {"time_left_s": LIMIT_S, "number": self._count, "picture": picture} | more
+        name, tokens = f"r{self._count}", b"\0\0\0\0" * picture.steps
+        assert self.process.submit(Submit(name, 1, "f1", tokens, picture.steps, Sampling(1), **fields))
+        return name
+
+    async def read(self) -> object:
+        report = await self.process.receive()
+        if isinstance(report, Stepped):
+            for part in (part for each in report.parts.values() for part in each):
+                self.parts.setdefault(part.request, []).append(part)
+        return report
+
+    async def end_of(self, name: str) -> Part:
+        async with asyncio.timeout(LIMIT_S):
+            while not (self.parts.get(name) and self.parts[name][-1].finish is not None):
+                report = await self.read()
+                assert not isinstance(report, Failed), report
+        return self.parts[name][-1]
+
+    async def file_of(self, name: str) -> bytes:
+        last = await self.end_of(name)
+        assert last.finish == "stop", last.error
+        return b"".join(part.picture.content for part in self.parts[name] if part.picture is not None)
+
+
+def config_of(model: Path, settings: Mapping[str, object] | None = None) -> WorkerConfig:
+    table: dict[str, object] = {"model": str(model), "engine": "diffusers", "threads": 1, "max_running": 4}
+    table |= {"stall_s": LIMIT_S} | dict(settings or {})
+    table["diffusers"] = {"python": str(PYTHON), **table.get("diffusers", {})}  # type: ignore[dict-item]
+    return msgspec.convert(table, WorkerConfig)
+
+
+@asynccontextmanager
+async def engine(model: Path, **settings: object) -> AsyncIterator[Engine]:
+    process = await EngineProcess.start(config_of(model, settings), "tiny", "worker")
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while isinstance(report := await process.receive(), Loading):
+                pass
+        assert isinstance(report, Ready), report
+        yield Engine(process, report)
+    finally:
+        await process.end(5.0)
+
+
+async def test_a_picture_is_that_of_the_pipeline_alone_and_of_its_seed(model: Path, tmp_path: Path) -> None:
+    async with engine(model) as one:
+        assert one.facts.pictures is not None
+        assert (one.facts.pictures.width, one.facts.pictures.height, one.facts.pictures.frames) == (64, 64, 0)
+        assert one.facts.pictures.pipeline == "StableDiffusionPipeline"
+        names = [one.submit(each) for each in (PICTURE, PICTURE, replace(PICTURE, seed=8))]
+        first, again, other = [await one.file_of(name) for name in names]
+        assert first == again != other
+        steps = [part.picture.step for part in one.parts[names[0]] if part.picture is not None]
+        assert steps[:6] == [1, 2, 3, 4, 5, 6]
+    run_there(ALONE, str(model), str(tmp_path / "alone.png"))
+    alone = Image.open(tmp_path / "alone.png")
+    assert Image.open(io.BytesIO(first)).tobytes() == alone.tobytes()
+
+
+async def test_a_batch_makes_each_picture_from_its_own_seed(model: Path) -> None:
+    """Arithmetic may round in another way in a batch: at most the last bit of a pixel differs."""
+    async with engine(model, diffusers={"most_together": 3}) as one:
+        alone = await one.file_of(one.submit(PICTURE))
+        names = [one.submit(replace(PICTURE, seed=seed, prompt=f"{PICTURE.prompt}")) for seed in (6, 7, 8)]
+        files = [await one.file_of(name) for name in names]
+        pixels = [list(Image.open(io.BytesIO(file)).tobytes()) for file in (alone, files[1], files[2])]
+        assert max(abs(one - other) for one, other in zip(pixels[0], pixels[1], strict=True)) <= 1
+        assert pixels[0] != pixels[2]
+
+
+async def test_previews_formats_and_the_end_of_those_that_are_not_wanted(model: Path) -> None:
+    async with engine(model) as one:
+        long = one.submit(replace(PICTURE, steps=200))
+        late = one.submit(replace(PICTURE, steps=200), time_left_s=1.0)
+        shown = one.submit(replace(PICTURE, previews=2, format="webp"))
+        assert Image.open(io.BytesIO(await one.file_of(shown))).format == "WEBP"
+        pieces = [part.picture for part in one.parts[shown] if part.picture is not None]
+        previews = [(piece.step, piece.preview) for piece in pieces if piece.preview]
+        assert [step for step, _ in previews] == [2, 4]
+        assert all(Image.open(io.BytesIO(preview)).size == (64, 64) for _, preview in previews)
+        one.process.send(CancelAttempt(long, 1))
+        assert (await one.end_of(long)).finish == "cancelled"
+        assert (await one.end_of(late)).finish == "deadline"
+        await one.file_of(one.submit(PICTURE))
+
+
+async def test_an_idle_engine_computes_a_step_when_it_is_probed(model: Path) -> None:
+    async with engine(model) as one:
+        one.process.send(ProbeDevice((1,)))
+        async with asyncio.timeout(LIMIT_S):
+            while not isinstance(report := await one.read(), Probed):
+                pass
+        assert report.failed == ""
+
+
+async def test_a_picture_that_cannot_be_computed_ends_alone(model: Path) -> None:
+    """A width that the worker's validation would refuse: the pipeline raises."""
+    async with engine(model) as one:
+        failed, fine = one.submit(replace(PICTURE, width=65)), one.submit(PICTURE)
+        last = await one.end_of(failed)
+        assert (last.finish, last.error[:10]) == ("error", "ValueError")
+        await one.file_of(fine)
+
+
+async def test_a_step_that_takes_too_long_ends_the_engine(model: Path) -> None:
+    async with engine(model, stall_s=0.001) as one:
+        one.submit(replace(PICTURE, width=512, height=512))
+        async with asyncio.timeout(LIMIT_S):
+            while not isinstance(report := await one.read(), Failed):
+                pass
+        assert report.reason == "a step took longer than worker.stall_s, 0.001 s"
+        assert not report.model
+
+
+async def test_a_directory_that_is_no_pipeline_is_fatal(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
+    for directory, reason in ((tmp_path, "cannot be loaded"), (model / "unet", "no model_index.json")):
+        process = await EngineProcess.start(config_of(directory), "tiny", "worker")
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while isinstance(report := await process.receive(), Loading):
+                    pass
+            assert isinstance(report, Failed)
+            assert report.model
+            assert reason in report.reason
+        finally:
+            await process.end(0.0)
