@@ -113,7 +113,7 @@ class EmbeddingStore(Protocol):
 
 
 class EmbeddingLookups(Protocol):
-    """The same for an engine's loop. No method waits."""
+    """An EmbeddingStore as an engine's loop uses it: no method waits."""
 
     def fileno(self) -> int:
         """A descriptor that is readable while `take_found` has something to return."""

@@ -103,8 +103,8 @@ class KvbmEmbeddings:
         owed_limit: int = OWED_LIMIT,
     ) -> None:
         """`layout` is that of embeddings: its `block_bytes` are the size of an image's. Each answer is waited for
-        `wait_s` seconds. None means WAIT_S. Of `owed_limit` images the embeddings are kept until kvbm can be asked
-        again."""
+        `wait_s` seconds. None means WAIT_S. At most `owed_limit` images are kept until kvbm can be
+        asked again."""
         self._directory = directory
         self._worker = worker
         self._layout = layout
