@@ -100,11 +100,11 @@ class KvbmEmbeddings:
         layout: StoreLayout,
         wait_s: float | None = None,
         *,
-        owed_limit: int = OWED_LIMIT,
+        owed_limit: int | None = None,
     ) -> None:
         """`layout` is that of embeddings: its `block_bytes` are the size of an image's. Each answer is waited for
         `wait_s` seconds. None means WAIT_S. At most `owed_limit` images are kept until kvbm can be
-        asked again."""
+        asked again. None means OWED_LIMIT."""
         self._directory = directory
         self._worker = worker
         self._layout = layout
@@ -175,7 +175,7 @@ class KvbmEmbeddings:
 
     def _owe(self, name: bytes, embeddings: bytes) -> None:
         self._owed[name] = embeddings
-        while len(self._owed) > self._owed_limit:
+        while len(self._owed) > (self._owed_limit or OWED_LIMIT):
             self._owed.popitem(last=False)
 
     def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:
