@@ -112,6 +112,8 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/test_with_kvbm.py": "all",
     "tests/worker/vllm/connector/test_machine.py": "all",
     "tests/worker/vllm/connector/test_scheduler_half.py": "all",
+    "tests/worker/vllm/connector/test_troubles.py": "all",
+    "tests/worker/vllm/encoder_cache/": "all",
 }
 CLIENTS = "tests/clients/"
 """Other projects' clients: a third of the files below belongs to `all` each day, and the rest to `long`."""

@@ -42,6 +42,7 @@ from services.frontend.serving.dispatch import Dispatcher
 from services.frontend.serving.pictures import ServingPictures
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.text_proxy import TextProxy
+from services.frontend.serving.videos import ServingVideos
 from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.ui.routes import PageApi
 from shared import subjects
@@ -80,13 +81,13 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         service = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
         grammars, images = GrammarCompiler(), ImageReader(config.images)
-        directory = ResponseDirectory(runtime, config.responses, metrics)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
         pictures = ServingPictures(service, models, MediaStore(config.media, lambda: http.url), runtime.draw)
-        dispatcher, texts = Dispatcher(chat, directory, pictures), TextProxy(runtime, service, models, metrics, config)
+        directory = ResponseDirectory(runtime, config.responses, metrics)
+        dispatcher = Dispatcher(chat, directory, ServingVideos(pictures))
+        texts = TextProxy(runtime, service, models, metrics, config)
         port = Port(with_files(config.http), metrics)
-        keys = access.requires_key
-        place = config.ui.place(keys=keys)
+        place = config.ui.place(keys=(keys := access.requires_key))
         page = None if place == "off" else PageApi(runtime, service, config.ui, config.http.hosts, keys=keys)
         keyless = () if page is None else page.keyless_paths
         middleware = Middleware(access, config.http, keyless, config.ui.hosts)
@@ -103,9 +104,8 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
                 apps[own] = page_app = http.chat_app(own, Middleware(access, settings, keyless, config.ui.hosts))
             page.add_routes(page_app)
             await page.start()
-        await access.start(runtime.tasks)
-        await asyncio.gather(*(each.start(runtime.tasks) for each in apps))
-        await pictures.start(runtime.tasks)
+        await asyncio.gather(access.start(runtime.tasks), *(each.start(runtime.tasks) for each in apps))
+        await dispatcher.start(runtime.tasks)
         await directory.start()
         readiness = await _informed(runtime, models)
         async with aclosing(grammars), aclosing(images), aclosing(texts), AsyncExitStack() as opened:
@@ -117,6 +117,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
             try:
                 yield http
             finally:
+                dispatcher.stop()
                 await nats.stop()  # before requests are refused, so that they go to another frontend
                 runtime.health.drain(partial(_left, service, config.limits.drain_s))
                 if page is not None:

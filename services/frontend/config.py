@@ -284,6 +284,12 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Largest number of bytes of all files together; beyond it 429."""
     kept_s: SomeSeconds = 86400.0
     """Seconds that a file is kept after it was written."""
+    jobs: Positive = 256
+    """Largest number of videos that are not made yet, of all keys and all frontends of the directory; beyond it 429."""
+    jobs_of_key: Positive = 32
+    """Largest number of them of one API key."""
+    job_s: SomeSeconds = 3600.0
+    """Seconds that a video may take from its request on, its wait for other videos included; then it has failed."""
     base_url: str = ""
     """Base URL of the files, without /v1, as clients reach it. Empty means the address at which this frontend
     listens."""

@@ -73,6 +73,10 @@ class Image(Struct, frozen=True):
     """RGB, one byte a value, rows from the top: as many as the card's `ImageInput` says."""
 
 
+FRAMES_PER_S = 16
+"""The frames a second of videos, as Wan's pipelines are trained for."""
+
+
 class Picture(Struct, frozen=True):
     """A picture or a video to make from a text. The frontend has checked it against the card's `pictures`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from tests.chromium import browser, page, program
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.process_tree import below
@@ -112,3 +114,26 @@ def test_a_client_that_leaves_frees_the_worker(services: Fleet, client: OpenAI) 
     services.wait_idle(*WORKERS)
     workers = [services.services[name] for name in WORKERS]
     assert sum(one.metric("headrace_requests_total", outcome="cancelled") for one in workers) == 1
+
+
+@pytest.mark.skipif(program() is None, reason="no Chromium is installed (Debian's package: chromium)")
+def test_the_page_shows_a_picture_as_it_comes(services: Fleet, tmp_path: Path) -> None:
+    services.wait_ready()
+
+    async def look(endpoint: str) -> None:
+        async with page(endpoint) as tab:
+            await tab.open(f"{services.services['frontend'].url}/ui")
+            await tab.until("document.querySelector('#chat-model option')?.value === 'tiny'")
+            await tab.type_text("#chat-text", "a mill at the river")
+            await tab.value("document.querySelector('#chat-form').requestSubmit()")
+            await tab.until("document.querySelector('img.picture')?.src.startsWith('data:image/jpeg')")
+            await tab.until("document.querySelector('img.picture').src.startsWith('data:image/png')")
+            await tab.until("document.querySelector('img.picture').naturalWidth === 64")
+            await tab.until(
+                "/64x64, 50 steps, seed \\d+/.test(document.querySelector('.turn.model .meta').textContent)"
+            )
+            await tab.picture(tmp_path / "page.png")
+            assert tab.complaints == []
+
+    with browser(tmp_path) as endpoint:
+        asyncio.run(look(endpoint))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -185,10 +185,7 @@ def overview(
         nats=nats,
         discovery=discovery,
         instances=tuple(instances),
-        models=tuple(
-            _model_row(model, list(of_model), reports, {card.instance for card in sleeping})
-            for model, of_model in groupby(sorted((*sleeping, *cards), key=_card_place), attrgetter("model"))
-        ),
+        models=tuple(_model_rows(cards, sleeping, reports)),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
         notes=(*notes, *_role_notes(cards, catalogue)),
@@ -269,6 +266,14 @@ def _catalogue(entries: Mapping[str, Entry], unreadable: list[str]) -> Catalogue
         except ProtocolError as wrong:
             unreadable.append(f"{key}: {wrong}")
     return catalogue
+
+
+def _model_rows(
+    awake: Sequence[ModelCard], asleep: Sequence[ModelCard], reports: Mapping[str, LoadReport]
+) -> Iterator[ModelRow]:
+    sleepers = {card.instance for card in asleep}
+    for model, cards in groupby(sorted((*asleep, *awake), key=_card_place), attrgetter("model")):
+        yield _model_row(model, list(cards), reports, sleepers)
 
 
 def _model_row(

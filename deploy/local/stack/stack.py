@@ -262,14 +262,8 @@ def plan(
         launches += _servers(options, state_dir)
     common = {"namespace": options.namespace, **wiring}
     access = options.access
-    http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
-    if options.frontends > 1:
-        http["reuse_port"] = True
-    door: dict[str, Value | Mapping[str, Value]] = {"http": http, "access": {"keys_file": access.keys}}
-    if options.turns:
-        door = {"expected_models": [model.name for model in options.turns], **door}
     for name in _names("frontend", options.frontends):
-        service(Program(name, 0, SERVICE_DRAIN_S), "frontend", {**common, **door})
+        service(Program(name, 0, SERVICE_DRAIN_S), "frontend", {**common, **_door(options)})
     for name in _names("router", options.routers):
         service(Program(name, 2, SERVICE_DRAIN_S), "router", common | {"policy": options.policy})
     store = options.store
@@ -293,6 +287,18 @@ def plan(
     other_role = {(True, False): "decode", (False, True): "prefill"}.get((options.prefill > 0, options.decode > 0), "")
     by_turns = tuple(model.name for model in options.turns)
     return Stack(tuple(launches), files, url, options.model_name, nats, etcd, access, common, by_turns, other_role)
+
+
+def _door(options: UpOptions) -> dict[str, Value | Mapping[str, Value]]:
+    """Return what only frontends have in their settings."""
+    access = options.access
+    http: dict[str, Value] = {"port": options.port, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
+    if options.frontends > 1:
+        http["reuse_port"] = True
+    expected: dict[str, Value] = {}
+    if options.turns:
+        expected = {"expected_models": [model.name for model in options.turns]}
+    return {**expected, "http": http, "access": {"keys_file": access.keys}}
 
 
 def module_of(service: ServiceName) -> str:

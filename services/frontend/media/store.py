@@ -13,7 +13,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend.config import MediaConfig
-from services.frontend.media.files import ID, MEDIA_PATH, NAME, KeptFile, expired, room_fault
+from services.frontend.media.files import CONTENT_TYPES, ID, MEDIA_PATH, NAME, KeptFile, expired, room_fault
 from services.frontend.protocol.errors import field_error
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 
@@ -64,20 +64,20 @@ class MediaStore:
         await self.write({f"{name}.json": msgspec.json.encode(Owner(key)), f"{name}.{kind}": content})
         return self.url_of(f"{name}.{kind}")
 
-    async def write(self, files: dict[str, bytes]) -> None:
-        """Write files, in this order; each is there at once. Raise Overloaded if the directory is full, and
-        Unavailable if it cannot be written."""
+    async def write(self, files: dict[str, bytes], *, bounded: bool = True) -> None:
+        """Write files, in this order; each is there at once. Raise Overloaded if the directory is full, unless they are
+        not `bounded`, and Unavailable if it cannot be written."""
         async with self._writing:
             try:
-                await asyncio.to_thread(self._write, files)
+                await asyncio.to_thread(self._write, files, bounded)
             except OSError as wrong:
                 raise Unavailable(f"media.directory cannot be written: {wrong.strerror}") from None
 
-    def _write(self, files: dict[str, bytes]) -> None:
+    def _write(self, files: dict[str, bytes], bounded: bool) -> None:
         assert self.directory is not None
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         others = (each for each in self._list() if each.name not in files)
-        if fault := room_fault(others, sum(map(len, files.values())), self.config.bytes):
+        if bounded and (fault := room_fault(others, sum(map(len, files.values())), self.config.bytes)):
             raise Overloaded(fault, retry_after_s=FULL_RETRY_S)
         for name, content in files.items():
             descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".")
@@ -93,7 +93,7 @@ class MediaStore:
         """Return the path of a picture that a key has made. Raise InvalidRequest with 404 for all else, also for one
         that another key has made."""
         match = NAME.fullmatch(name)
-        if self.directory is not None and match is not None and match["kind"] != "json":
+        if self.directory is not None and match is not None and match["kind"] in CONTENT_TYPES:
             path = self.directory / name
             owner = await asyncio.to_thread(self.read, f"{match['id']}.json")
             with suppress(msgspec.MsgspecError):
@@ -109,15 +109,21 @@ class MediaStore:
         except OSError:
             return None
 
-    async def remove(self, name: str) -> None:
-        """Remove all files of a name."""
-        assert ID.fullmatch(name)
-        await asyncio.to_thread(self._remove, name)
+    def has(self, name: str) -> bool:
+        """Return whether there is such a file. Blocks."""
+        assert self.directory is not None
+        return (self.directory / name).exists()
 
-    def _remove(self, name: str) -> None:
+    async def remove(self, name: str, *, but: Collection[str] = ()) -> None:
+        """Remove all files of a name, but those with these endings."""
+        assert ID.fullmatch(name)
+        await asyncio.to_thread(self._remove, name, but)
+
+    def _remove(self, name: str, but: Collection[str]) -> None:
         assert self.directory is not None
         for path in self.directory.glob(f"{name}.*"):
-            path.unlink(missing_ok=True)
+            if path.suffix[1:] not in but:
+                path.unlink(missing_ok=True)
 
     async def run(self) -> None:
         """Remove what expires, until cancelled."""

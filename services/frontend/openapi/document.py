@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from services.frontend.media.files import MEDIA_PATH
 from services.frontend.openapi.operations import DESCRIPTIONS, ERRORS, Health, Version
 from services.frontend.openapi.schemas import Schema, components, ref
 from services.frontend.protocol.errors import ErrorBody
@@ -23,12 +24,15 @@ from services.frontend.protocol.operations import (
     PATHS,
     STORED_METHODS,
     STORED_PATH,
+    VIDEO_METHODS,
+    VIDEO_PATH,
     ForeignOperation,
     ModelEntry,
     ModelList,
     Operation,
 )
 from services.frontend.protocol.responses_events import Response, ResponseDeleted
+from services.frontend.protocol.videos import Video, VideoDeleted, VideoList
 from shared.version import VERSION
 
 PATH = "/openapi.json"
@@ -123,6 +127,11 @@ _SHARED: list[Schema] = [{"$ref": f"#/components/parameters/{name}"} for name in
 _STORED: dict[Operation, tuple[str, type[msgspec.Struct]]] = {
     "retrieve_response": ("Return a stored response", Response),
     "delete_response": ("Delete a stored response", ResponseDeleted),
+    "list_videos": ("List the videos of a key", VideoList),
+    "retrieve_video": ("Return a video's job", Video),
+    "delete_video": ("Cancel a video's job, and delete it", VideoDeleted),
+    "cancel_video": ("Cancel a video's job", Video),
+    "video_events": ("Follow a video's job as events", Video),
 }
 
 
@@ -134,7 +143,20 @@ def document(*, keys: bool, closed: bool = False) -> bytes:
     answers = [struct for one in DESCRIPTIONS.values() for struct in (one.answer, *one.events) if struct is not None]
     parts: dict[str, Any] = {
         "schemas": components(
-            requests, [*answers, ResponseDeleted, ModelEntry, ModelList, Health, Version, ErrorBody], closed=closed
+            requests,
+            [
+                *answers,
+                ResponseDeleted,
+                Video,
+                VideoDeleted,
+                VideoList,
+                ModelEntry,
+                ModelList,
+                Health,
+                Version,
+                ErrorBody,
+            ],
+            closed=closed,
         ),
         "responses": {
             f"{provider}Refused{status}": paths.refusal(status, error)
@@ -171,8 +193,11 @@ class _Paths:
         security: Schema = {"security": []} if self._keys else {}
         model = _parameter("model", "path", {"minLength": 1}, required=True)
         stored = _parameter("response_id", "path", {"minLength": 1, "maxLength": 256}, required=True)
+        posted: dict[str, Schema] = {
+            path: {"post": self._operation(each)} for each, path in (PATHS | FOREIGN_PATHS).items()
+        }
         paths: dict[str, Schema] = {
-            **{path: {"post": self._operation(each)} for each, path in (PATHS | FOREIGN_PATHS).items()},
+            **self._with_videos(posted),
             "/v1/models": {"get": self._endpoint("models", "List the models that are served", _json(ref(ModelList)))},
             "/v1/models/{model}": {
                 "parameters": [model],
@@ -188,6 +213,25 @@ class _Paths:
         if not self._keys:  # with keys, metrics are on another port
             metrics = self._endpoint("metrics", "Return metrics in Prometheus' text format", _TEXT)
             paths["/metrics"] = {"get": metrics}
+        return paths
+
+    def _with_videos(self, paths: dict[str, Schema]) -> dict[str, Schema]:
+        """Return paths with those of videos that have no body, and of files."""
+        video = _parameter("video_id", "path", {"minLength": 1, "maxLength": 64}, required=True)
+        for operation, (method, path) in VIDEO_METHODS.items():
+            described = self._stored(operation)
+            if operation == "list_videos":
+                described = {**described, "parameters": [*_SHARED, *_PAGE]}
+            if operation == "video_events":
+                described["responses"]["200"] = self._answer({"text/event-stream": {"schema": _event((Video,))}})
+            mine = paths.setdefault(path, {"parameters": [video]} if VIDEO_PATH in path else {})
+            mine[method.lower()] = described
+        for name, path, parameter in (
+            ("video_content", f"{VIDEO_PATH}/content", video),
+            ("media_file", f"{MEDIA_PATH}/{{name}}", _parameter("name", "path", {"minLength": 1}, required=True)),
+        ):
+            described = self._endpoint(name, "Return a file that was made for this key", _FILE, ("400", "404"))
+            paths[path] = {"parameters": [parameter], "get": described}
         return paths
 
     def refusal(self, status: str, error: Schema) -> Schema:
@@ -239,6 +283,12 @@ class _Paths:
         return {"description": description, "headers": found, "content": content}
 
 
+_FILE: Schema = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+_PAGE = [
+    _parameter("limit", "query", {"pattern": "^([1-9][0-9]?|100)$"}),
+    _parameter("after", "query", {"maxLength": 64}),
+    _parameter("order", "query", {"enum": ["asc", "desc"]}),
+]
 _TEXT: Schema = {"text/plain": {"schema": {"type": "string"}}}
 
 

@@ -34,6 +34,7 @@ from services.frontend.protocol.responses_items import INPUT_ITEMS
 from services.frontend.protocol.responses_request import ResponseRequest
 from services.frontend.protocol.responses_tools import RESPONSE_TOOLS
 from services.frontend.protocol.tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from services.frontend.protocol.videos import Video, VideoRequest
 
 # --- Structs for answers that are not encoded from one: the chunks that chat_chunks.py joins from bytes, and answers of
 # shared/runtime/observe.py. Tests compare real answers with them.
@@ -221,6 +222,7 @@ DESCRIPTIONS: Mapping[Operation | ForeignOperation, OperationDescription] = {
     "pictures": OperationDescription(
         "Make pictures from a text", PictureRequest, PictureAnswer, (PartialPicture, CompletedPicture)
     ),
+    "videos": OperationDescription("Make a video from a text", VideoRequest, Video),
     "tokenize": OperationDescription("Return the tokens of a prompt or of messages", TokenizeRequest, Tokenized),
     "detokenize": OperationDescription("Return the text of tokens", DetokenizeRequest, Detokenized),
     "messages": OperationDescription(

@@ -18,6 +18,12 @@ Operation = Literal[
     "tokenize",
     "detokenize",
     "pictures",
+    "videos",
+    "list_videos",
+    "retrieve_video",
+    "delete_video",
+    "cancel_video",
+    "video_events",
 ]
 """An operation of the API. Over NATS it is the last token of the subject."""
 PATHS: dict[Operation, str] = {
@@ -26,6 +32,7 @@ PATHS: dict[Operation, str] = {
     "responses": "/v1/responses",
     "embeddings": "/v1/embeddings",
     "pictures": "/v1/images/generations",
+    "videos": "/v1/videos",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
@@ -33,6 +40,16 @@ PATHS: dict[Operation, str] = {
 STORED_PATH = "/v1/responses/{response_id}"
 STORED_METHODS: dict[Operation, str] = {"retrieve_response": "GET", "delete_response": "DELETE"}
 """The HTTP method of each operation at STORED_PATH. Its path and query hold what its body has over NATS."""
+VIDEO_PATH = "/v1/videos/{video_id}"
+VIDEO_METHODS: dict[Operation, tuple[str, str]] = {
+    "list_videos": ("GET", "/v1/videos"),
+    "retrieve_video": ("GET", VIDEO_PATH),
+    "delete_video": ("DELETE", VIDEO_PATH),
+    "cancel_video": ("POST", f"{VIDEO_PATH}/cancel"),
+    "video_events": ("GET", f"{VIDEO_PATH}/events"),
+}
+"""The HTTP method and path of each operation on videos without a body, likewise."""
+WITHOUT_BODY: frozenset[str] = frozenset((*STORED_METHODS, *VIDEO_METHODS))
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 ForeignOperation = Literal["messages", "count_tokens", "ollama_chat", "ollama_generate", "ollama_embed", "ollama_show"]
 """An operation in the form of another provider's API. It is there over HTTP only."""

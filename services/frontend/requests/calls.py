@@ -173,7 +173,7 @@ class BusCalls:
             priority=request.priority,
             session=request.affinity_key,
             # Later attempts have waited already.
-            wait_limit_s=self._limits.wait_s if action.attempt == 1 and not request.is_follower else 0.0,
+            wait_limit_s=0.0 if action.attempt > 1 or request.waits else self._limits.wait_s,
             time_left_s=max(0.0, request.deadline - now),
             whole=bool(request.embedding_size)
             or request.picture is not None

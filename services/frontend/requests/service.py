@@ -154,7 +154,7 @@ class RequestService:
             RetryBudget(self.limits.attempts, self.limits.rescue_s),
             embedding_bytes=4 * request.embedding_size,
             grammar_param=request.grammar_param,
-            wait_s=0.0 if request.is_follower else self.limits.wait_s,
+            wait_s=0.0 if request.waits else self.limits.wait_s,
             prompt_logprobs=0 if request.prompt_entries is None else request.prompt_tokens - 1,
             makes_picture=request.picture is not None,
         )

@@ -68,6 +68,8 @@ class InferenceRequest(Struct, frozen=True):
     that request."""
     priority: int = 0
     """Requests of a higher priority are computed first (requests/terms.py)."""
+    is_patient: bool = False
+    """True if it waits for other requests, and for each step, as long as its deadline allows."""
     repeats_prompt: bool = False
     """The request that comes first has the same prompt."""
     lora: str = ""
@@ -88,6 +90,11 @@ class InferenceRequest(Struct, frozen=True):
     """How they were prepared, as the cards of the model's workers say."""
     prompt_only: bool = False
     """Whether the answer is nothing but the prompt: the one token that is computed is dropped."""
+
+    @property
+    def waits(self) -> bool:
+        """True if it is not refused for having to wait for others."""
+        return self.is_follower or self.is_patient
 
 
 class StreamSelector:

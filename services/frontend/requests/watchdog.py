@@ -161,6 +161,8 @@ class Watchdog:
     def _overdue(self, stream: Stream, now: float) -> Event | None:
         """Return the event for a request whose next token is overdue; None if there is still time."""
         session, limits = stream.session, self._limits
+        if not session.prefilled and stream.request.is_patient:
+            return None
         if not session.prefilled:
             return TimeExpired("first_token") if now - stream.waiting_since >= limits.first_token_s else None
         assert stream.last_tokens is not None, "a prefilled attempt has brought tokens"

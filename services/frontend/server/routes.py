@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -30,15 +31,19 @@ from services.frontend.metrics import Metrics
 from services.frontend.openapi import document
 from services.frontend.openapi.operations import Version
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, body_too_large
-from services.frontend.protocol.errors import failure, failure_of
+from services.frontend.protocol.errors import failure, failure_of, field_error
 from services.frontend.protocol.operations import (
     FOREIGN_PATHS,
     PATHS,
     STORED_METHODS,
     STORED_PATH,
+    VIDEO_METHODS,
+    VIDEO_PATH,
+    WITHOUT_BODY,
     ForeignOperation,
     Operation,
 )
+from services.frontend.protocol.videos import form_as_json
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.service import RequestService
@@ -63,6 +68,7 @@ from shared.version import VERSION
 
 _PERMIT = web.RequestKey("permit", Permit)
 _JSON = "application/json"
+FORM = "multipart/form-data"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PATH_OF: Mapping[Operation | ForeignOperation, str] = dict((*PATHS.items(), *FOREIGN_PATHS.items()))
 CLIENT_GONE = 499
@@ -93,6 +99,9 @@ class HttpApi(Struct):
             app.router.add_post(path, partial(self._counted, operation), expect_handler=_continue_later)
         for operation, method in STORED_METHODS.items():
             app.router.add_route(method, STORED_PATH, partial(self._counted, operation))
+        for operation, (method, path) in VIDEO_METHODS.items():
+            app.router.add_route(method, path, partial(self._counted, operation))
+        app.router.add_get(f"{VIDEO_PATH}/content", self._video_file)
 
         for path, page in self.exchange.foreign.pages().items():
             app.router.add_get(path, partial(_page, page))
@@ -141,10 +150,12 @@ class HttpApi(Struct):
         try:
             with self.frontend.reserve(account_of(request)) as place:
                 request[_PERMIT] = place
-                sent = _path_and_query(request) if operation in STORED_METHODS else await self._body(request, place)
+                sent = _path_and_query(request) if operation in WITHOUT_BODY else await self._body(request, place)
+                if operation == "videos" and request.content_type == FORM:
+                    sent = form_as_json(request.headers["Content-Type"], sent)
                 place.admit()
                 context = self.exchange.context(request_id_of(request), place, request.headers, trace, stream.open)
-                if operation not in STORED_METHODS and (asked := self.texts.read(sent)) is not None:
+                if operation not in WITHOUT_BODY and (asked := self.texts.read(sent)) is not None:
                     passing = self._pass_on(asked, operation, sent, request, context)
                     del asked, sent  # they are dropped there once a server has answered
                     return await passing
@@ -216,10 +227,19 @@ class HttpApi(Struct):
             raise InvalidRequest("the body did not arrive in time", code="request_timeout", status=408) from None
 
     async def _media_file(self, request: web.Request) -> web.StreamResponse:
-        """Send a picture to the key that has made it."""
-        account, name = account_of(request), request.match_info["name"]
+        """Send a file to the key that has made it."""
+        return await self._file(self.exchange.media.find(request.match_info["name"], _key_of(request)))
+
+    async def _video_file(self, request: web.Request) -> web.StreamResponse:
+        """Send a complete video to the key that has made it."""
+        if request.query.get("variant", "video") != "video":
+            wrong = field_error("variant", "only video is there", "unsupported_value")
+            return error_response(failure_of(wrong))
+        return await self._file(self.exchange.videos.content(request.match_info["video_id"], _key_of(request)))
+
+    async def _file(self, finding: Awaitable[Path]) -> web.StreamResponse:
         try:
-            path = await self.exchange.media.find(name, "" if account is None else account.name)
+            path = await finding
         except HeadraceError as error:
             return error_response(failure_of(error))
         headers = {"Content-Type": CONTENT_TYPES[path.suffix[1:]], "X-Content-Type-Options": "nosniff"}
@@ -235,6 +255,11 @@ class HttpApi(Struct):
             return error_response(failure_of(error))
 
 
+def _key_of(request: web.Request) -> str:
+    account = account_of(request)
+    return "" if account is None else account.name
+
+
 def _path_and_query(request: web.Request) -> bytes:
     """Return the parameters in the path and the query as a JSON body, as the operation has it over NATS."""
     return msgspec.json.encode({**request.query, **request.match_info})
@@ -246,7 +271,7 @@ async def _continue_later(_request: web.Request) -> None:
 
 
 _POSTED = frozenset((*PATHS.values(), *FOREIGN_PATHS.values(), "/v1/models"))
-_WITHOUT_V1 = ("/models", "/chat/completions", "/completions", "/responses", "/embeddings", "/images/generations")
+_WITHOUT_V1 = frozenset(path.removeprefix("/v1") for path in ("/v1/models", *PATHS.values()) if path.startswith("/v1/"))
 """Paths that a client of OpenAI asks for whose base URL lacks /v1."""
 
 

@@ -3,7 +3,7 @@
 body ─▶ decode ─┬─▶ chat, completions: serving/chat.py
                 ├─▶ responses: serving/responses.py, over serving/chat.py
                 ├─▶ embeddings: serving/embeddings.py
-                ├─▶ pictures: serving/pictures.py
+                ├─▶ pictures, videos: serving/pictures.py, serving/videos.py
                 ├─▶ tokenize, detokenize: serving/tokenize.py
                 └─▶ those of other providers' APIs: serving/foreign.py
 """
@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Literal, assert_never
 
 import msgspec
 
@@ -24,6 +25,7 @@ from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.operations import ForeignOperation, ModelEntry, ModelList, Operation
 from services.frontend.protocol.pictures import decode_pictures
+from services.frontend.protocol.videos import decode_video
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.terms import DEADLINE_HEADER, lowest_allowed
@@ -31,7 +33,7 @@ from services.frontend.serving.chat import ServingChat, sampling_defaults
 from services.frontend.serving.embeddings import ServingEmbeddings
 from services.frontend.serving.foreign import ServingForeign
 from services.frontend.serving.known_fields import OTHER, counted_name
-from services.frontend.serving.pictures import PictureReply, ServingPictures
+from services.frontend.serving.pictures import PictureReply
 from services.frontend.serving.prompts import key_pool
 from services.frontend.serving.reply import ChatReply, EventReply, Opening
 from services.frontend.serving.request_context import (
@@ -45,9 +47,12 @@ from services.frontend.serving.request_context import (
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.responses import ServingResponses
 from services.frontend.serving.tokenize import ServingTokenize
+from services.frontend.serving.videos import ServingVideos, VideoEvents
 
-Reply = ChatReply | EventReply | PictureReply
+Reply = ChatReply | EventReply | PictureReply | VideoEvents
 """A streamed answer while it is made."""
+
+VideoOperation = Literal["list_videos", "retrieve_video", "delete_video", "cancel_video", "video_events"]
 
 NAMES_COUNTED = 200
 """Names of ignored fields that the metric tells apart."""
@@ -56,7 +61,7 @@ NAMES_COUNTED = 200
 class Dispatcher:
     """All operations, and the list of models."""
 
-    def __init__(self, chat: ServingChat, directory: ResponseDirectory, pictures: ServingPictures) -> None:
+    def __init__(self, chat: ServingChat, directory: ResponseDirectory, videos: ServingVideos) -> None:
         self._config = chat.config
         self.access_log = chat.config.access_log
         """Whether requests that do not fail in the service have a line in the log, too."""
@@ -66,11 +71,24 @@ class Dispatcher:
         self._chat = chat
         self._responses = ServingResponses(chat, directory)
         self._embeddings = ServingEmbeddings(chat.service, chat.models, chat.pool)
-        self._pictures = pictures
-        self.media = pictures.media
+        self._pictures = videos.pictures
+        self.media = videos.pictures.media
+        self.videos = videos
+        self._making: asyncio.Task[None] | None = None
         self.foreign = ServingForeign(chat, self._embeddings)
         """The operations of other providers' APIs."""
         self._tokenize = ServingTokenize(chat.models, chat.service.limits)
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to hear of requests' steps, to remove files that expire, and to make videos."""
+        tasks.create_task(self.media.run(), name="media")
+        self._making = tasks.create_task(self.videos.run(), name="videos")
+        await self._chat.service.start()
+
+    def stop(self) -> None:
+        """Leave this frontend's videos to others, or to the next one."""
+        if self._making is not None:
+            self._making.cancel()
 
     def context(
         self,
@@ -122,11 +140,32 @@ class Dispatcher:
                 return _whole(self._embeddings.answer(decode_embeddings(body, ignored), context))
             case "pictures":
                 return self._pictures.answer(decode_pictures(body, ignored), context)
+            case "videos":
+                return _whole(self.videos.create(decode_video(body, ignored), context))
+            case "list_videos" | "retrieve_video" | "delete_video" | "cancel_video" | "video_events":
+                return self._on_video(operation, body, context)
             case "tokenize" | "detokenize":
                 pool, deadline_header = key_pool(self._chat.pool, context.permit), context.deadline_header
                 return _whole(self._tokenize.answer(operation, body, pool, ignored, deadline_header=deadline_header))
             case _:
                 return self.foreign.answer(operation, body, context)
+
+    def _on_video(
+        self, operation: VideoOperation, body: bytes, context: RequestContext
+    ) -> AbstractAsyncContextManager[Reply | bytes]:
+        match operation:
+            case "list_videos":
+                return _whole(self.videos.list_page(body, context))
+            case "retrieve_video":
+                return _whole(self.videos.retrieve(body, context))
+            case "delete_video":
+                return _whole(self.videos.delete(body, context))
+            case "cancel_video":
+                return _whole(self.videos.cancel(body, context))
+            case "video_events":
+                return self.videos.events(body, context)
+            case _:
+                assert_never(operation)
 
     def count_ignored(self, names: Sequence[str]) -> None:
         """Count the ignored fields of a request that is answered."""

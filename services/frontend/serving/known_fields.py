@@ -27,6 +27,7 @@ from services.frontend.protocol import (
     structured,
     tokenize,
     tools,
+    videos,
 )
 
 OTHERS = frozenset(
@@ -72,6 +73,7 @@ _MODULES = (
         completions,
         embeddings,
         pictures,
+        videos,
         responses_items,
         responses_request,
         responses_tools,

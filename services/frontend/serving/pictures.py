@@ -50,7 +50,8 @@ from shared.messages.generate import Picture, Sampling
 
 NO_TOKEN_BYTES = TokenBytes((), (), strip_first_space=False)
 """What turns the tokens of pictures into text: they have none."""
-_SEEDS = 1 << 32
+SEEDS = 1 << 32
+"""Seeds that are drawn are less than it."""
 
 
 def picture_request(
@@ -82,11 +83,6 @@ class ServingPictures(Struct, frozen=True):
     media: MediaStore
     draw: Random
 
-    async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin to remove files that expire, and to hear of pictures' steps."""
-        tasks.create_task(self.media.run(), name="media")
-        await self.service.start()
-
     @asynccontextmanager
     async def answer(self, request: PictureRequest, context: RequestContext) -> AsyncIterator[PictureReply | bytes]:
         """Answer a request. Leaving the context cancels what still runs, and notes what it cost its key. Raise
@@ -100,7 +96,7 @@ class ServingPictures(Struct, frozen=True):
             raise field_error("model", f"{name!r} makes videos: ask for them at /v1/videos", "unsupported_value")
         if request.response_format == "url":
             self.media.check("response_format")
-        seed = self.draw.randrange(_SEEDS) if request.seed is None else request.seed
+        seed = self.draw.randrange(SEEDS) if request.seed is None else request.seed
         first, count = picture_of(request, output, seed), request.n or 1
         pictures = [replace(first, seed=first.seed + index) for index in range(count)]
         if request.stream:

@@ -77,6 +77,8 @@ class DiffusersEngine:
         together = worker.diffusers.most_together or (1 if pipeline.device == "cpu" else worker.max_running)
         self._queue = PictureQueue(most_running=worker.max_running, most_together=together if pipeline.pauses else 1)
         self._runs: dict[int, PipelineRun] = {}
+        self._writing: dict[int, PipelineRun] = {}
+        """Runs that write their files, by their groups."""
         self._step: _Step | None = None
         self._progress = 0
         self._steps_per_s = 0.0
@@ -104,7 +106,7 @@ class DiffusersEngine:
     def probe(self, limit_s: float) -> None:
         """Compute the first step. Raise ModelError if that fails or takes longer."""
         run, until_s = self._pipeline.run([self._probe_picture()], self._wake), time.monotonic() + limit_s
-        while not run.ended:
+        while not (run.computed or run.failed):
             run.advance()
             while not run.resting:
                 if time.monotonic() >= until_s:
@@ -129,6 +131,7 @@ class DiffusersEngine:
             if self._step is not None and now_s - self._step.begun_s >= self._config.stall_s:
                 return Failed(reason=f"a step took longer than worker.stall_s, {self._config.stall_s:g} s")
             self._end_step(now_s)
+            self._take_files(now_s)
             self._begin_step(now_s)
             if self._queue.sends:
                 self._queue.send_piece()
@@ -197,27 +200,32 @@ class DiffusersEngine:
             return
         self._progress += 1
         count = len(step.run.previews)
-        if step.run.failed:
-            self._pipeline.free_memory()
-            self._queue.fail(step.group, step.run.failed)
-        elif step.run.files is not None:
-            self._queue.finish(step.group, step.run.files, now_s)
+        if step.run.computed or step.run.failed:
+            self._writing[step.group] = self._runs.pop(step.group)
+            self._queue.leave_turn(step.group)
+            self._report_memory()
         else:
             self._queue.record_step(step.group, step.run.step, step.run.previews)
             speed = count / max(took_s, 1e-6)
             self._steps_per_s += (speed - self._steps_per_s) * (_MEMORY if self._steps_per_s else 1.0)
-        if step.run.ended:
-            del self._runs[step.group]
-            self._report_memory()
-        elif not self._queue.is_wanted(step.group):
-            step.run.stop()
-            del self._runs[step.group]
-            self._queue.drop(step.group)
+            if not self._queue.is_wanted(step.group):
+                self._runs.pop(step.group).stop()
+                self._queue.drop(step.group)
         self._report(always=True, steps=1, tokens=count, took_s=took_s)
+
+    def _take_files(self, now_s: float) -> None:
+        """Take up the files that were written, and the runs that failed."""
+        for group in [group for group, run in self._writing.items() if run.ended]:
+            run = self._writing.pop(group)
+            if run.files is not None:
+                self._queue.finish(group, run.files, now_s)
+            else:
+                self._pipeline.free_memory()
+                self._queue.fail(group, run.failed)
 
     def _end_probe(self, run: PipelineRun, took_s: float) -> None:
         """A probe is the first steps of a small picture; what comes after them is computed too."""
-        if run.ended:
+        if run.computed or run.failed:
             self._probes.popleft()
             self._channel.send(Probed(took_s, run.failed))
 

@@ -7,10 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-FRAMES_PER_S = 16
-"""The frames a second of a video, as Wan's pipelines are trained for."""
+from shared.messages.generate import FRAMES_PER_S
+
 QUALITY = 90
 """The quality of JPEG and WebP, of 100."""
+COMPRESS_LEVEL = 1
+"""The level of PNG's compression: noise gets hardly smaller by more of it, which takes many times as long."""
 PREVIEW_PIXELS = 256
 """The longer side of a preview."""
 
@@ -18,7 +20,7 @@ PREVIEW_PIXELS = 256
 def picture_file(image: Any, form: Literal["png", "jpeg", "webp", "mp4"]) -> bytes:
     """Return an image of Pillow's as a file."""
     buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format=form.upper(), quality=QUALITY)
+    image.convert("RGB").save(buffer, format=form.upper(), quality=QUALITY, compress_level=COMPRESS_LEVEL)
     return buffer.getvalue()
 
 

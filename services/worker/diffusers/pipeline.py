@@ -114,8 +114,10 @@ class PipelineRun(threading.Thread):
         """A preview of each picture, of the step that has just ended. Empty if none is due."""
         self.files: list[bytes] | None = None
         """The files, once they are complete."""
+        self.computed = False
+        """True once the pipeline has ended, and the files are being written. `wake` is called again afterwards."""
         self.failed = ""
-        """Why there are none."""
+        """Why there are no files."""
 
     def advance(self) -> None:
         """Compute one step, or what comes after the last one. `wake` is called at its end."""
@@ -142,6 +144,8 @@ class PipelineRun(threading.Thread):
             if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
                 self._arguments["callback_on_step_end"] = self._on_step
             made = self._pipe(**self._arguments)
+            self.computed = self.resting = True
+            self._wake()
             self.files = self._write(made)
         except Stopped:
             return

@@ -1,12 +1,17 @@
 """PictureQueue: which pictures an engine computes, and which of them together. Pure.
 
-    Submit ──add──▶ waiting ──take_group──▶ running: steps ──finish──▶ sending: pieces of the file ──▶ ended
-                       │                       │                          │                              ▲
-                       └── cancelled, too late, or not begun in time ─────┴──────────────────────────────┘
+    Submit ──add──▶ waiting ──take_group──▶ running: steps ──leave_turn──▶ its files are written ──finish──┐
+                       │                       │                                   │                       ▼
+                       │                       │                                   │        sending: pieces of the file
+                       ▼                       ▼                                   ▼                       ▼
+                     ended: cancelled, too late, or not begun in time           ended                    ended
 
 A group is computed as one batch: pictures of the same size, number of steps and guidance, each with noise of its own. A
 group does not change once it has begun, but ends when none of its pictures is wanted any longer. Groups take turns, a
 step each, so that a picture of few steps does not wait for one of many.
+
+While groups run, another one begins only with all that waits for its batch, or with a whole batch: a full queue would
+otherwise be computed in small batches for ever, since each place that gets free would be taken at once.
 
 A file is sent in pieces of PIECE_BYTES, one a report, so that no frame nears the payload limit of a NATS server.
 """
@@ -25,6 +30,9 @@ from shared.messages.generate import Picture
 
 PIECE_BYTES = 256 << 10
 """Most bytes of a file in one report."""
+
+MOST_WRITTEN = 4
+"""Groups whose files are being written, at which no other one begins."""
 
 Name = tuple[str, int]
 """An attempt's name: (request, attempt)."""
@@ -111,19 +119,24 @@ class PictureQueue:
 
     @property
     def running(self) -> int:
-        """The number of pictures in groups, also of those that are not wanted any longer."""
-        return sum(len(names) for names in self._groups.values())
+        """The number of pictures in groups that take turns, also of those that are not wanted any longer."""
+        return sum(len(self._groups[group]) for group in self._turns)
 
     def take_group(self, now_s: float) -> tuple[int, list[Picture]] | None:
         """Begin the next group: the first attempt that waits, by priority and then by arrival, and those that can be
         computed with it. Return its number and its pictures. None if nothing waits, or there is no room."""
         room = min(self._most_together, self._most_running - self.running)
+        if len(self._groups) - len(self._turns) >= MOST_WRITTEN:
+            return None
         waiting = [name for name, attempt in self._attempts.items() if not attempt.group]
         if room < 1 or not waiting:
             return None
         waiting.sort(key=lambda name: (-self._attempts[name].submit.priority, self._attempts[name].submit.number))
         first = self._attempts[waiting[0]].picture
-        names = [name for name in waiting if compatible(first, self._attempts[name].picture)][:room]
+        names = [name for name in waiting if compatible(first, self._attempts[name].picture)][: self._most_together]
+        if len(names) > room and self._turns:
+            return None
+        names = names[:room]
         self._begun_groups += 1
         for name in names:
             self._attempts[name].group, self._attempts[name].begun_s = self._begun_groups, now_s
@@ -150,6 +163,10 @@ class PictureQueue:
                 attempt.step = min(step, attempt.picture.steps)
                 self._add_part(attempt, PicturePiece(attempt.step, preview=preview))
 
+    def leave_turn(self, group: int) -> None:
+        """Record that a group's steps have ended; its files are being written meanwhile."""
+        self._turns.remove(group)
+
     def finish(self, group: int, files: Sequence[bytes], now_s: float) -> None:
         """Record that a group has ended; `files` has one for each picture. They are sent with `send_piece`."""
         for name, file in zip(self._groups[group], files, strict=True):
@@ -170,7 +187,8 @@ class PictureQueue:
     def drop(self, group: int) -> None:
         """Forget a group that is not computed any longer."""
         del self._groups[group]
-        self._turns.remove(group)
+        if group in self._turns:
+            self._turns.remove(group)
 
     @property
     def sends(self) -> bool:
@@ -236,7 +254,9 @@ class PictureQueue:
     def validate(self) -> None:
         """Raise AssertionError if the parts contradict each other."""
         assert self.running <= self._most_running
-        assert sorted(self._turns) == sorted(self._groups)
+        assert set(self._turns) <= self._groups.keys()
+        assert len(self._turns) == len(set(self._turns))
+        assert len(self._groups) - len(self._turns) <= MOST_WRITTEN + self._most_running
         for group, names in self._groups.items():
             assert 1 <= len(names) <= self._most_together
             assert 1 <= group <= self._begun_groups

@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Gate:
-    """Whether engines are started."""
+    """Whether engines are started, and what became of the last ones."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
@@ -97,6 +97,10 @@ class _Gate:
         counted."""
         self.stopped = False
         """Whether the engine that lives ends because it was stopped."""
+        self.ready_s: float | None = None
+        """When the engine that lives was ready. None before."""
+        self.lost_in_a_row = 0
+        """Engines that were lost in a row, each before it had served for STABLE_AFTER_S."""
 
 
 class EngineSupervisor:
@@ -135,10 +139,6 @@ class EngineSupervisor:
         self._delay_s = 0.0
         """The back-off after the latest loss of an engine, after which a standby is started, too."""
         self._gate = _Gate()
-        self._ready_s: float | None = None
-        """When the engine that lives was ready. None before."""
-        self.lost_in_a_row = 0
-        """Engines that were lost in a row, each before it had served for STABLE_AFTER_S."""
         self.take_overs = 0
         """How often a standby has taken over from an engine that was lost."""
         self._reports = 0
@@ -183,6 +183,12 @@ class EngineSupervisor:
         age_s = asyncio.get_running_loop().time() - at_s
         return EngineLosses(count, age_s, reason[:LOSS_LIMIT_CHARACTERS], self.take_overs)
 
+    @property
+    def lost_in_a_row(self) -> int:
+        """Engines that were lost in a row, each before it had served for STABLE_AFTER_S. 0 after one that was
+        stopped."""
+        return self._gate.lost_in_a_row
+
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
         loop = asyncio.get_running_loop()
@@ -195,12 +201,12 @@ class EngineSupervisor:
                 raise ModelError(failed.reason)
             self.epoch += 1
             if self._gate.stopped:
-                self.lost_in_a_row = 0
+                self._gate.lost_in_a_row = 0
                 self._lost(failed.reason)
                 continue
             self._gate.lost = self._gate.lost[0] + 1, failed.reason, loop.time()
-            lived_s = 0.0 if self._ready_s is None else loop.time() - self._ready_s
-            self.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self.lost_in_a_row + 1
+            lived_s = 0.0 if self._gate.ready_s is None else loop.time() - self._gate.ready_s
+            self._gate.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self._gate.lost_in_a_row + 1
             self._delay_s = back_off.after(loop.time() - began_s)
             pid = None if self.standby is None else self.standby.pid
             if pid is None:
@@ -326,7 +332,7 @@ class EngineSupervisor:
         else:
             engine, heard = taken
             self.take_overs += self._served
-        self._engine, self._asleep, self._killed, self._ready_s = engine, False, "", None
+        self._engine, self._asleep, self._killed, self._gate.ready_s = engine, False, "", None
         self._gate.stopped = False
         self._gate.ended.clear()
         self._gate.hurry.clear()
@@ -406,7 +412,7 @@ class EngineSupervisor:
             case Ready():
                 self.facts = report
                 self._served = True
-                self._active_s = self._ready_s = loop.time()
+                self._active_s = self._gate.ready_s = loop.time()
                 self.start_s = self._active_s - self._begun_s
                 self._ready(report)
                 if self.standby is not None and self._config.standby:

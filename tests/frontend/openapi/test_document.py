@@ -27,6 +27,7 @@ from services.frontend.protocol.operations import FOREIGN_PATHS, PATHS, Operatio
 from services.frontend.protocol.pictures import decode_pictures
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.protocol.tokenize import decode_detokenize, decode_tokenize
+from services.frontend.protocol.videos import decode_video
 from shared.errors import InvalidRequest
 from tests.frontend.json_schemas import misfit, pointed, values
 from tests.frontend.peers import MODEL, clients, world
@@ -38,6 +39,7 @@ DECODE: dict[Operation, Callable[[bytes, IgnoredFields], object]] = {
     "responses": decode_response,
     "embeddings": decode_embeddings,
     "pictures": decode_pictures,
+    "videos": decode_video,
     "tokenize": decode_tokenize,
     "detokenize": decode_detokenize,
 }

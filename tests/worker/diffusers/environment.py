@@ -52,6 +52,34 @@ StableDiffusionPipeline(
 ).save_pretrained(target)
 """
 
+VIDEOS = """
+import sys, torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+torch.manual_seed(0)
+words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {chr(code): code for code in range(3, 127)}
+letters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+letters.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+WanPipeline(
+    tokenizer=PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"),
+    text_encoder=UMT5EncoderModel(UMT5Config(
+        vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+    )),
+    vae=AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    ),
+    transformer=WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=32, freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
+        qk_norm="rms_norm_across_heads",
+    ),
+    scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+).save_pretrained(sys.argv[1])
+"""
+
 
 def run_there(code: str, *arguments: str) -> str:
     """Run code with diffusers' Python; return what it prints."""
@@ -65,4 +93,10 @@ def run_there(code: str, *arguments: str) -> str:
 def write_image_pipeline(target: Path) -> Path:
     """Write a Stable Diffusion shape that makes pictures of 64 by 64."""
     run_there(IMAGES, str(target))
+    return target
+
+
+def write_video_pipeline(target: Path) -> Path:
+    """Write a Wan shape that makes videos."""
+    run_there(VIDEOS, str(target))
     return target

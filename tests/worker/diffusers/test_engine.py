@@ -28,7 +28,14 @@ from services.worker.contracts.messages import (
 from services.worker.engine.process import EngineProcess
 from shared.messages.frames import Part
 from shared.messages.generate import Picture, Sampling
-from tests.worker.diffusers.environment import LIMIT_S, PYTHON, needs_diffusers, run_there, write_image_pipeline
+from tests.worker.diffusers.environment import (
+    LIMIT_S,
+    PYTHON,
+    needs_diffusers,
+    run_there,
+    write_image_pipeline,
+    write_video_pipeline,
+)
 
 pytestmark = [needs_diffusers, pytest.mark.timeout(1800)]
 PICTURE = Picture("a mill at the river", 64, 64, 6, 7)
@@ -187,3 +194,15 @@ async def test_a_directory_that_is_no_pipeline_is_fatal(tmp_path: Path, model: P
             assert reason in report.reason
         finally:
             await process.end(0.0)
+
+
+async def test_a_video_is_an_mp4_of_its_seed(tmp_path: Path) -> None:
+    async with engine(write_video_pipeline(tmp_path / "video")) as one:
+        assert one.facts.pictures is not None
+        assert (one.facts.pictures.pipeline, one.facts.pictures.frame_multiple) == ("WanPipeline", 4)
+        assert one.facts.pictures.frames % 4 == 1
+        video = Picture("a mill", 32, 32, 4, 7, frames=9, format="mp4")
+        names = [one.submit(each) for each in (video, video, replace(video, seed=8))]
+        first, again, other = [await one.file_of(name) for name in names]
+        assert first == again != other
+        assert first[4:8] == b"ftyp"

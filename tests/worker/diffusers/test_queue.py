@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from services.worker.contracts.messages import Submit
-from services.worker.diffusers.queue import PIECE_BYTES, PictureQueue, compatible
+from services.worker.diffusers.queue import MOST_WRITTEN, PIECE_BYTES, PictureQueue, compatible
 from shared.messages.frames import NOT_BEGUN, Part
 from shared.messages.generate import Picture, Sampling
 
@@ -94,6 +94,32 @@ def test_a_file_is_sent_in_pieces_and_the_last_one_ends_the_attempt() -> None:
     assert outcome.boundary_parts == [first, pieces[-1]]
     assert (outcome.begun[0].queued_s, outcome.begun[0].prefill_s) == (2.0, 3.0)
     assert len(one) == 0
+
+
+def test_while_groups_run_a_full_queue_waits_for_room_for_a_whole_batch() -> None:
+    one = queue(running=4, together=4)
+    one.add(submit(1), 0)
+    first, _ = begin(one)
+    for number in range(2, 7):
+        one.add(submit(number), 0)
+    assert one.take_group(0.0) is None, "four of the five would fit into a batch, and there is room for three"
+    one.leave_turn(first)
+    assert begin(one)[1] == 4
+    one.finish(first, [b"file"], 1.0)
+    assert one.take_group(0.0) is None
+
+
+def test_no_group_begins_while_many_write_their_files() -> None:
+    one = queue(running=1, together=1)
+    groups = []
+    for number in range(MOST_WRITTEN + 1):
+        one.add(submit(number), 0)
+        if (taken := one.take_group(0.0)) is not None:
+            groups.append(taken[0])
+            one.leave_turn(taken[0])
+    assert len(groups) == MOST_WRITTEN
+    one.finish(groups[0], [b"file"], 1.0)
+    begin(one)
 
 
 def test_an_attempt_that_is_cancelled_leaves_its_group_going_for_the_others() -> None:
@@ -189,6 +215,7 @@ class QueueMachine(RuleBasedStateMachine):
         elif not self.queue.is_wanted(group):
             self.queue.drop(group)
         elif self.steps[group] > 2:
+            self.queue.leave_turn(group)
             self.queue.finish(group, [b"x" * (PIECE_BYTES + 1)] * self.sizes[group], self.now_s)
         else:
             self.queue.record_step(group, self.steps[group], [b""] * self.sizes[group])
