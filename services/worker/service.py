@@ -1,7 +1,7 @@
 """Worker: the shell, which answers the network and passes on the results of the engine process.
 
     NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineSupervisor ──▶ engine process
-    NATS  encode                             ──▶ ImageOrders ────────▲
+    NATS  encode                             ──▶ EncodeServer ───────▲
     NATS  operate                            ──▶ Operator ───────────▲
     NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀──────────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
@@ -42,7 +42,7 @@ from services.worker.requests import attempt_notes
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
-from services.worker.requests.image_orders import ImageOrders
+from services.worker.requests.image_orders import EncodeServer
 from services.worker.requests.traced_attempts import TracedAttempts
 from shared import subjects
 from shared.bus.contract import Message
@@ -162,12 +162,12 @@ class Worker:
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
 
-    def _make_image_orders(self, config: WorkerConfig) -> ImageOrders:
+    def _make_image_orders(self, config: WorkerConfig) -> EncodeServer:
         def facts() -> Ready | None:
             return None if self._announcement.card is None or self._attempts.draining else self.engine.facts
 
         encodes = config.role == "encode"
-        return ImageOrders(self._runtime, self._model_name, self._answer, facts, self.engine.encode, encodes=encodes)
+        return EncodeServer(self._runtime, self._model_name, self._answer, facts, self.engine.encode, encodes=encodes)
 
     async def run(self) -> bool:
         """Serve until `runtime.stopping`, then drain. With `checkpoint.directory`, serve until the worker sleeps; its

@@ -107,6 +107,9 @@ class EngineSupervisor:
     """Runs one engine at a time. The callbacks run in the task of `run`, one after another. An engine that stands by is
     the next one, also at the beginning; while an engine serves, one is kept if the settings say so."""
 
+    encoding = 0
+    """Number of images that wait until they are encoded for other workers."""
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -150,8 +153,6 @@ class EngineSupervisor:
         self._answers: dict[int, asyncio.Future[_Answer]] = {}
         self._operating = 0
         """Number of operations that wait for their answer."""
-        self.encoding = 0
-        """Number of images that wait until they are encoded for other workers."""
         self._asleep = False
         """Whether an operation has sent the engine to sleep."""
         self._active_s = 0.0

@@ -1,4 +1,4 @@
-"""ImageOrders: answers frontends that want an image encoded for other workers.
+"""EncodeServer: answers frontends that want an image encoded for other workers.
 
     Encode ──▶ checked, bounded ──▶ the engine looks it up, or encodes and stores it ──▶ Encoded
 
@@ -23,7 +23,7 @@ MOST_TIME_S = 60.0
 """The longest time in seconds that a frontend may wait."""
 
 
-class ImageOrders:
+class EncodeServer:
     """The orders of one worker."""
 
     def __init__(
