@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 from urllib.request import urlopen
@@ -173,15 +173,15 @@ def test_an_encode_worker_changes_no_token_whether_it_works_stands_still_or_dies
         worker = up.pid("encode-0")
         (engine,) = children(worker)
         os.kill(engine, signal.SIGSTOP)
-        try:
-            assert eventually(lambda: ended("failed"), limit_s=LIMIT_S, what="it stands still")
-        finally:
+        assert ask(client) == expected, "it stands still, and is asked unless the machine is so slow that it costs more"
+        with suppress(ProcessLookupError):
             os.kill(engine, signal.SIGCONT)
 
         answers: list[list[int]] = []
         asking = threading.Thread(target=lambda: answers.append(ask(client)))
         asking.start()
-        os.kill(engine, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGKILL)
         asking.join(LIMIT_S)
         assert answers == [expected], "its engine dies at about the same time"
 
