@@ -134,9 +134,9 @@ class Fleet:
         self._url = url.removesuffix("/v1")
         self._state = state
 
-    async def ask(self, messages: Sequence[Message]) -> float:
-        """Return the seconds until an answer of one token."""
-        body = {"messages": list(messages), "max_tokens": 1, "temperature": 0}
+    async def ask(self, messages: Sequence[Message], *, max_tokens: int = 1) -> float:
+        """Return the seconds until an answer is complete."""
+        body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
         began_s = time.perf_counter()
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as response:
             text = await response.text()

@@ -107,7 +107,7 @@ def router_heat(namespace: str, router: str) -> str:
 
 
 def worker(namespace: str, instance: str, operation: str) -> str:
-    """The subject of one worker's operation: generate, cancel, resend, control, load, snapshot
+    """The subject of one worker's operation: generate, cancel, resend, control, load, snapshot, encode
     or operate."""
     return f"{ROOT}.{namespace}.worker.{instance}.{operation}"
 

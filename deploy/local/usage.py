@@ -89,6 +89,8 @@ class UpFlags(StackFlags, frozen=True, kw_only=True):
     One of the two is enough where --nats and --etcd name a fleet that has the other."""
     decode: int | None = None
     """The number of workers that decode what others hand over."""
+    encode: int | None = None
+    """The number of further workers that only encode images, for those that answer (docs/encoder_cache.md)."""
     model: str = DEFAULT_MODEL
     """The model's directory, GGUF file, or name ORG/NAME[@REVISION][:FILE.gguf] on the hub (SmolLM2-135M-Instruct,
     fetched once)."""

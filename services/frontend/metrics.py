@@ -113,6 +113,10 @@ class Metrics:
     _hand_overs = counter("headrace_hand_overs", "model",
         "Prompts that one worker computed and another one decodes from",
         "Nothing to do: that is what roles are for ([disaggregation.md](disaggregation.md)).")
+    images_apart = counter("headrace_images_apart", "outcome",
+        "Images that encode workers were asked to encode, by outcome: encoded, or failed (the worker of the request "
+        "then encodes it)",
+        "`failed`: an encode worker is gone, or slower than was expected; see [encoder_cache.md](encoder_cache.md).")
     lost = counter("headrace_attempts_lost", "reason",
         "Lost attempts, by reason; docs/states.md explains each", "[states.md](states.md) explains each reason.")
     router_retries = counter("headrace_router_retries", "",

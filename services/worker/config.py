@@ -12,6 +12,7 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from shared.config import ServiceConfig
+from shared.messages.cards import Role
 from shared.subjects import is_id
 
 EngineName = Literal["native", "simulated", "echo", "vllm", "attached", "diffusers"]
@@ -317,9 +318,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     cache: str = ".headrace/models"
     """Directory of converted weights, which the machine's workers share."""
     engine: EngineName = "native"
-    role: Literal["aggregated", "prefill", "decode"] = "aggregated"
+    role: Role = "aggregated"
     """What the worker does of a request: aggregated: all of it; prefill: prompts, each handed over with its first token
-    through the machine's kvbm; decode: it takes such requests over, and computes prompts where that costs less."""
+    through the machine's kvbm; decode: it takes such requests over, and computes prompts where that costs less; encode:
+    it encodes images for the other workers of the kvbm, and nothing else."""
     block_size: Positive = 16
     """Tokens of a block."""
     capacity_blocks: Natural = 0
@@ -483,11 +485,21 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
             return f"role is {self.role}, but engine is {self.engine}; only {', '.join(ENGINES_WITH_ROLES)} have roles"
         if not self.kvbm.pool:
             return f"role is {self.role}, but kvbm.pool is empty: blocks are handed over through the machine's kvbm"
+        if self.role == "encode":
+            return self._encode_fault()
         if self.role == "prefill" and self.kvbm.offload != "filled":
             return (
                 f"role is prefill, but kvbm.offload is {self.kvbm.offload}; what is handed over must be stored: filled"
             )
         return ""
+
+    def _encode_fault(self) -> str:
+        """Return why the worker cannot encode images for others. Empty if it can."""
+        if self.engine != "native" or self.device != "cpu" or self.tensor_parallel > 1:
+            return "role is encode, which a native engine of one rank on a CPU has; set engine = native, device = cpu"
+        if not self.kvbm.embeddings:
+            return "role is encode, but kvbm.embeddings is false: embeddings are handed over through the kvbm"
+        return "role is encode, but most_images is 0" if not self.most_images else ""
 
     def _turns_fault(self) -> str:
         """Return why the worker's model cannot take turns. Empty if it can, or need not."""

@@ -25,12 +25,13 @@ import msgspec
 
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Shutdown, StandingBy, TakeOver
-from services.worker.contracts.runner import CopiesInRanks, Runner
+from services.worker.contracts.runner import CopiesInRanks, EmbeddingLookups, Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
 from services.worker.engine.warm_up import warm_up
-from services.worker.kv_connector.embedding_store import KvbmEmbeddings
+from services.worker.kv_connector.embedding_lookups import THREADS, ThreadedLookups
+from services.worker.kv_connector.embedding_store import OWED_LIMIT, KvbmEmbeddings
 from services.worker.kv_connector.pool_attachment import PoolAttachment
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.model_facts import find_facts
@@ -96,6 +97,8 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     with closing(runner):
         try:
             _check_probe(config.worker, runner)
+            if config.worker.role == "encode" and runner.facts.images is None:
+                raise ConfigError("role is encode, but the model takes no images; docs/models.md has those that do")
             serving = _stand_by(config, channel, runner) if config.stands_by else config
             if serving is not None:
                 _serve(serving, channel, runner, number)
@@ -200,7 +203,7 @@ def _compute_first_tokens(config: WorkerConfig, channel: EngineEnd, runner: Runn
 def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int | None) -> None:
     """Run the engine's loop until Shutdown; `number` is a descriptor for the lock in the kvbm's pool, if there is one.
     Raise ConfigError, and what the runner raises."""
-    attachment = mover = share_reader = sharer = kvbm = None
+    attachment = mover = share_reader = sharer = kvbm = embeddings = None
     with ExitStack() as opened:
         if number is not None:
             shared = isinstance(runner, CopiesInRanks) and config.worker.tensor_parallel > 1
@@ -214,7 +217,10 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
-            _share_embeddings(config, runner)
+            embeddings = _share_embeddings(config, runner)
+            if embeddings is not None:
+                opened.enter_context(closing(embeddings))
+                channel.watch(embeddings.fileno())
         if not config.stands_by:
             _compute_first_tokens(config.worker, channel, runner)
         engine = EngineCore.of(
@@ -222,20 +228,26 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             share_reader=share_reader,
             sharer=sharer,
             encoder_cache=runner.encoder_cache if isinstance(runner, EncodesImages) else None,
+            looks_up=embeddings is not None,
         )
         with closing(engine) as core:
             channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
-            EngineLoop(channel, core, runner, time.monotonic, kvbm).run()
+            EngineLoop(channel, core, runner, time.monotonic, kvbm, embeddings).run()
 
 
-def _share_embeddings(config: EngineConfig, runner: Runner) -> None:
-    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so."""
+def _share_embeddings(config: EngineConfig, runner: Runner) -> EmbeddingLookups | None:
+    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so. Return the store."""
     facts = runner.facts
     if config.worker.kvbm.embeddings and facts.images is not None and isinstance(runner, EncodesImages):
         image_bytes = 4 * facts.images.tokens * facts.embedding_size
         shape = KvLayout("float32", 1, 1, 1, 1, form="embeddings of images", form_bytes=image_bytes)
         layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
-        runner.use_store(KvbmEmbeddings(Path(config.worker.kvbm.pool), config.instance, layout))
+        pool = Path(config.worker.kvbm.pool)
+        owed = max(1, OWED_LIMIT // THREADS)
+        lookups = ThreadedLookups(lambda: KvbmEmbeddings(pool, config.instance, layout, owed_limit=owed))
+        runner.use_lookups(lookups)
+        return lookups
+    return None
 
 
 def _sharing(

@@ -1,6 +1,7 @@
 """Worker: the shell, which answers the network and passes on the results of the engine process.
 
     NATS  generate, cancel, resend, snapshot ──▶ Attempts ──▶ EngineSupervisor ──▶ engine process
+    NATS  encode                             ──▶ EncodeServer ───────▲
     NATS  operate                            ──▶ Operator ───────────▲
     NATS  step frames, load reports ◀── FrameLog ◀── Stepped ◀──────────────────────────┘
     ZMQ   KV events                 ◀────────────────┘
@@ -41,6 +42,7 @@ from services.worker.requests import attempt_notes
 from services.worker.requests.attempts import Attempts, Name
 from services.worker.requests.frame_log import FrameLog
 from services.worker.requests.frame_sender import FrameSender
+from services.worker.requests.image_orders import EncodeServer
 from services.worker.requests.traced_attempts import TracedAttempts
 from shared import subjects
 from shared.bus.contract import Message
@@ -52,7 +54,7 @@ from shared.messages.control import Note
 from shared.messages.frames import RESEND_REQUEST, RESENT, SHUTTING_DOWN, Part, Resent
 from shared.messages.generate import CANCEL, GENERATE, GENERATE_REPLY, Refused
 from shared.messages.kv_events import SNAPSHOT_CHUNK, SNAPSHOT_REQUEST, SnapshotChunk
-from shared.messages.load import LOAD_REPORT, LoadReport, StandbyState
+from shared.messages.load import LOAD_REPORT, EncoderState, LoadReport, StandbyState
 from shared.runtime.runtime import Runtime
 from shared.tracing.spans import SpanIds
 from shared.tracing.traceparent import carried
@@ -156,8 +158,16 @@ class Worker:
             hand_back=self._hand_back,
             answer=self._answer,
         )
+        self._image_orders = self._make_image_orders(config)
         self._gone: set[str] = set()
         """Frontends that have gone, and for which frames are still kept."""
+
+    def _make_image_orders(self, config: WorkerConfig) -> EncodeServer:
+        def facts() -> Ready | None:
+            return None if self._announcement.card is None or self._attempts.draining else self.engine.facts
+
+        encodes = config.role == "encode"
+        return EncodeServer(self._runtime, self._model_name, self._answer, facts, self.engine.encode, encodes=encodes)
 
     async def run(self) -> bool:
         """Serve until `runtime.stopping`, then drain. With `checkpoint.directory`, serve until the worker sleeps; its
@@ -170,6 +180,7 @@ class Worker:
             "snapshot": self._snapshot,
             "files": SentFiles(self._announcement.known_card, self._answer).receive,
             "operate": self._operator.receive,
+            "encode": self._image_orders.receive,
         }
         subscriptions = [
             await self._runtime.bus.subscribe(self._subject(operation), receive)
@@ -242,6 +253,7 @@ class Worker:
         if not await self._operator.idle_within(self._config.drain_s):
             _log.warning("%d attempts did not end in %g s", len(self._attempts), self._config.drain_s)
             self._fail_all(SHUTTING_DOWN)
+        await self._image_orders.idle_within(self._config.drain_s)
 
     # --- reports of the engine
 
@@ -258,6 +270,7 @@ class Worker:
             sampling=self._config.sampling,
             role=self._config.role,
             max_running=self._config.places,
+            shares_embeddings=self._config.kvbm.embeddings and self._config.engine == "native",
         )
         self._metrics.engine_started(self.engine.start_s)
         self._gpus.watch(facts.gpus)
@@ -510,10 +523,17 @@ class Worker:
             output_tokens=self._metrics.output_tokens,
             standby=self._standby_state,
             standby_bytes=self.engine.standby.own_bytes if self.engine.standby is not None else 0,
-            encoder=self._ranks.encoder,
+            encoder=self._encoder_state,
             losses=self.engine.losses,
             tensor_ranks=self._config.tensor_parallel,
         )
+
+    @property
+    def _encoder_state(self) -> EncoderState | None:
+        state = self._ranks.encoder
+        if self._config.role != "encode":
+            return state
+        return msgspec.structs.replace(state or EncoderState(0, 0, 0, 0), waiting=self.engine.encoding)
 
     @property
     def _standby_state(self) -> StandbyState:

@@ -12,7 +12,7 @@ from shared.messages.codec import Codec
 
 PROTOCOL = 1
 ServiceName = Literal["frontend", "router", "worker", "kvbm", "turns"]
-Role = Literal["aggregated", "prefill", "decode"]
+Role = Literal["aggregated", "prefill", "decode", "encode"]
 ASLEEP = "asleep"
 """The state of a worker that sleeps (`Instance.state`)."""
 EVENTS_ON_NATS, EVENTS_IN_STREAM = "nats:", "jetstream:"
@@ -198,7 +198,8 @@ class ModelCard(Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     role: Role = "aggregated"
     """What the instance does of a request: all of it; prefill: only prompts, which it hands over with their first
-    token; decode: it takes such requests over, and computes a prompt itself where no worker hands it over."""
+    token; decode: it takes such requests over, and computes a prompt itself where no worker hands it over; encode:
+    nothing of it, since it only encodes images for the other workers of its kvbm."""
     ranks: int = 1
     """The number of data-parallel ranks; a candidate is (instance, rank)."""
     max_running: int = 0
@@ -241,6 +242,8 @@ class ModelCard(Struct, frozen=True):
     this."""
     images: ImageInput | None = None
     """How images are prepared for the instance, which applies `Generate.images`. None if it takes none."""
+    shares_embeddings: bool = False
+    """Whether the instance finds the embeddings of images in its kvbm, and stores those that it computes there."""
     template_text: str = ""
     """The text of the template that `chat_template` names, so that each frontend renders the same. Empty if there is
     none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its

@@ -61,6 +61,10 @@ class EncoderState(Struct, frozen=True):
     """The number of images whose embeddings were computed since then."""
     fetched: int = 0
     """The number of images whose embeddings came from the machine's kvbm since then."""
+    image_s: float = 0.0
+    """The time to encode an image, as measured lately, in seconds. 0 if not measured yet."""
+    waiting: int = 0
+    """The number of images that wait to be encoded for other workers."""
 
 
 class LoadReport(Struct, frozen=True):

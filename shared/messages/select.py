@@ -46,6 +46,10 @@ class Select(Struct, frozen=True, tag="select"):
     """The number of images in the prompt. Their keys are in `hashes`."""
     image_tokens: int = 0
     """How many of the prompt's tokens stand for them."""
+    image_hashes: bytes = b""
+    """The first 8 bytes of each image's embedding key, if its embeddings may be needed."""
+    image_ends: tuple[int, ...] = ()
+    """For each of `image_hashes`, the index in the prompt of the token after the image."""
 
 
 class Overlap(Struct, frozen=True, array_like=True):
@@ -98,6 +102,12 @@ class Selected(Struct, frozen=True, tag="selected"):
     """The worker that takes the request over after its first token, as attempt + 1, whose load is reserved there;
     `instance` computes only the prompt. Empty if `instance` computes all of it."""
     decode_rank: int = 0
+    encode: str = ""
+    """The worker that encodes images of the prompt before `instance` hears of it. Empty if none does."""
+    encode_images: tuple[int, ...] = ()
+    """Which ones, by their number in `Select.image_ends`."""
+    encode_wait_s: float = 0.0
+    """The most seconds to wait for it. Afterwards `instance` encodes what is not there."""
 
 
 class SelectRefused(Struct, frozen=True, tag="refused"):

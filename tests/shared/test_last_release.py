@@ -21,8 +21,13 @@ RENAMED = {
 }
 """Codecs of the last release that have another name in this tree."""
 NEWER = {name: old for old, name in RENAMED.items()}
-LEFT_OUT = "instance: Invalid enum value 'turns' - at `$.service`"
-"""What the last release logs of an entry that only `up --models` makes, which it leaves out."""
+LEFT_OUT = {
+    "instance: Invalid enum value 'turns' - at `$.service`",
+    "instance: Invalid enum value 'encode' - at `$.role`",
+    "model card: Invalid enum value 'encode' - at `$.role`",
+}
+"""What the last release logs of entries that only `up --models` and workers with the role encode make. It leaves them
+out, so it chooses no such worker."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def test_the_last_release_reads_each_message_of_this_version(old: Path) -> None:
     assert len(asked) > 100
     answers = last_release.messages(old, "read", json.dumps(asked))
     failures = [(message, failed) for message, (_, failed) in zip(asked, answers, strict=True) if failed]
-    assert [each for each in failures if each[1] != LEFT_OUT] == []
+    assert [each for each in failures if each[1] not in LEFT_OUT] == []
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from shared.messages.control import (
     Ping,
     Pong,
 )
+from shared.messages.encode import ENCODE, ENCODED, Encode, Encoded
 from shared.messages.frames import (
     RESEND_REQUEST,
     RESENT,
@@ -181,6 +182,8 @@ EXAMPLES: list[tuple[Codec[Any], Any]] = [
     (GENERATE_REPLY, Accepted("r", 1)),
     (GENERATE_REPLY, Refused("r", 1, "draining", "ends")),
     (CANCEL, Cancel("r", 1)),
+    (ENCODE, Encode("m", b"\0\xff" * 16, b"\1\2\3", 2.5)),
+    (ENCODED, Encoded("64 images wait already")),
     (RESEND_REQUEST, ResendRequest("f", 7)),
     (RESENT, Resent(1, 7, 9, [StreamState("r", 1, 12)])),
     (PING, Ping()),

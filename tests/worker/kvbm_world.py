@@ -15,6 +15,7 @@ from services.worker.contracts.messages import (
     CancelAttempt,
     EngineOperation,
     Exchanged,
+    ImageEncoded,
     KvbmLink,
     Operate,
     Operated,
@@ -97,7 +98,7 @@ class Engine:
         """Prompt tokens that answers report as cached there."""
         self.hear([self.core.opening()])
 
-    def hear(self, reports: Sequence[Stepped | Snapshot | BlockExplained | Operated]) -> None:
+    def hear(self, reports: Sequence[Stepped | Snapshot | BlockExplained | Operated | ImageEncoded]) -> None:
         for report in reports:
             if not isinstance(report, Stepped):
                 continue

@@ -85,7 +85,16 @@ WRONG = [
         "--role prefill --kvbm-pool p --kvbm-offload evicted",
         "role is prefill, but kvbm.offload is evicted; what is handed over must be stored: filled",
     ),
-    ("--role both", "role: Invalid enum value 'both'; role is one of aggregated, prefill, decode"),
+    (
+        "--role encode --kvbm-pool p",
+        "role is encode, but kvbm.embeddings is false: embeddings are handed over through the kvbm",
+    ),
+    ("--role encode --kvbm-pool p --kvbm-embeddings true --most-images 0", "role is encode, but most_images is 0"),
+    (
+        "--role encode --kvbm-pool p --kvbm-embeddings true --engine vllm",
+        "role is encode, which a native engine of one rank on a CPU has; set engine = native, device = cpu",
+    ),
+    ("--role both", "role: Invalid enum value 'both'; role is one of aggregated, prefill, decode, encode"),
     ("--turns a.b", "turns: 'a.b' must be 1 to 64 letters, digits, - and _"),
     (
         "--turns cpu --engine vllm",

@@ -1,23 +1,29 @@
-"""A worker of a tiny LLaVA, its real engine process and a real kvbm: transformers' tokens, from caches and after
-kills."""
+"""Workers of a tiny LLaVA, their real engine processes and a real kvbm: transformers' tokens, from caches, after kills,
+and from a worker that only encodes."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from services.worker.config import KVConnectorConfig, WorkerConfig
+from services.worker.requests import image_orders
+from shared.errors import ModelError
 from shared.hashing import content_keys, event_hash, image_extras, pack_tokens, root_key, unpack_tokens
 from shared.messages.cards import ImageInput
+from shared.messages.encode import ENCODE, ENCODED, Encode
 from shared.messages.frames import Part
 from shared.messages.generate import Generate, Image, Refused, Sampling
 from shared.messages.kv_events import BlockStored
+from shared.messages.load import EncoderState
 from tests.tiny_model import IMAGE_TOKEN, write_tiny_model
 from tests.worker.native.golden.cases import (
     ANSWER_TOKENS,
@@ -177,3 +183,152 @@ async def test_a_killed_engine_encodes_no_image_again_whose_embeddings_are_in_kv
         assert (again, part.cached_tokens) == (expected, 0)
         await shell.peer.until(lambda: counted(shell, "kvbm") == 2)
         assert counted(shell, "encoded") == 2
+
+
+# --- a worker that only encodes
+
+
+@pytest.fixture
+def encodes(config: WorkerConfig) -> WorkerConfig:
+    link = msgspec.structs.replace(config.kvbm, embeddings=True)
+    return msgspec.structs.replace(config, role="encode", kvbm=link)
+
+
+async def order(shell: Shell, encode: Encode) -> str:
+    """Return why an image was not encoded. Empty if it was."""
+    return ENCODED.decode((await shell.peer.ask("encode", ENCODE.encode(encode))).payload).failed
+
+
+def encoder_of(shell: Shell) -> EncoderState:
+    """Return what the worker last reported of its encoder."""
+    found = shell.peer.reports[-1].encoder if shell.peer.reports else None
+    return found or EncoderState(0, 0, 0, 0)
+
+
+def orders() -> list[Encode]:
+    return [Encode("model", each.key, each.pixels, 60.0) for each in IMAGES]
+
+
+async def test_what_an_encode_worker_leaves_in_the_kvbm_another_worker_computes_the_same_tokens_from(
+    encodes: WorkerConfig, expected: list[int]
+) -> None:
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        card = shell.directory.cards["model", WORKER]
+        assert (card.role, card.decodes, card.shares_embeddings) == ("encode", False, True)
+        assert [await order(shell, each) for each in orders()] == ["", ""]
+        assert [await order(shell, each) for each in orders()] == ["", ""], "they are there already"
+        await shell.peer.until(lambda: encoder_of(shell).fetched == 2)
+        encoder = encoder_of(shell)
+        assert (encoder.encoded, encoder.waiting, encoder.image_s > 0) == (2, 0, True)
+        answering = msgspec.structs.replace(encodes, role="aggregated")
+        async with running_worker(answering) as other:
+            await attached(other, "k1")
+            assert (await answer(other, asked("first")))[0] == expected
+            await other.peer.until(lambda: counted(other, "kvbm") == 2)
+            assert counted(other, "encoded") == 0
+            salted = asked("salted", salt="another tenant's")
+            assert (await answer(other, salted))[0] == expected
+            await other.peer.until(lambda: counted(other, "encoded") == 2)
+
+
+async def test_embeddings_that_are_evicted_before_their_request_comes_are_encoded_in_place(
+    encodes: WorkerConfig, expected: list[int]
+) -> None:
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2, size_bytes=1 << 18):
+        await attached(shell, "k1")
+        assert [await order(shell, each) for each in orders()] == ["", ""]
+        for number in range(10, 80):
+            other = image(number, 0)
+            assert await order(shell, Encode("model", other.key, other.pixels, 60.0)) == ""
+        answering = msgspec.structs.replace(encodes, role="aggregated")
+        async with running_worker(answering) as answers:
+            await attached(answers, "k1")
+            assert (await answer(answers, asked("first")))[0] == expected
+            await answers.peer.until(lambda: counted(answers, "encoded") == 2)
+
+
+async def test_an_order_that_makes_no_sense_or_comes_to_another_worker_is_refused_by_name(
+    encodes: WorkerConfig, config: WorkerConfig
+) -> None:
+    first, _ = orders()
+    wrong: dict[str, dict[str, Any]] = {
+        "model: other; this worker serves model": {"model": "other"},
+        "key: 3 bytes, not 32": {"key": b"key"},
+        "pixels: 4 bytes, not 2352": {"pixels": b"four"},
+        "time_left_s: 0; it is above 0, and 60 at most": {"time_left_s": 0.0},
+        "time_left_s: nan; it is above 0, and 60 at most": {"time_left_s": float("nan")},
+    }
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        for why, fields in wrong.items():
+            assert await order(shell, msgspec.structs.replace(first, **fields)) == why
+        reply = await shell.peer.ask("encode", b"\xc1")
+        assert ENCODED.decode(reply.payload).failed.startswith("encode: ")
+    async with running_worker(config) as shell:
+        await shell.peer.until(lambda: ("model", WORKER) in shell.directory.cards)
+        assert await order(shell, first) == "this worker does not have the role encode"
+
+
+async def test_orders_of_an_engine_that_is_killed_end_and_the_next_one_takes_orders(encodes: WorkerConfig) -> None:
+    first, second = orders()
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.ensure_future(order(shell, first))
+        await shell.peer.until(lambda: shell.worker.engine.encoding == 1)
+        os.kill(pid, signal.SIGKILL)
+        assert await waiting == "the engine is lost"
+        await shell.peer.until(lambda: ("model", WORKER) not in shell.directory.cards)
+        assert await order(shell, first) == "this worker takes no orders now"
+        await attached(shell, "k1")
+        assert await order(shell, second) == ""
+
+
+async def test_no_more_orders_are_taken_than_the_limit(encodes: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_orders, "MOST_ORDERS", 1)
+    first, second = orders()
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.ensure_future(order(shell, first))
+        await shell.peer.until(lambda: shell.worker.engine.encoding == 1)
+        assert await order(shell, second) == "1 images wait already"
+        os.kill(pid, signal.SIGCONT)
+        assert await waiting == ""
+
+
+async def test_an_engine_that_sleeps_encodes_nothing_and_one_that_stops_ends_its_orders_first(
+    encodes: WorkerConfig,
+) -> None:
+    first, second = orders()
+    encodes = msgspec.structs.replace(encodes, drain_s=60.0)
+    async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
+        await attached(shell, "k1")
+        assert await shell.worker.engine.operate("sleep", 60.0) == ""
+        assert await order(shell, first) == "the engine is asleep"
+        assert await shell.worker.engine.operate("wake", 60.0) == ""
+        pid = shell.worker.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        waiting = asyncio.ensure_future(order(shell, second))
+        await shell.peer.until(lambda: shell.worker.engine.encoding == 1)
+        shell.runtime.stopping.set()
+        await shell.peer.until(lambda: shell.worker._attempts.draining)
+        assert await order(shell, first) == "this worker takes no orders now"
+        os.kill(pid, signal.SIGCONT)
+        assert await waiting == ""
+
+
+async def test_a_model_that_takes_no_images_has_no_encode_workers(encodes: WorkerConfig, tmp_path: Path) -> None:
+    text = msgspec.structs.replace(encodes, model=str(write_tiny_model(tmp_path / "text")))
+    with pytest.raises(ExceptionGroup) as ended:
+        async with running_worker(text) as shell:
+            await shell.peer.until(lambda: False)
+    [wrong] = ended.value.exceptions
+    assert isinstance(wrong, ModelError)
+    assert str(wrong).startswith("role is encode, but the model takes no images")

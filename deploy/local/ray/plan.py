@@ -90,7 +90,7 @@ def plan(options: UpOptions, head: Head, state_dir: StateDirectory, *, name: str
         orders.append(replace(_worker(options, common, state_dir, role), name=worker))
     store = None
     if options.store is not None:
-        store = _service(options, "kvbm", 2, common | tiers(options.store))
+        store = _service(options, "kvbm", 2, common | tiers(options.store, arenas=2 if options.encode else 1))
         store = replace(store, owns_pool=True, needed=options.store.needed)
     scheme = "https" if access.tls_cert else "http"
     url = f"{scheme}://{head.host}:{options.port}"

@@ -225,7 +225,23 @@ def _role_notes(cards: Sequence[ModelCard], catalogue: Catalogue) -> list[str]:
         for card in cards
         if card.role == "prefill" and card.kvbm and card.model in decoded and not _reached(card, cards, catalogue)
     ]
-    return [*undecoded, *alone, *apart]
+    idle = [
+        f"worker {card.instance} has the role encode, but no worker of {card.model} in its kvbm takes embeddings from"
+        " there (kvbm.embeddings)"
+        for card in cards
+        if card.role == "encode" and card.kvbm and card.model in decoded and not _fed(card, cards)
+    ]
+    return [*undecoded, *alone, *apart, *idle]
+
+
+def _fed(encode: ModelCard, cards: Sequence[ModelCard]) -> bool:
+    """Return whether a worker takes the embeddings that this one makes."""
+    return any(
+        card.routed
+        and card.shares_embeddings
+        and (card.model, card.kvbm, card.kvbm_layout) == (encode.model, encode.kvbm, encode.kvbm_layout)
+        for card in cards
+    )
 
 
 def _reached(prefill: ModelCard, cards: Sequence[ModelCard], catalogue: Catalogue) -> bool:

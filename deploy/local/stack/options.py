@@ -55,15 +55,12 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     """Return the options of an `up`, without its model, and which block store is wanted. Raise ConfigError."""
     words, flags = turn_words(flags), _check(flags)
     prefill, decode = _roles(flags)
-    roles = prefill + decode > 0
     frontends, routers, workers = _numbers(flags, prefill + decode or len(words))
+    encode = _encode(flags, workers)
+    roles, workers = prefill + decode + encode > 0, workers + encode
     simulated = _settings("--simulated", flags.simulated)
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
-    wanted = store_request(
-        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
-    )
-    if roles and not wanted.pool_bytes:
-        raise ConfigError("--prefill and --decode need some --kvbm-bytes: prompts are handed over through that memory")
+    wanted = _wanted_store(flags, roles=roles)
     of_gpus = _gpus(flags)
     if flags.workers is None and of_gpus is not None and of_gpus.ranks > 1:
         workers = of_gpus.usual_workers
@@ -87,6 +84,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         late_workers=takes_turns(flags, roles=roles, on_gpus=bool(vllm_gpus)),
         prefill=prefill,
         decode=decode,
+        encode=encode,
         chat_template=_chat_template(flags),
         sampling=SAMPLING if flags.model == DEFAULT_MODEL and not words else {},
         awake=flags.awake or 1,
@@ -226,6 +224,7 @@ def _single(flags: UpFlags) -> UpFlags:
         **{f"--{name} {number}": number not in (None, 1) for name, number in numbers.items()},
         "--prefill": flags.prefill is not None,
         "--decode": flags.decode is not None,
+        "--encode": flags.encode is not None,
         "--engine attached": flags.engine == "attached",
         "--weights-bytes": flags.weights_bytes not in ("", "0"),
         "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
@@ -272,6 +271,32 @@ def _roles(flags: UpFlags) -> tuple[int, int]:
     return prefill, decode
 
 
+def _wanted_store(flags: UpFlags, *, roles: bool) -> BlockStoreOptions:
+    """Return which block store is wanted. Raise ConfigError, also if it is none and workers have roles."""
+    wanted = store_request(
+        flags.kvbm_bytes, flags.kvbm_disk, flags.kvbm_disk_bytes, engine=flags.engine, device=flags.device, needed=roles
+    )
+    if roles and not wanted.pool_bytes:
+        flag = "--encode needs" if flags.encode else "--prefill and --decode need"
+        what = "embeddings" if flags.encode else "prompts"
+        raise ConfigError(f"{flag} some --kvbm-bytes: {what} are handed over through that memory")
+    return wanted
+
+
+def _encode(flags: UpFlags, others: int) -> int:
+    """Return how many workers only encode images, next to `others`. Raise ConfigError."""
+    if flags.encode is None:
+        return 0
+    if not 1 <= flags.encode <= 64:
+        raise ConfigError(f"--encode {flags.encode}: 1 to 64; leave it out, and each worker encodes its own images")
+    if flags.encode + others > 64:
+        both = f"with the others they are {flags.encode + others} workers"
+        raise ConfigError(f"--encode {flags.encode}: {both}; 64 together at most")
+    if flags.engine != "native" or flags.device != "cpu":
+        raise ConfigError("--encode: only the native engine on a CPU has the role encode")
+    return flags.encode
+
+
 def _chat_template(flags: UpFlags) -> str:
     """Return the chat template for the workers: a name, or the absolute path of a file. Empty means the model's own."""
     default = CHAT_TEMPLATE if flags.model == DEFAULT_MODEL and not flags.models else ""
@@ -304,7 +329,7 @@ def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
             raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
         flag = setting.replace(".", "-").replace("_", "-")
         if WIRING.fullmatch(f"{service}-{flag}"):
-            instead = "; use --prefill and --decode" if path == "worker.role" else ""
+            instead = "; use --prefill, --decode and --encode" if path == "worker.role" else ""
             raise ConfigError(f"--set {path}: `up` sets that itself{instead}")
         more.setdefault(service, []).append((f"--{setting}", value))
     return more

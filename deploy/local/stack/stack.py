@@ -119,7 +119,10 @@ class UpOptions(Struct, frozen=True):
     prefill: int = 0
     """Number of workers among them that only compute prompts."""
     decode: int = 0
-    """Number of workers among them that only decode. They and those of `prefill` are all workers, or none."""
+    """Number of workers among them that only decode. They and those of `prefill` and `encode` are all workers, or there
+    are none of either."""
+    encode: int = 0
+    """Number of workers among them that only encode images."""
     policy: str = "kv"
     turns: Sequence[TurnModel] = ()
     """The models that take turns, one for each worker; `model` is the first of them. Empty if one model is served."""
@@ -281,7 +284,7 @@ def plan(
         # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
-        service(program, "kvbm", common | tiers(store))
+        service(program, "kvbm", common | tiers(store, arenas=2 if options.encode else 1))
     if options.turns:
         turns: dict[str, Value | Mapping[str, Value]] = {"device": options.turns_device, "awake": options.awake}
         service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | turns)
@@ -438,7 +441,7 @@ def worker_settings(
         "engine": options.engine,
         "threads": 0 if options.vllm_gpus else max(1, cores // at_once),  # vLLM on GPUs chooses better
         "simulated": options.simulated,
-        "kvbm": {"pool": options.store.pool if options.store is not None else ""},
+        "kvbm": {"pool": options.store.pool if options.store is not None else "", **_embeddings(options)},
     }
     if options.tensor_parallel > 1:
         settings |= {"tensor_parallel": options.tensor_parallel}
@@ -463,6 +466,11 @@ def worker_settings(
     return settings
 
 
+def _embeddings(options: UpOptions) -> dict[str, Value]:
+    """Return the setting by which workers share embeddings of images, if there are some that only encode."""
+    return {"embeddings": True} if options.encode else {}
+
+
 def _one_model(options: UpOptions) -> TurnModel:
     """Return the model that all workers serve."""
     return TurnModel(options.model_name, options.model, options.chat_template, options.sampling)
@@ -478,9 +486,12 @@ def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 
-def tiers(store: BlockStoreOptions) -> dict[str, Mapping[str, Value]]:
-    """Return what only a kvbm has in its settings."""
-    found: dict[str, Mapping[str, Value]] = {"pool": {"directory": store.pool, "size_bytes": store.pool_bytes}}
+def tiers(store: BlockStoreOptions, *, arenas: int = 1) -> dict[str, Mapping[str, Value]]:
+    """Return what only a kvbm has in its settings. Embeddings of images need an arena of their own."""
+    pool: dict[str, Value] = {"directory": store.pool, "size_bytes": store.pool_bytes}
+    if arenas > 1:
+        pool["arenas"] = arenas
+    found: dict[str, Mapping[str, Value]] = {"pool": pool}
     if store.disk:
         found["disk"] = {"directory": store.disk, "limit_bytes": store.disk_bytes}
     return found
@@ -492,10 +503,12 @@ def _names(service: str, count: int) -> list[str]:
 
 def named_workers(options: UpOptions) -> list[tuple[str, str]]:
     """Return the name and the role of each worker; the role is empty if each does all."""
+    encode = [(f"encode-{index}", "encode") for index in range(options.encode)]
     if not options.prefill and not options.decode:
-        return [(f"worker-{index}", "") for index in range(options.workers)]
+        return [*((f"worker-{index}", "") for index in range(options.workers - options.encode)), *encode]
     roles = {"prefill": options.prefill, "decode": options.decode}
-    return [(f"{role}-{index}", role) for role, number in roles.items() for index in range(number)]
+    split = [(f"{role}-{index}", role) for role, number in roles.items() for index in range(number)]
+    return split + encode
 
 
 def toml(settings: Settings) -> str:

@@ -41,6 +41,7 @@ def turn_words(flags: UpFlags) -> list[str]:
         "--chat-template": bool(flags.chat_template),
         "--workers": flags.workers is not None,
         "--prefill, --decode": (flags.prefill, flags.decode) != (None, None),
+        "--encode": flags.encode is not None,
         "--single": flags.single,
         "--on ray": flags.on == "ray",
         "--tensor-parallel": flags.tensor_parallel != 1,

@@ -3,37 +3,60 @@
     "USER: <image>\\nWhat is it?"  ─▶  USER : ▢ What …  ─▶  USER : ▢▢▢…▢ What …
       as the template renders it      one token each        as many as the image has embeddings
 
-The template writes the token's text, once for each image. So no text of a request may contain it.
+The template writes the token's text, once for each image. Where a text of a request contains it, as an answer may that
+is sent back, the template gets MARK instead, and that becomes the tokens of the text, which no tokenizer reads as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+from typing import TypeVar
 
 import msgspec
 
+from services.frontend.models.encode_pool import KeyPool
 from services.frontend.models.model import Model
-from services.frontend.models.preprocess import too_many_tokens
+from services.frontend.models.preprocess import encode, too_many_tokens
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
 from shared.messages.cards import ImageInput
 
+MARK = f"imagetext{os.urandom(8).hex()}"
+"""What stands for the token's text in values of a template: letters and digits alone, which no template escapes."""
+MOST_MARKS = 256
+"""The most times that the texts of a request may contain the token's text: each is tokenised apart."""
+T = TypeVar("T")
 
-def check_texts(
-    model: Model, images: ImageInput, messages: Sequence[Mapping[str, Any]], others: Mapping[str, object]
-) -> None:
-    """Raise InvalidRequest for a text of a request that contains the text of the token which stands for images.
-    `others` are further values that the template gets, by their fields."""
-    word = model.tokenizer.id_to_token(images.token_id)
-    if not word:
-        return
-    written = msgspec.json.encode(word)[1:-1]
-    named = {f"messages[{at}].content": message for at, message in enumerate(messages)}
-    for field, value in (*named.items(), *others.items()):
-        if written in msgspec.json.encode(value):
-            why = f"the text {word!r} stands for an image in prompts of this model; write it otherwise"
-            raise InvalidRequest(f"{field}: {why}", param=field)
+
+def mark_texts(word: str, value: T) -> T:
+    """Return a template's value with MARK for each `word` in its texts; the same value if there is none."""
+    packed, written = msgspec.json.encode(value), msgspec.json.encode(word)[1:-1]
+    if not word or written not in packed:
+        return value
+    marked: T = msgspec.json.decode(packed.replace(written, MARK.encode()))
+    return marked
+
+
+async def encode_marked(
+    model: Model, text: str, word: str, pool: KeyPool, *, special: bool, param: str, most: int
+) -> bytes:
+    """Return the packed tokens of a rendered text, in which MARK becomes the tokens of `word` as a text. The rest is as
+    in `preprocess.encode`. Raise InvalidRequest."""
+    pieces = text.split(MARK)
+    if len(pieces) == 1:
+        return await encode(model, text, pool, special=special, param=param, most=most)
+    if len(pieces) > MOST_MARKS + 1:
+        why = f"the texts contain {word!r}, which stands for an image, more than {MOST_MARKS} times"
+        raise InvalidRequest(f"{param}: {why}", param=param)
+    before, after = model.around if special else (b"", b"")
+    packed, size = [before], len(before) + len(after)
+    for number, piece in enumerate(pieces):
+        own = word[1:] * (number > 0) + piece + word[:1] * (number < len(pieces) - 1)
+        packed.append(await encode(model, own, pool, special=False, param=param, most=most))
+        size += len(packed[-1])
+        if size > 4 * most:
+            raise too_many_tokens(most, param)
+    return b"".join((*packed, after))
 
 
 def place_images(tokens: bytes, count: int, images: ImageInput, most: int) -> tuple[bytes, tuple[int, ...]]:

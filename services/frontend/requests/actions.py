@@ -31,6 +31,16 @@ class RetryLater(Struct, frozen=True):
     """Why no worker could be chosen."""
 
 
+class ImagesApart(Struct, frozen=True):
+    """Images of the prompt that another worker encodes before the attempt is sent."""
+
+    instance: str
+    numbers: tuple[int, ...]
+    """Which images of the request."""
+    wait_s: float
+    """The most seconds to wait."""
+
+
 class DispatchAttempt(Struct, frozen=True):
     """Send Generate. The answer is Accepted, Refused, Unreachable or Unsendable."""
 
@@ -41,6 +51,8 @@ class DispatchAttempt(Struct, frozen=True):
     """Seconds from the request's start within which the worker must begin. 0 if the deadline alone counts."""
     prefill_only: bool = False
     """Whether another worker decodes: the attempt ends with its first token."""
+    images: ImagesApart | None = None
+    """What is encoded elsewhere before. None if nothing is."""
 
 
 class AnnounceAttempt(Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 SelectWorker     ─▶ turn_waits.py, if the model sleeps, also as routers say it before discovery does  ─▶ TurnWaited
                  ─▶ routers, as router_tries.py says    ─▶ Selected, SelectRefused, Unrouted, within SELECT_LIMIT_S
-DispatchAttempt  ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
+DispatchAttempt  ─▶ images_apart.py, if images are encoded elsewhere first
+                 ─▶ Generate to the chosen worker       ─▶ Accepted, Refused, Unreachable, Unsendable
 AnnounceAttempt  ─▶ the worker that will decode         ─▶ no answer
 """
 
@@ -19,6 +20,7 @@ from services.frontend.config import LimitsConfig
 from services.frontend.metrics import Metrics
 from services.frontend.requests.actions import AnnounceAttempt, DispatchAttempt, SelectWorker
 from services.frontend.requests.events import AnswerMissed, Event, TurnWaited, Unreachable, Unrouted, Unsendable
+from services.frontend.requests.images_apart import ImagesElsewhere
 from services.frontend.requests.router_tries import RouterTries, some_card_serves
 from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.requests.turn_waits import TurnWaits
@@ -32,7 +34,7 @@ from shared.errors import (
     RequestTimeout,
     Unavailable,
 )
-from shared.hashing import pack_tokens
+from shared.hashing import pack_tokens, salted_image_key
 from shared.messages.generate import GENERATE, GENERATE_REPLY, Generate
 from shared.messages.select import SELECT, SELECT_REPLY, Select, SelectRefused, SelectReply
 from shared.runtime.runtime import Runtime
@@ -55,6 +57,7 @@ class BusCalls:
         self._limits = limits
         self._metrics = metrics
         self._feed = feed
+        self._images_apart = ImagesElsewhere(runtime, metrics)
         self._turn_waits = TurnWaits(runtime, limits.asleep_s, metrics)
 
     async def select_worker(self, stream: Stream, action: SelectWorker) -> None:
@@ -179,6 +182,8 @@ class BusCalls:
             or self._is_forgotten(request),
             images=len(request.images),
             image_tokens=sum(image.tokens for image in request.images),
+            image_hashes=b"".join(salted_image_key(image.key, request.salt)[:8] for image in request.images),
+            image_ends=tuple(image.start + image.tokens for image in request.images),
         )
 
     def _is_forgotten(self, request: InferenceRequest) -> bool:
@@ -192,6 +197,10 @@ class BusCalls:
     async def dispatch(self, stream: Stream, action: DispatchAttempt) -> None:
         """Send the attempt to the chosen worker."""
         request = stream.request
+        if action.images is not None:
+            await self._images_apart.encode(request, action.attempt, action.images)
+            if not stream.session.is_offered(action.attempt):
+                return  # it is over, or its worker is lost
         now = stream.accepted = asyncio.get_running_loop().time()
         if lacking := self._missing_feature(action.instance, request):
             self._feed(stream, Unreachable(action.attempt, lacking))

@@ -43,6 +43,7 @@ from services.frontend.requests.actions import (
     Fail,
     Finish,
     HandOver,
+    ImagesApart,
     PublishLoad,
     RetryLater,
     SelectWorker,
@@ -151,6 +152,10 @@ class Session:
         """Return whether this attempt still waits for a choice."""
         return self.state is State.CHOOSING and attempt == self.attempt
 
+    def is_offered(self, attempt: int) -> bool:
+        """Return whether this attempt has a worker that has not answered."""
+        return self.state is State.OFFERED and attempt == self.attempt
+
     def on(self, event: Event) -> list[Action]:
         """Apply an event and return the actions that follow. Events of other attempts change nothing."""
         match event:
@@ -224,8 +229,11 @@ class Session:
             self._last_attempt = self.attempt + 1
         first_try = not (self.tokens or self._retries.may_wait)
         wait_s = self._wait_s if first_try else 0.0
+        images = ImagesApart(choice.encode, choice.encode_images, choice.encode_wait_s) if choice.encode else None
         actions: list[Action] = [
-            DispatchAttempt(self.attempt, choice.instance, choice.rank, wait_s, prefill_only=self._prefill_only)
+            DispatchAttempt(
+                self.attempt, choice.instance, choice.rank, wait_s, prefill_only=self._prefill_only, images=images
+            )
         ]
         if choice.decode:
             actions.append(AnnounceAttempt(self._last_attempt, choice.decode, choice.decode_rank, choice.instance))

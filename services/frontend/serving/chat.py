@@ -38,7 +38,15 @@ from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.requests.terms import deadline_of, served_priority
 from services.frontend.serving.choices import Choices, open_choices
-from services.frontend.serving.prompts import KNOWN, TOKENISED, chat_prompt, key_pool, plan_of_reasoning, until
+from services.frontend.serving.prompts import (
+    IMAGES_READ,
+    KNOWN,
+    TOKENISED,
+    chat_prompt,
+    key_pool,
+    plan_of_reasoning,
+    until,
+)
 from services.frontend.serving.reply import ChatReply, Opening
 from services.frontend.serving.request_context import RequestContext, RequestId
 from services.frontend.serving.text_prompts import AskedText, TokenisedText, check_support, tokenise_text
@@ -114,11 +122,13 @@ class ServingChat(Struct, frozen=True):
         if plan.is_chat or request.max_tokens == -1:
             default_tokens = self.config.default_max_tokens or None
         tokenised, grammar = await until(deadline.at, TOKENISED, self._tokenise(asked, default_tokens))
-        self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
         if trace is not None:
             trace.attributes["gen_ai.response.model"] = model.name
             trace.attributes["gen_ai.usage.input_tokens"] = sum(prompt.count for prompt in tokenised.prompts)
         charged = _admit(plan, tokenised.prompts, context.permit)
+        reading = self._images(asked, tokenised.prompts[0])  # a key without tokens has no image decoded
+        tokenised = replace(tokenised, images=await until(deadline.at, IMAGES_READ, reading))
+        self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
         defaults = sampling_defaults(limits, self.config)
         requests = text_requests(asked, tokenised, grammar, defaults, self.metrics.tool_calls)
         return PreparedChat(
@@ -139,20 +149,18 @@ class ServingChat(Struct, frozen=True):
         self, asked: AskedText, default_tokens: int | None
     ) -> tuple[TokenisedText, AnswerGrammar | None]:
         trace, limits = asked.context.trace, self.service.limits
-        sources = images_of(asked.request.messages) if isinstance(asked.request, ChatRequest) else ()
         if asked.limits.images is not None:
-            self.images.check(sources)
+            self.images.check(_sources(asked))
         with nullcontext() if trace is None else trace.span("tokenise"):
             pool = key_pool(self.pool, asked.context.permit)
             tokenised = await tokenise_text(asked, pool, default_tokens, min(limits.choices, limits.requests))
             grammar = await self._grammar(asked, tokenised.parsing)
-            images = await self._images(asked, sources, tokenised.prompts[0])
         parsing = replace(tokenised.parsing, held=grammar is not None)
-        return replace(tokenised, parsing=parsing, images=images), grammar
+        return replace(tokenised, parsing=parsing), grammar
 
-    async def _images(self, asked: AskedText, sources: Sequence[ImageSource], prompt: Prompt) -> tuple[Image, ...]:
+    async def _images(self, asked: AskedText, prompt: Prompt) -> tuple[Image, ...]:
         """Return the images of a prompt, prepared. Raise InvalidRequest, Overloaded and Unavailable."""
-        wanted, permit = asked.limits.images, asked.context.permit
+        wanted, permit, sources = asked.limits.images, asked.context.permit, _sources(asked)
         if not sources or wanted is None:
             return ()
         limit = self.config.nats.payload_limit_bytes
@@ -203,6 +211,11 @@ class ServingChat(Struct, frozen=True):
             waiting = partial(permit.waiting, "grammars")
             await self.grammars.check(grammar.checked, grammar.param, grammar.parts, key=permit.key, waiting=waiting)
         return grammar
+
+
+def _sources(asked: AskedText) -> Sequence[ImageSource]:
+    """Return the images that a request shows."""
+    return images_of(asked.request.messages) if isinstance(asked.request, ChatRequest) else ()
 
 
 def sampling_defaults(limits: ModelLimits, config: FrontendConfig) -> SamplingDefaults:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from services.frontend.models import preprocess
 from services.frontend.models.chat_template import ChatTemplate
 from services.frontend.models.encode_pool import EncodePool, KeyPool
-from services.frontend.models.image_tokens import check_texts, place_images
+from services.frontend.models.image_tokens import encode_marked, mark_texts, place_images
 from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import TEXT_TOKENS_LIMIT
 from services.frontend.protocol import chat
@@ -55,13 +55,14 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """Return the prompt of a chat. `special`: with the tokens that the tokenizer puts around a text. Raise
     InvalidRequest, also for more than `most` tokens."""
-    tools, messages = chat.offered_tools(request), messages_as_rendered(request.messages)
-    template = model.tool_template if tools else model.template
-    more = read_kwargs(template, plan_of_reasoning(request, model, ignored).template_kwargs, ignored)
     shown, takes = images_of(request.messages), limits.images
-    if takes is not None:
-        check_texts(model, takes, messages, {"tools": tools, "chat_template_kwargs": dict(more)})
-    elif shown:
+    word = "" if takes is None else model.tokenizer.id_to_token(takes.token_id) or ""
+    tools = mark_texts(word, chat.offered_tools(request))
+    messages = mark_texts(word, messages_as_rendered(request.messages))
+    template = model.tool_template if tools else model.template
+    kwargs = plan_of_reasoning(request, model, ignored).template_kwargs
+    more = mark_texts(word, dict(read_kwargs(template, kwargs, ignored)))
+    if takes is None and shown:
         why = f"images are not served by {model.name!r}, or not by all of its workers"
         why += "; ask a model that sees (docs/images.md), or send text alone"
         raise field_error(f"{shown[0].where.removesuffix('.image_url')}.type", why, "unsupported_value")
@@ -77,7 +78,7 @@ async def chat_prompt(
     continued = text_of(request.messages[-1]) if request.continue_final_message else ""
     is_open = reasoning.open_in(text) or reasoning.is_open(continued)
     plan = ParsePlan(model.tool_format if tools else None, model.thinks, is_open, reasoning.is_begun(continued))
-    tokens = await preprocess.encode(model, text, pool, special=special, param="messages", most=most)
+    tokens = await encode_marked(model, text, word, pool, special=special, param="messages", most=most)
     preprocess.check_encoded(model, tokens, limits, param="messages")
     if takes is None:
         return ChatPrompt(tokens, plan)
@@ -87,6 +88,7 @@ async def chat_prompt(
 
 T = TypeVar("T")
 TOKENISED = "its prompt was tokenised"
+IMAGES_READ = "its images were read"
 KNOWN = "its model was known"
 
 

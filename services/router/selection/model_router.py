@@ -34,6 +34,7 @@ from services.router.selection.candidates import (
 )
 from services.router.selection.decision_log import DecisionLog, Prediction
 from services.router.selection.eligibility import Eligibility, Eligible, NoCandidate, ranks_of, same_worker
+from services.router.selection.image_encoding import EncodePlan, ImageEncoding, check_images, encode_workers
 from services.router.selection.load import UNKNOWN_SPEED, CandidateLoad, LoadTracker
 from services.router.selection.pairs import SplitCosts, WorkerPair, choose_pair
 from services.router.selection.peer_links import RemoteSearch
@@ -118,6 +119,7 @@ class ModelRouter:
         self.eligibility = Eligibility(model, draw, ramp_s=config.load.ramp_s)
         self.cards = self.eligibility.cards
         self.caches = FleetCaches(self.index, config.index, self.cards)
+        self.encoding = ImageEncoding()
         self.decisions = DecisionLog(limit=max(config.explained, 1))
         self._router = router
         self._config = config
@@ -149,6 +151,7 @@ class ModelRouter:
         if card is None:
             return []
         self.load.remove_instance(instance)
+        self.encoding.remove_instance(instance)
         cleanups = self.caches.remove_instance(card)
         self.eligibility.remove_card(instance)
         self._without_events.discard(instance)
@@ -168,6 +171,7 @@ class ModelRouter:
         card = next(iter(self.cards.values()), None)
         try:
             hashes = validated_hashes(select, self._config.most_hashes, 0 if card is None else card.block_size)
+            check_images(select)
             eligible = self.eligibility.eligible(select, now_s, reserved)
         except ProtocolError as wrong:
             return Selection(refused(select, "bad_request", str(wrong)))
@@ -266,11 +270,17 @@ class ModelRouter:
         select, chosen = candidates.select, choice.chosen.candidate
         this, following = candidates.eligible.reserved
         repeated = chosen.id == this
-        reserved = None if repeated else self._reserve(select, candidates.request, chosen, candidates.now_s)
+        encode = self._plan_images(candidates, chosen)
+        delay_s = 0.0 if encode is None else encode.wait_s
+        reserved = None
+        if not repeated:
+            reserved = self._reserve(select, candidates.request, chosen, candidates.now_s, delay_s=delay_s)
         if reserved is not None and following is not None:  # an earlier answer was a pair
             self.load.withdraw((select.request, select.attempt + 1))
         self._speculate(candidates, select, chosen, chosen.overlap.here, candidates.remembered)
+        choice = choice if encode is None else choice.with_reason(encode.reason)
         selected = self._decide(candidates, select, candidates.request, choice, repeated=repeated)
+        selected = _with_images(selected, encode)
         told = None
         if reserved is not None and chosen.id[0] not in self._without_events:
             told = awaited(select, reserved, chosen)
@@ -285,7 +295,9 @@ class ModelRouter:
         prefill, decode = pair.prefill.chosen.candidate, pair.decode.chosen.candidate
         taken = msgspec.structs.replace(select, attempt=select.attempt + 1)
         repeated = pair.candidates == candidates.eligible.reserved
-        reserved = None if repeated else self._reserve(select, pair.prompt, prefill, now_s)
+        encode = self._plan_images(candidates, prefill)
+        wait_s = 0.0 if encode is None else encode.wait_s
+        reserved = None if repeated else self._reserve(select, pair.prompt, prefill, now_s, delay_s=wait_s)
         reserved_decode = None
         if reserved is not None:  # else the attempt has ended, and perhaps the next one decodes already
             delay_s = min(select.time_left_s or HAND_OVER_LIMIT_S, HAND_OVER_LIMIT_S)
@@ -293,11 +305,20 @@ class ModelRouter:
         for asked, candidate in ((select, prefill), (taken, decode)):
             self._speculate(candidates, asked, candidate, candidate.overlap.device)
         choice = pair.prefill.with_reason(f"computes the prompt, {decode.id[0]} decodes: {because}{pair.comparison}")
+        choice = choice if encode is None else choice.with_reason(encode.reason)
         selected = self._decide(candidates, select, pair.prompt, choice, repeated=repeated)
         choice = pair.decode.with_reason(f"decodes what {prefill.id[0]} hands over")
         self._decide(candidates, taken, pair.rest, choice, repeated=repeated)
-        reply = msgspec.structs.replace(selected, decode=decode.id[0], decode_rank=decode.id[1])
+        reply = msgspec.structs.replace(_with_images(selected, encode), decode=decode.id[0], decode_rank=decode.id[1])
         return Selection(reply, reserved, reserved_decode, fault)
+
+    def _plan_images(self, candidates: _Candidates, chosen: CandidateState) -> EncodePlan | None:
+        """Return which of the prompt's images are encoded by another worker than the one that computes it."""
+        select = candidates.select
+        if not select.image_ends:
+            return None
+        able = encode_workers(self.cards, chosen.id[0], self.eligibility.frozen)
+        return self.encoding.plan(select, chosen, candidates.request.block_size, able, candidates.now_s)
 
     def _decide(
         self, candidates: _Candidates, select: Select, request: RoutingRequest, choice: PolicyChoice, *, repeated: bool
@@ -400,6 +421,7 @@ class ModelRouter:
         card = self.cards.get(report.instance)
         if card is not None:
             self.load.apply_report(report, now_s, ranks=len(ranks_of(card)))
+            self.encoding.apply_report(report.instance, report.encoder)
 
     def loads(self) -> dict[str, CandidateLoad]:
         """Return the load of each worker that may be chosen for a prompt, over its ranks. Frozen ones are left out."""
@@ -428,3 +450,13 @@ class ModelRouter:
         self.caches.validate()
         self.eligibility.validate()
         self.decisions.validate()
+        self.encoding.validate()
+
+
+def _with_images(selected: Selected, encode: EncodePlan | None) -> Selected:
+    """Return the answer with the worker that encodes images of the prompt, if there is one."""
+    if encode is None:
+        return selected
+    return msgspec.structs.replace(
+        selected, encode=encode.instance, encode_images=encode.images, encode_wait_s=encode.wait_s
+    )

@@ -27,6 +27,7 @@ from services.worker.attached.vllm_api import VLLM
 from services.worker.config import EngineConfig, WorkerConfig
 from services.worker.contracts.messages import (
     CancelAttempt,
+    EncodeImage,
     EngineLoad,
     EngineOrder,
     ExplainBlock,
@@ -163,7 +164,7 @@ class ServerEngine:
                 self._channel.send(self._blocks.explain(name, ticket, time.monotonic()))
             case Operate(ticket, operation):
                 self._channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
-            case Prefetch() | ProbeDevice():
+            case Prefetch() | EncodeImage() | ProbeDevice():
                 pass  # the shell sends none: no kvbm is configured for this engine, and `_look` probes the server
             case _:
                 assert_never(command)

@@ -25,6 +25,7 @@ from services.worker.config import EngineConfig
 from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
+    EncodeImage,
     EngineOrder,
     ExplainBlock,
     Failed,
@@ -132,7 +133,7 @@ def _answer(channel: AttachedChannel, order: EngineOrder) -> None:
             channel.send(BlockExplained(ticket, [], []))
         case Operate(ticket, operation):
             channel.send(Operated(ticket, failed=f"{operation}: an attached server is not ours"))
-        case Submit() | CancelAttempt() | Prefetch() | ProbeDevice():
+        case Submit() | CancelAttempt() | Prefetch() | EncodeImage() | ProbeDevice():
             pass  # it has no attempts
         case _:
             assert_never(order)

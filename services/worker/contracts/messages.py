@@ -3,9 +3,10 @@
     shell (asyncio: NATS, ZMQ, etcd)                     engine process (a plain loop)
         Submit, CancelAttempt,                   ──▶     scheduler, block pool, runner
         TakeEngineSnapshot, ExplainBlock,
-        Operate, ProbeDevice, Shutdown
+        Operate, EncodeImage, ProbeDevice,
+        Shutdown
         TakeOver                                 ──▶     to an engine that stands by, which has said StandingBy
-                            ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, Probed, Failed
+                            ◀──   Ready, Stepped, Snapshot, BlockExplained, Operated, ImageEncoded, Probed, Failed
                             ◀──   KvbmLink, KvbmAsks     the machine's block store, with which the engine speaks itself
 
 The engine owns the block pool and numbers the KV event batches, so that one process says what is cached. The shell
@@ -109,6 +110,19 @@ class Operate(Struct, frozen=True, tag="operate"):
     """Level of sleep: 1 keeps the weights in host memory, 2 drops them; both drop the KV."""
 
 
+class EncodeImage(Struct, frozen=True, tag="encode_image"):
+    """Store an image's embeddings in the kvbm, unless they are there, and answer with an ImageEncoded that has the same
+    ticket."""
+
+    ticket: int
+    key: bytes
+    """The key of the embeddings."""
+    pixels: bytes
+    """The prepared image, in the form of `Image.pixels`."""
+    time_left_s: float
+    """Seconds after which no frontend waits for them."""
+
+
 class ProbeDevice(Struct, frozen=True, tag="probe"):
     """Compute this prompt and draw one token, though no request waits, and answer with a Probed. An engine that sleeps
     answers at once. vLLM and attached engines are not asked: they probe by themselves."""
@@ -129,7 +143,9 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     """End the process. Attempts that run are not finished first: the shell drains before it sends this."""
 
 
-EngineOrder = Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | ProbeDevice
+EngineOrder = (
+    Submit | Prefetch | CancelAttempt | TakeEngineSnapshot | ExplainBlock | Operate | EncodeImage | ProbeDevice
+)
 EngineCommand = EngineOrder | TakeOver | Shutdown
 
 # --- engine → shell
@@ -261,6 +277,8 @@ class EngineLoad(Struct, frozen=True):
     """Images whose embeddings are in the encoder cache."""
     encoder_bytes: int = 0
     """Bytes of these embeddings."""
+    image_s: float = 0.0
+    """Seconds that it takes to encode an image, as measured lately. 0 if not measured yet."""
     pictures: int = 0
     """Pictures and videos that were made since the engine started."""
     picture_steps: int = 0
@@ -404,6 +422,14 @@ class Operated(Struct, frozen=True, tag="operated"):
     failed: str = ""
 
 
+class ImageEncoded(Struct, frozen=True, tag="image_encoded"):
+    """The answer to an EncodeImage: the embeddings are in the kvbm or on their way there, unless `failed` says why
+    not."""
+
+    ticket: int
+    failed: str = ""
+
+
 class Probed(Struct, frozen=True, tag="probed"):
     """A rank of an idle engine was asked for a few tokens. Where that failed, the engine ends."""
 
@@ -495,6 +521,7 @@ EngineReport = (
     | Snapshot
     | BlockExplained
     | Operated
+    | ImageEncoded
     | Probed
     | OwnMetrics
     | MemoryUse

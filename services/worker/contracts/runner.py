@@ -95,7 +95,7 @@ class Drawn(Struct, frozen=True, gc=False):
 
 
 class EmbeddingStore(Protocol):
-    """Embeddings of images outside of this process."""
+    """Embeddings of images outside of this process. It belongs to one thread, which waits for it."""
 
     def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
         """Return the bytes of an image's embeddings, and whether they were stored already. Otherwise they are those of
@@ -105,6 +105,34 @@ class EmbeddingStore(Protocol):
     def store_owed(self) -> None:
         """Store what could not be stored when it was encoded, a little at a time."""
         ...
+
+    @property
+    def owes(self) -> bool:
+        """Whether `store_owed` has something to store."""
+        ...
+
+
+class EmbeddingLookups(Protocol):
+    """An EmbeddingStore as an engine's loop uses it: no method waits."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `take_found` has something to return."""
+        ...
+
+    def look_up(self, key: bytes) -> None:
+        """Begin to look for an image's embeddings; `take_found` has the answer, some time later."""
+        ...
+
+    def take_found(self) -> list[tuple[bytes, bytes | None]]:
+        """Return the answers that have come since the last call: an image's key and its embeddings, or None if this
+        process is to encode it."""
+        ...
+
+    def keep(self, key: bytes, embeddings: bytes) -> None:
+        """Store what this process has encoded, if that can be done."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Runner(Protocol):

@@ -20,6 +20,7 @@ from services.worker.config import EngineConfig
 from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
+    EncodeImage,
     EngineCommand,
     ExplainBlock,
     Failed,
@@ -159,8 +160,8 @@ class DiffusersEngine:
                 self._channel.send(Operated(ticket, failed=f"{operation}: this engine cannot do it"))
             case ProbeDevice():
                 self._probes.append(self._pipeline.run([self._probe_picture()], self._wake))
-            case Prefetch() | TakeOver() | Shutdown():
-                pass  # there are no blocks, no standby, and `run` sees the end
+            case Prefetch() | EncodeImage() | TakeOver() | Shutdown():
+                pass  # there are no blocks, no roles, no standby, and `run` sees the end
             case _:
                 assert_never(command)
 

@@ -5,6 +5,7 @@
 
     while a step is computed: a new attempt, what the kvbm says ─▶ handle; exchange ─▶ messages for the kvbm
     outcome of a step ─▶ reported at once, or pending ─▶ reported with later ones, or before a step that may take longer
+    images ─▶ take_lookups ─▶ (looked up in the store) ─▶ looked_up; for others: due_image ─▶ (encoded) ─▶ encoded
     Operate ─▶ refused, or due at once (sleep: when no copy is under way) ──▶ (the runner does it) ──▶ operated
 
 Between `begin` and the computation of the step, `step_connector` lets the KV connector ask the kvbm.
@@ -27,10 +28,12 @@ from services.worker.config import EngineConfig
 from services.worker.contracts.messages import (
     BlockExplained,
     CancelAttempt,
+    EncodeImage,
     EngineCommand,
     EngineOperation,
     EngineOrder,
     ExplainBlock,
+    ImageEncoded,
     KvbmLink,
     Operate,
     Operated,
@@ -50,6 +53,7 @@ from services.worker.kv_connector.connector import Attachment, ExchangeTerms, KV
 from services.worker.kv_connector.contract import KvbmAsk, KvbmDown, KvbmNews, KvbmReply, KvbmUp
 from services.worker.kv_connector.stores import COLLECT_S
 from services.worker.limits import DECODE_STEP_S, LONE_STEP_S, PREFILL_STEP_S, STEP_S, SchedulerLimits
+from services.worker.scheduler.encode_orders import EncodeOrders
 from services.worker.scheduler.encoder_cache import EncoderCache
 from services.worker.scheduler.kv_cache_manager import KVCacheManager
 from services.worker.scheduler.outcome import Outcome
@@ -97,6 +101,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._operations = operations
         self._connector = connector
+        self._orders = EncodeOrders(scheduler.images)
         self._block_size = block_size
         self._progress = 0
         self._event_sequence = -1
@@ -130,10 +135,11 @@ class EngineCore:
         share_reader: ShareReader | None = None,
         sharer: Callable[[KVCacheManager], Sharer] | None = None,
         encoder_cache: EncoderCache[Any] | None = None,
+        looks_up: bool = False,
     ) -> EngineCore:
         """Return a core with the bounds that the settings give. With mover and attachment it exchanges blocks with a
         kvbm; with `share_reader`, or with what `sharer` makes for its blocks, also with other engines. `encoder_cache`
-        is that of a runner whose model takes images."""
+        is that of a runner whose model takes images; `looks_up` says whether it has a store for embeddings."""
         settings = config.worker
         step_s = settings.step_s or STEP_S[settings.device]
         limits = SchedulerLimits(
@@ -154,7 +160,7 @@ class EngineCore:
             wait_s=settings.kvbm.wait_s,
         )
         scheduler = Scheduler(limits)
-        scheduler.images = StepImages(encoder_cache, facts.image_cost)
+        scheduler.images = StepImages(encoder_cache, facts.image_cost, looks_up=looks_up)
         if mover is None or attachment is None:
             return EngineCore(scheduler, facts.block_size, operations=facts.operations)
         own_sharer = None if sharer is None else sharer(scheduler.kv_cache)
@@ -178,12 +184,12 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether `begin` would give a step now."""
-        return self._scheduler.busy
+        """Whether there is something to do now: a step, or an image for other workers."""
+        return self._scheduler.busy or (self._orders.busy and not self._asleep)
 
     def handle(
         self, command: EngineOrder | KvbmNews, now_s: float
-    ) -> Sequence[Stepped | Snapshot | BlockExplained | Operated]:
+    ) -> Sequence[Stepped | Snapshot | BlockExplained | Operated | ImageEncoded]:
         """Handle a command, or what the kvbm says; return the answers. A snapshot comes after everything that it
         contains was reported. An operation that is not refused is `due_operation` later, and a probe is answered by
         `take_probed`."""
@@ -210,6 +216,8 @@ class EngineCore:
                     self._scheduler.closed = "the engine is asleep"
                     if self._connector is not None:
                         self._connector.pause(now_s)
+            case EncodeImage():
+                return self._take_order(command, now_s)
             case ProbeDevice(prompt):
                 self._probe_asked_s = now_s
                 if self._asleep:
@@ -221,6 +229,13 @@ class EngineCore:
                     self._connector.handle(command, now_s)
             case _:
                 assert_never(command)
+        return []
+
+    def _take_order(self, order: EncodeImage, now_s: float) -> list[ImageEncoded]:
+        """Take an image to encode for other workers. Return the answer if there is one already."""
+        if self._asleep:
+            return [ImageEncoded(order.ticket, "the engine is asleep")]
+        self._orders.add(order, now_s)
         return []
 
     def _refusal(self, command: Operate) -> str:
@@ -300,6 +315,32 @@ class EngineCore:
         self.expected_s = self._scheduler.budget.expected_s(tokens, len(works))
         decodes = tokens == len(works)
         return ([] if decodes else self._report_pending()), works
+
+    def take_lookups(self) -> list[bytes]:
+        """Return the keys of images to look up in the store; `looked_up` gets the answers."""
+        return self._scheduler.images.take_lookups()
+
+    def looked_up(self, key: bytes, *, found: bool) -> None:
+        """An image was looked up; if it was found, its embeddings are in the encoder cache now."""
+        self._scheduler.images.looked_up(key)
+        self._orders.looked_up(key, found=found)
+
+    def due_image(self, now_s: float) -> EncodeImage | None:
+        """Return the image that the runner is to encode for other workers now, between two steps; `encoded` follows.
+        None if there is none, or the engine is asleep."""
+        return None if self._asleep else self._orders.due(now_s)
+
+    def encoded(self, order: EncodeImage) -> None:
+        """Take note that the image which was due is encoded."""
+        self._orders.encoded(order)
+
+    def take_encoded(self) -> list[Stepped | ImageEncoded]:
+        """Return what to report of orders that have ended: that the engine goes on, and the answers."""
+        ended = self._orders.take_ended()
+        if not ended:
+            return []
+        self._progress += 1
+        return [self._stepped(Outcome(), []), *ended]
 
     def step_connector(self, now_s: float) -> list[KvbmAsk | KvbmLink]:
         """Return the messages for the kvbm, so that it works while the step is computed. Called once after each
@@ -420,5 +461,6 @@ class EngineCore:
         assert not self._pending_steps or self._scheduler.busy, "pending outcomes would never be reported"
         assert self._pending_steps or not self._pending.parts
         assert self._event_sequence >= -1
+        self._orders.validate()
         if self._connector is not None:
             self._connector.validate()

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from services.worker.contracts.messages import EngineCommand, KvbmAsks, KvbmLink, Shutdown, TakeOver
-from services.worker.contracts.runner import Overlaps, Runner
+from services.worker.contracts.runner import EmbeddingLookups, Overlaps, Runner
 from services.worker.engine.channel import EngineEnd
 from services.worker.engine.core import EngineCore, comes_meanwhile
 from services.worker.kv_connector.contract import KvbmAsk
 from services.worker.kv_connector.socket_client import SocketClient
+from services.worker.scheduler.encoder_cache import EncodesImages
 
 USE_INTERVAL_S = 1.0
 """Seconds between two reports of the device's memory, and of what was asked of the kvbm, while steps are computed."""
@@ -45,13 +46,16 @@ class EngineLoop:
         runner: Runner,
         clock: Callable[[], float],
         kvbm: SocketClient | None = None,
+        store: EmbeddingLookups | None = None,
     ) -> None:
-        """`kvbm` is the connection of a core that exchanges blocks; the channel watches its descriptor."""
+        """`kvbm` is the connection of a core that exchanges blocks, `store` has the embeddings of images; the channel
+        watches the descriptors of both."""
         self._channel = channel
         self._core = core
         self._runner = runner
         self._clock = clock
         self._kvbm = kvbm
+        self._store = store
         self._use_due_s = 0.0
         """When the device's memory and what was asked of the kvbm are reported next."""
         self._idle = False
@@ -75,6 +79,7 @@ class EngineLoop:
         """Handle the commands that have come. Return False if Shutdown was among them."""
         self._commands.extend(self._channel.receive(self._limit_s()))
         self._hear_kvbm()
+        self._take_embeddings()
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Shutdown):
@@ -108,6 +113,30 @@ class EngineLoop:
             for news in self._kvbm.poll(now_s):
                 self._core.handle(news, now_s)
 
+    def _take_embeddings(self) -> None:
+        """Take up what was found in the store for images."""
+        if self._store is not None:
+            assert isinstance(self._runner, EncodesImages)
+            for key, stored in self._store.take_found():
+                found = stored is not None and self._runner.take_embeddings(key, stored)
+                self._core.looked_up(key, found=found)
+
+    def _serve_images(self) -> bool:
+        """Look up images in the store, and encode the one that is due for other workers. Return whether there was
+        one."""
+        if self._store is None:
+            return False
+        assert isinstance(self._runner, EncodesImages)
+        due = self._core.due_image(self._clock())
+        if due is not None:
+            self._runner.encode_image(due.key, due.pixels)
+            self._core.encoded(due)
+        for report in self._core.take_encoded():
+            self._channel.send(report)
+        for key in self._core.take_lookups():
+            self._store.look_up(key)
+        return due is not None
+
     def _tell(self, messages: Iterable[KvbmAsk | KvbmLink]) -> bool:
         """Ask the kvbm, and report the link. Return whether there was an answer at once, after which the connector may
         have more to say."""
@@ -128,7 +157,8 @@ class EngineLoop:
         for report in reports:
             self._channel.send(report)
         answered = self._tell(self._core.step_connector(now_s))
-        self._idle = works is None and not self._core.busy and not answered
+        encoded = self._serve_images()
+        self._idle = works is None and not self._core.busy and not answered and not encoded
         if works is not None:
             self._begun_s = self._clock()
             drawn = self._runner.step(works) if works else []

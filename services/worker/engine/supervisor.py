@@ -32,10 +32,12 @@ from services.worker.contracts.messages import (
     FIRST_TOKENS_LIMIT_S,
     BlockExplained,
     CancelAttempt,
+    EncodeImage,
     EngineOperation,
     EngineReport,
     ExplainBlock,
     Failed,
+    ImageEncoded,
     KvbmAsks,
     KvbmLink,
     Loading,
@@ -72,6 +74,9 @@ StartEngine = Callable[[WorkerConfig, str, str], Awaitable[Engine]]
 """Starts an engine from the settings, the model's name and the worker's instance id. The engine reports Loading and
 Ready by itself."""
 
+_Asked = TakeEngineSnapshot | ExplainBlock | Operate | EncodeImage
+_Answer = Snapshot | BlockExplained | Operated | ImageEncoded
+
 _log = logging.getLogger(__name__)
 
 
@@ -101,6 +106,9 @@ class _Gate:
 class EngineSupervisor:
     """Runs one engine at a time. The callbacks run in the task of `run`, one after another. An engine that stands by is
     the next one, also at the beginning; while an engine serves, one is kept if the settings say so."""
+
+    encoding = 0
+    """Number of images that wait until they are encoded for other workers."""
 
     def __init__(
         self,
@@ -142,7 +150,7 @@ class EngineSupervisor:
         self._served = False
         """Whether any engine was ready once."""
         self._tickets = 0
-        self._answers: dict[int, asyncio.Future[Snapshot | BlockExplained | Operated]] = {}
+        self._answers: dict[int, asyncio.Future[_Answer]] = {}
         self._operating = 0
         """Number of operations that wait for their answer."""
         self._asleep = False
@@ -238,9 +246,18 @@ class EngineSupervisor:
         assert isinstance(explained, BlockExplained)
         return explained
 
-    async def _ask(
-        self, what: str, order: Callable[[int], TakeEngineSnapshot | ExplainBlock | Operate], limit_s: float
-    ) -> Snapshot | BlockExplained | Operated:
+    async def encode(self, key: bytes, pixels: bytes, limit_s: float) -> str:
+        """Have the engine store an image's embeddings in the kvbm; return why they are not there, or nothing. Raise
+        Unavailable without an engine, or if it does not answer in time."""
+        self.encoding += 1
+        try:
+            encoded = await self._ask("encode", lambda ticket: EncodeImage(ticket, key, pixels, limit_s), limit_s)
+        finally:
+            self.encoding -= 1
+        assert isinstance(encoded, ImageEncoded)
+        return encoded.failed
+
+    async def _ask(self, what: str, order: Callable[[int], _Asked], limit_s: float) -> _Answer:
         """Send the order with a new ticket, and return its answer. Raise Unavailable."""
         if self._engine is None or self.facts is None:
             raise Unavailable("the engine is starting")
@@ -366,7 +383,7 @@ class EngineSupervisor:
                 case Stepped():
                     self._active_s = asyncio.get_running_loop().time()
                     self._stepped(report)
-                case Snapshot(ticket) | BlockExplained(ticket) | Operated(ticket):
+                case Snapshot(ticket) | BlockExplained(ticket) | Operated(ticket) | ImageEncoded(ticket):
                     waiting = self._answers.get(ticket)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(report)
@@ -411,7 +428,7 @@ class EngineSupervisor:
         waited_at: int | None = None
         while True:
             await asyncio.sleep(self._config.stall_s / 2)
-            waits = self.facts is not None and self._busy() and not self._operating
+            waits = self.facts is not None and (self._busy() or self.encoding > 0) and not self._operating
             if waits and waited_at == self._reports:
                 quiet_s = self._config.stall_s / 2
                 self._kill(engine, f"the engine reported nothing for {quiet_s:g} s while requests wait")

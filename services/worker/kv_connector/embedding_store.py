@@ -93,13 +93,23 @@ class _Late(_Away):
 class KvbmEmbeddings:
     """An `EmbeddingStore` in the kvbm of a pool's directory. Belongs to one thread."""
 
-    def __init__(self, directory: Path, worker: str, layout: StoreLayout, wait_s: float | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        worker: str,
+        layout: StoreLayout,
+        wait_s: float | None = None,
+        *,
+        owed_limit: int | None = None,
+    ) -> None:
         """`layout` is that of embeddings: its `block_bytes` are the size of an image's. Each answer is waited for
-        `wait_s` seconds. None means WAIT_S."""
+        `wait_s` seconds. None means WAIT_S. At most `owed_limit` images are kept until kvbm can be
+        asked again. None means OWED_LIMIT."""
         self._directory = directory
         self._worker = worker
         self._layout = layout
         self._wait_s = WAIT_S if wait_s is None else wait_s
+        self._owed_limit = owed_limit
         self._retry_s = 0.0
         self._await_s = LEAST_AWAIT_S
         """Seconds for which an image is waited for that another engine encodes."""
@@ -133,6 +143,11 @@ class KvbmEmbeddings:
                 self._store(session, name, embeddings)
             return embeddings, False
 
+    @property
+    def owes(self) -> bool:
+        """Whether `store_owed` has something to store."""
+        return bool(self._owed)
+
     def store_owed(self) -> None:
         """Store the embeddings of one image that kvbm could not take when they were encoded, if it can take them now.
         Otherwise they are lost to other engines once this one has ended."""
@@ -160,7 +175,7 @@ class KvbmEmbeddings:
 
     def _owe(self, name: bytes, embeddings: bytes) -> None:
         self._owed[name] = embeddings
-        while len(self._owed) > OWED_LIMIT:
+        while len(self._owed) > (self._owed_limit or OWED_LIMIT):
             self._owed.popitem(last=False)
 
     def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:

@@ -25,7 +25,7 @@ TEXT_DIGEST = "text"
 """What stands for the tokenizer's digest if a server takes text alone. Discovery refuses a model with both kinds."""
 PICTURES_DIGEST = "pictures"
 """What stands for it if the model makes pictures."""
-OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "files", "load", "operate", "control")
+OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "files", "load", "operate", "encode", "control")
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
 """The maximum size of a chat template in a card, as JSON; half of what discovery takes as a value."""
@@ -42,6 +42,7 @@ def card_of(
     sampling: SamplingConfig = DEFAULT_SAMPLING,
     role: Role = "aggregated",
     max_running: int = 0,
+    shares_embeddings: bool = False,
 ) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
@@ -72,6 +73,7 @@ def card_of(
         allowed_tokens=facts.allowed_tokens,
         forgets_output=facts.forgets_output,
         images=facts.images,
+        shares_embeddings=shares_embeddings and facts.images is not None,
         embedding_size=facts.embedding_size,
         generates=facts.generates,
         pooling=(facts.pooling or read_pooling(Path(model))) if facts.embedding_size else "",

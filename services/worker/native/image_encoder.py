@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from math import ceil, prod
 from typing import Protocol
 
 import numpy as np
 
-from services.worker.contracts.runner import EmbeddingStore, Work
+from services.worker.contracts.runner import EmbeddingLookups, Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.weights import tensor_shapes
@@ -31,11 +32,13 @@ class EncodesPixels(Protocol):
 class ImageEncoder:
     """The images of one runner."""
 
-    def __init__(self, tower: EncodesPixels, cache: EncoderCache[Array], store: EmbeddingStore | None = None) -> None:
+    def __init__(self, tower: EncodesPixels, cache: EncoderCache[Array], store: EmbeddingLookups | None = None) -> None:
         self._tower = tower
         self._cache = cache
         self.store = store
         """Where embeddings are shared with other engines. None if they are not."""
+        self._came: set[bytes] = set()
+        """Keys of images in the cache that came from the store and were in no step yet."""
 
     def place(self, works: Sequence[Work]) -> list[Placed]:
         """Return the embeddings of all images' tokens that a step computes."""
@@ -53,26 +56,40 @@ class ImageEncoder:
         # What is there is taken out before what is missing displaces it.
         looked_up = {image.key: self._cache.find(image.key) for _, image, _ in stretches}
         found = {key: embeddings for key, embeddings in looked_up.items() if embeddings is not None}
-        self._cache.hits += sum(within.start == 0 and image.key in found for _, image, within in stretches)
+        for _, image, within in stretches:
+            if within.start == 0 and image.key in found:
+                self._cache.hits += image.key not in self._came
+                self._came.discard(image.key)
         for _, image, _ in stretches:
             if image.key not in found:
-                found[image.key] = embeddings = self._encode(image)
+                found[image.key] = embeddings = self._encode(image.key, image.pixels)
                 self._cache.add(image.key, embeddings, embeddings.nbytes)
-        if self.store is not None:
-            self.store.store_owed()
         return [(row, found[image.key][within]) for row, image, within in stretches]
 
-    def _encode(self, image: Image) -> Array:
-        """Return the embeddings of an image, from the store or computed."""
-        if self.store is None:
-            self._cache.encoded += 1
-            return self._tower.encode(image.pixels)
-        stored, fetched = self.store.fetch_or_encode(image.key, lambda: self._tower.encode(image.pixels).tobytes())
-        embeddings = np.frombuffer(stored, np.float32).reshape(image.tokens, -1)
-        if fetched and not np.isfinite(embeddings).all():  # they were damaged there
-            fetched, embeddings = False, self._tower.encode(image.pixels)
-        self._cache.fetched += fetched
-        self._cache.encoded += not fetched
+    def take(self, key: bytes, stored: bytes, width: int) -> bool:
+        """Put an image's embeddings from the store into the cache, each of `width` numbers. Return False if they were
+        damaged there."""
+        embeddings = np.frombuffer(stored, np.float32).reshape(-1, width)
+        if not np.isfinite(embeddings).all():
+            return False
+        if key not in self._cache:
+            self._cache.add(key, embeddings, embeddings.nbytes)
+            self._cache.fetched += 1
+            self._came = {each for each in (*self._came, key) if each in self._cache}
+        return True
+
+    def encode_image(self, key: bytes, pixels: bytes) -> None:
+        """Encode an image for the store alone."""
+        self._encode(key, pixels)
+
+    def _encode(self, key: bytes, pixels: bytes) -> Array:
+        """Return the embeddings of an image, which are stored as well."""
+        began_s = time.monotonic()
+        embeddings = self._tower.encode(pixels)
+        took_s = time.monotonic() - began_s
+        self._cache.count_encoded(took_s)
+        if self.store is not None:
+            self.store.keep(key, embeddings.tobytes())
         return embeddings
 
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, MOST_IMAGES, Dtype, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
-from services.worker.contracts.runner import Drawn, EmbeddingStore, Work
+from services.worker.contracts.runner import Drawn, EmbeddingLookups, Work
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.grammars import GrammarCache
@@ -95,7 +95,7 @@ class NativeRunner:
         vision = config.vision if most_images and group is None else None
         self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
         self._images: ImageEncoder | None = None
-        self._store: EmbeddingStore | None = None
+        self._store: EmbeddingLookups | None = None
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
@@ -188,11 +188,21 @@ class NativeRunner:
             case "load_lora" | "unload_lora":
                 return operate_loras(self._loras, operation, name, path)
 
-    def use_store(self, store: EmbeddingStore) -> None:
-        """Share embeddings of images with other engines."""
-        self._store = store
+    def use_lookups(self, lookups: EmbeddingLookups) -> None:
+        """Have these share embeddings of images with other engines."""
+        self._store = lookups
         if self._images is not None:
-            self._images.store = store
+            self._images.store = lookups
+
+    def take_embeddings(self, key: bytes, embeddings: bytes) -> bool:
+        """Put an image's embeddings from the store into the cache. Return whether they are of use."""
+        return self._images is not None and self._images.take(key, embeddings, self._facts.embedding_size)
+
+    def encode_image(self, key: bytes, pixels: bytes) -> None:
+        """Encode an image for the store alone. Nothing is done while the runner sleeps."""
+        if self._images is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._images.encode_image(key, pixels)
 
     def _forget_images(self) -> None:
         if self.encoder_cache is not None:

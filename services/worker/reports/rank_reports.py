@@ -7,11 +7,13 @@ Stepped of rank 1 ──┴──▶ the last of each ┴──▶ KvState of ea
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from services.worker.contracts.messages import EngineLoad, Stepped
 from shared.messages.load import EncoderState, KvState, RankLoad
 
-_COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name not in ("prefill_tokens_per_s", "step_s"))
+_SPEEDS = ("prefill_tokens_per_s", "step_s", "image_s")
+_COUNTS = tuple(name for name in EngineLoad.__struct_fields__ if name not in _SPEEDS)
 
 
 class RankReports:
@@ -41,18 +43,17 @@ class RankReports:
         if len(loads) == 1:
             return loads[0]
         counts = {name: sum(getattr(load, name) for load in loads) for name in _COUNTS}
-        return EngineLoad(
-            **counts,
-            prefill_tokens_per_s=_mean(load.prefill_tokens_per_s for load in loads),
-            step_s=_mean(load.step_s for load in loads),
-        )
+        speeds: dict[str, Any] = {name: _mean(getattr(load, name) for load in loads) for name in _SPEEDS}
+        return EngineLoad(**counts, **speeds)
 
     @property
     def encoder(self) -> EncoderState | None:
         """The encoder cache of all ranks. None if no image has come."""
         load = self.load
         counts = load.encoder_hits, load.encoded_images, load.fetched_images
-        return EncoderState(load.encoder_entries, load.encoder_bytes, *counts) if any(counts) else None
+        if not any(counts):
+            return None
+        return EncoderState(load.encoder_entries, load.encoder_bytes, *counts, image_s=load.image_s)
 
     @property
     def rank_loads(self) -> list[RankLoad]:

@@ -29,7 +29,8 @@ _MAX_BIAS = 100.0
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_PRIORITY = 1 << 31
 _MAX_GRAMMAR_CHARACTERS = 1 << 18
-_IMAGE_KEY_BYTES = 32
+IMAGE_KEY_BYTES = 32
+"""The length of an image's key, and of its embeddings' key."""
 
 
 def find_fault(generate: Generate, facts: Ready) -> str:
@@ -94,8 +95,8 @@ def _images(generate: Generate, facts: Ready) -> str:
     end = 0
     for number, image in enumerate(images):
         before, end = end, image.start + image.tokens
-        if len(image.key) != _IMAGE_KEY_BYTES:
-            return f"images: number {number} has a key of {len(image.key)} bytes, not {_IMAGE_KEY_BYTES}"
+        if len(image.key) != IMAGE_KEY_BYTES:
+            return f"images: number {number} has a key of {len(image.key)} bytes, not {IMAGE_KEY_BYTES}"
         if image.tokens != takes.tokens:
             return f"images: number {number} has {image.tokens} tokens; an image of this model has {takes.tokens}"
         if not before <= image.start <= end <= generate.prompt_tokens:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from services.worker.contracts.runner import EmbeddingStore
+from services.worker.contracts.runner import EmbeddingLookups
 
 E = TypeVar("E")
 
@@ -31,6 +31,8 @@ class EncoderCache(Generic[E]):
         """Images that were computed, since the start."""
         self.fetched = 0
         """Images whose embeddings came from another engine, since the start."""
+        self.image_s = 0.0
+        """Seconds that it takes to encode an image, as measured lately. 0 if not measured yet."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
@@ -55,6 +57,11 @@ class EncoderCache(Generic[E]):
             _, (_, freed_bytes) = self._entries.popitem(last=False)
             self.size_bytes -= freed_bytes
 
+    def count_encoded(self, took_s: float) -> None:
+        """Count an image that was encoded in `took_s` seconds."""
+        self.encoded += 1
+        self.image_s = (self.image_s + took_s) / 2 if self.image_s else took_s
+
     def remove(self, key: bytes) -> None:
         """Forget an image's embeddings, if they are there."""
         _, size_bytes = self._entries.pop(key, (None, 0))
@@ -73,6 +80,14 @@ class EncodesImages(Protocol):
     encoder_cache: EncoderCache[Any] | None
     """None if the model takes none."""
 
-    def use_store(self, store: EmbeddingStore) -> None:
-        """Share embeddings with other engines by this store, which belongs to the runner's thread."""
+    def use_lookups(self, lookups: EmbeddingLookups) -> None:
+        """Have these store what is encoded."""
+        ...
+
+    def take_embeddings(self, key: bytes, embeddings: bytes) -> bool:
+        """Put an image's embeddings from the store into the cache. Return whether they are of use."""
+        ...
+
+    def encode_image(self, key: bytes, pixels: bytes) -> None:
+        """Encode an image for the store alone. Nothing is done while the runner sleeps."""
         ...

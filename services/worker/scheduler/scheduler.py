@@ -116,9 +116,9 @@ class Scheduler:
         """Tokens that the step under way computes for sequences, or the last one computed."""
         self.images = StepImages()
         """Which image a step encodes."""
-        self._stalled_at: int | None = None
-        """The KV cache manager's `changes` when a step could compute nothing. None if the last step did, or a command
-        came since. While that number stays, all sequences wait for the kvbm, or for blocks that copies hold."""
+        self._stalled_at: tuple[int, int] | None = None
+        """`_changes` when a step could compute nothing. None if the last step did, or a command came since. While these
+        numbers stay, all sequences wait for the kvbm, for images, or for blocks that copies hold."""
         self._outcome = Outcome()
 
     # --- commands
@@ -204,7 +204,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> list[Work]:
         """Begin a step: return what to compute. It is empty only if no attempt is left, or all of them wait for the
-        kvbm."""
+        kvbm or for images."""
         assert self._step is None
         self._expire(now_s)
         for sequence in self.hand_overs.take_ended(now_s):
@@ -222,7 +222,7 @@ class Scheduler:
         self.step_tokens = sum([work.end - work.start for work in works])
         if self.probe.work is not None:
             works.append(self.probe.work)
-        self._stalled_at = None if works else self.kv_cache.changes
+        self._stalled_at = None if works else self._changes
         return works
 
     def advance(self, drawn: Seq[Drawn | None], elapsed_s: float) -> Outcome:
@@ -292,8 +292,7 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether a step is due: something can be computed, or is still to be reported."""
         return bool(
-            self._running
-            or ((self._queue.sequences or self._probe_due) and not self._stalled)
+            ((self._running or self._queue.sequences or self._probe_due) and not self._stalled)
             or self._outcome.parts
             or self.kv_cache.has_events
             or self.hand_overs.any_ends
@@ -331,6 +330,7 @@ class Scheduler:
             fetched_images=encoder.fetched,
             encoder_entries=len(encoder),
             encoder_bytes=encoder.size_bytes,
+            image_s=encoder.image_s,
         )
 
     # --- scheduling
@@ -343,7 +343,12 @@ class Scheduler:
     @property
     def _stalled(self) -> bool:
         """Whether nothing has changed since a step could compute nothing."""
-        return self._stalled_at == self.kv_cache.changes
+        return self._stalled_at == self._changes
+
+    @property
+    def _changes(self) -> tuple[int, int]:
+        """How often something changed for which sequences may wait."""
+        return self.kv_cache.changes, self.images.changes
 
     @property
     def _tokens_per_s(self) -> float:
@@ -359,6 +364,8 @@ class Scheduler:
             work, length = sequence.work, len(sequence.tokens)
             if length - work.start > 1:
                 continue  # it prefills, or was preempted just now
+            if work.images and self.images.fit(work.images, work.start, length) == work.start:
+                continue  # its last token is one of an image that is not there
             if (length - 1) % size == 0 and length > len(work.blocks) * size and not self._grow(sequence):
                 continue
             work.end = length
@@ -449,7 +456,7 @@ class Scheduler:
 
     def _add_work(self, sequence: Sequence, most: int) -> int:
         """Put the sequence into the step with at most `most` tokens; return how many, an image that it has encoded
-        counted. It stays out of the step if it waits for a second image."""
+        counted. It stays out of the step if it waits for an image."""
         assert self._step is not None
         start, size, encodes = sequence.computed, self._limits.block_size, self.images.tokens
         end = min(start + most, len(sequence.tokens))
@@ -483,8 +490,7 @@ class Scheduler:
         """The sequence's numbers were not finite: no sequence uses its blocks any longer, and it begins once more, or
         ends."""
         self.kv_cache.forget(sequence)
-        for image in sequence.work.images:
-            self.images.cache.remove(image.key)
+        self.images.distrust(sequence.work.images)
         if not sequence.no_reuse:
             self._recomputed += 1
             sequence.no_reuse = True
@@ -616,6 +622,7 @@ class Scheduler:
             assert (sequence.uncomputed > 1) == (sequence in self._prefilling)
             assert sequence.ends_by_s >= self._earliest_end_s
             assert sequence.begin_by_s == _NEVER
-        assert not (self._stalled and self._running)
+        assert not (self._stalled and any(not sequence.work.images for sequence in self._running))
+        self.images.validate()
         assert self._living.keys().isdisjoint(self.hand_overs.names)
         assert len(self._expected) <= MOST_EXPECTED

@@ -27,7 +27,6 @@ from shared.hashing import (
     token_array,
 )
 from shared.messages.frames import FinishReason, Part
-from shared.messages.generate import Image
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -115,7 +114,9 @@ class Sequence:
         tokens, blocks = token_array(submit.tokens), list[int]()
         named = [(image.key, image.start, image.tokens) for image in submit.images]
         extras = image_extras(named, block_size) if named else NO_EXTRAS
-        images = _salted(submit.images, submit.salt)
+        images = submit.images
+        if submit.salt:
+            images = tuple(replace(image, key=salted_image_key(image.key, submit.salt)) for image in images)
         stop_tokens = frozenset[int]() if sampling.ignore_eos else limits.eos_token_ids
         # As in vLLM, an end-of-sequence token is barred even where it would not end the sequence.
         barred = sorted(limits.eos_token_ids.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
@@ -264,13 +265,6 @@ class Sequence:
 def rank_of(sequence: Sequence) -> tuple[int, float, int]:
     """Return the sequence's rank, as a key for sorting."""
     return sequence.rank
-
-
-def _salted(images: tuple[Image, ...], salt: str) -> tuple[Image, ...]:
-    """Return the images with other keys for each tenant salt."""
-    if not salt:
-        return images
-    return tuple(replace(image, key=salted_image_key(image.key, salt)) for image in images)
 
 
 def _keys(

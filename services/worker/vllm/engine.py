@@ -31,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.worker.config import EngineConfig
 from services.worker.contracts.messages import (
     CancelAttempt,
+    EncodeImage,
     EngineOrder,
     ExplainBlock,
     Failed,
@@ -174,8 +175,8 @@ class VllmEngine:
                 self._start(self._operate(command))
             case Prefetch(expected):
                 self._expect(expected)
-            case ProbeDevice():
-                pass  # `_tick` does it, for each rank
+            case ProbeDevice() | EncodeImage():
+                pass  # `_tick` probes each rank; the shell sends no EncodeImage, since vLLM does not have that role
             case _:
                 assert_never(command)
 

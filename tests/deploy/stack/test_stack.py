@@ -100,6 +100,20 @@ def test_workers_that_compute_prompts_and_workers_that_decode_have_the_names_of_
         assert load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}).role == role
 
 
+def test_workers_that_encode_images_come_after_the_others_and_embeddings_have_an_arena(tmp_path: Path) -> None:
+    store = BlockStoreOptions("/pool", 1 << 20)
+    stack = planned(msgspec.structs.replace(OPTIONS, workers=3, encode=1, store=store))
+    assert names(stack)[-3:] == ["worker-0", "worker-1", "encode-0"]
+    workers = {each: load(WorkerConfig, file=settings(stack, each, tmp_path), environ={}) for each in names(stack)[-3:]}
+    assert {each: one.role for each, one in workers.items()} == {
+        **{"worker-0": "aggregated", "worker-1": "aggregated", "encode-0": "encode"},
+    }
+    assert all(one.kvbm.embeddings for one in workers.values())
+    assert load(KvbmConfig, file=settings(stack, "kvbm", tmp_path), environ={}).pool.arenas == 2
+    pairs = planned(msgspec.structs.replace(OPTIONS, workers=3, prefill=1, decode=1, encode=1, store=store))
+    assert names(pairs)[-3:] == ["prefill-0", "decode-0", "encode-0"]
+
+
 def test_ready_waits_for_workers_with_roles_and_no_others() -> None:
     store = BlockStoreOptions("/pool", 1 << 20)
     stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, decode=2, store=store))

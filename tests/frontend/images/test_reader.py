@@ -26,6 +26,7 @@ from shared.config import NatsConfig
 from shared.hashing import image_extras, pack_hashes, sequence_hashes, unpack_tokens
 from shared.messages.cards import ImageInput
 from shared.messages.generate import Refused
+from tests.frontend.auth.test_access import ALICE, BOB, KeysFile, bearer
 from tests.frontend.images.samples import data_uri, gif_of, picture, png_of_size
 from tests.frontend.peers import BLOCK_SIZE, CONTEXT, DEADLINE_S, MODEL, World, clients, world
 from tests.tiny_model import write_tiny_model
@@ -260,7 +261,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "this machine": ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}], "images.hosts does not"),
     "the cloud": ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}], "images.hosts does not"),
     "a named host here": ([{"type": "image_url", "image_url": {"url": "http://localhost/x"}}], "that is not public"),
-    "the token's text": ([shown(RED), text("an <image> here")], "the text '<image>' stands for an image in prompts"),
 }
 
 
@@ -398,3 +398,42 @@ def children(program: str) -> list[int]:
     """Return the processes that this one has started of a program."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [int(pid) for pid in found if program in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+async def test_an_answer_that_contains_the_images_token_can_be_sent_back_and_is_no_image(seeing: Path) -> None:
+    async with eyes(seeing) as w, clients(w) as (client, _):
+        said = w.say("see <image> there")
+        answer = await client.chat.completions.create(model=MODEL, messages=user(shown(RED), text("What?")))
+        content = answer.choices[0].message.content
+        assert content is not None
+        back: list[Any] = [
+            *user(shown(RED), text("What?")),
+            {"role": "assistant", "content": [text("see <image> there")]},
+            *user(text("And <image>?")),
+        ]
+        await client.chat.completions.create(model=MODEL, messages=back)
+        [_, sent] = w.workers[0].generates.all
+        tokens = unpack_tokens(sent.tokens)
+        assert said
+        assert (len(sent.images), tokens.count(319)) == (1, 20)
+        shown_text = w.tokenizer.decode(tokens[sent.images[0].start + 20 :], skip_special_tokens=False)
+        assert "assistant\nsee <image> there<|im_end|>" in shown_text
+        assert "user\nAnd <image>?<|im_end|>" in shown_text
+
+
+async def test_a_key_without_tokens_has_no_image_decoded(seeing: Path, tmp_path: Path) -> None:
+    keys = KeysFile(tmp_path)
+    broken = RED[:45]
+    async with eyes(seeing) as w, aiohttp.ClientSession(w.url) as http:
+        counted = {"model": MODEL, "messages": user(shown(RED), text("What?"))}
+        async with http.post("/tokenize", json=counted) as answer:
+            cost = (await answer.json())["count"] + 5
+    access = keys.write(tokens_per_minute=cost * 3 // 2)
+    async with eyes(seeing, access=access) as w, aiohttp.ClientSession(w.url) as http:
+        for asked, status in (([shown(RED), text("What?")], 200), ([shown(broken), text("What?")], 429)):
+            body: dict[str, Any] = {"model": MODEL, "messages": user(*asked), "max_tokens": 5}
+            async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
+                assert answer.status == status, await answer.text()
+        body = {"model": MODEL, "messages": user(shown(broken), text("What?")), "max_tokens": 5}
+        async with http.post("/v1/chat/completions", json=body, headers=bearer(BOB)) as answer:
+            assert answer.status == 400, "what is wrong with it is said to those who may ask"

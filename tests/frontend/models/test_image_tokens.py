@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.models.image_tokens import check_texts, place_images
+from services.frontend.models.image_tokens import MARK, MOST_MARKS, encode_marked, mark_texts, place_images
 from services.frontend.models.model import Model, load_model
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, unpack_tokens
 from shared.messages.cards import ImageInput
 from tests.frontend.cards import card_of
+from tests.frontend.pools import encode_pool
 from tests.tiny_model import write_tiny_model
 
 IMAGES = ImageInput(token_id=7, tokens=3, width=2, height=2, resize=2, filter="BICUBIC")
@@ -49,16 +50,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_model(card_of(directory), directory)
 
 
-def test_a_text_that_is_that_of_the_images_token_is_refused_where_it_is(model: Model) -> None:
-    of_model = ImageInput(model.tokenizer.token_to_id("<image>") or 0, 3, 2, 2, 2, "BICUBIC")
+WORD = "<image>"
+
+
+def test_texts_that_contain_the_images_token_are_marked_and_others_stay_as_they_are() -> None:
     fine = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "an <image or image>"}]}
-    check_texts(model, of_model, [fine], {"tools": []})
-    parts = [{"type": "image"}, {"type": "text", "text": "see <image>"}]
+    assert mark_texts(WORD, fine) is fine
+    assert mark_texts("", fine) is fine
     call = {"function": {"name": "look", "arguments": '{"at": "<image>"}'}}
-    wrong: list[dict[str, Any]] = [{"content": "<image>"}, {"content": parts}, {"content": "", "tool_calls": [call]}]
-    for at, message in enumerate(wrong):
-        with pytest.raises(InvalidRequest, match="'<image>' stands for an image") as refused:
-            check_texts(model, of_model, [*[fine] * at, message], {})
-        assert refused.value.param == f"messages[{at}].content"
-    with pytest.raises(InvalidRequest, match="tools: "):
-        check_texts(model, of_model, [fine], {"tools": [{"description": "an <image>"}]})
+    marked: list[Any] = mark_texts(
+        WORD, [fine, {"role": "assistant", "content": "<image><image>!", "tool_calls": [call]}]
+    )
+    assert marked[0] == fine
+    assert marked[1]["content"] == f"{MARK}{MARK}!"
+    assert marked[1]["tool_calls"][0]["function"]["arguments"] == f'{{"at": "{MARK}"}}'
+
+
+async def encoded(model: Model, text: str, *, special: bool = False, most: int = 1000) -> list[int]:
+    with encode_pool() as pool:
+        packed = await encode_marked(model, text, WORD, pool, special=special, param="messages", most=most)
+    return unpack_tokens(packed)
+
+
+@pytest.mark.parametrize("text", ["a <image> b", "<image>", "<image><image>", "<image <image>>", "plain"])
+async def test_a_marked_text_becomes_tokens_that_say_the_same_and_stand_for_no_image(model: Model, text: str) -> None:
+    image = model.tokenizer.token_to_id(WORD) or 0
+    tokens = await encoded(model, mark_texts(WORD, text))
+    assert image not in tokens
+    assert model.tokenizer.decode(tokens, skip_special_tokens=False) == text
+    template = await encoded(model, f"{WORD}: {mark_texts(WORD, text)}", special=True)
+    assert template.count(image) == 1, "the one that the template wrote"
+
+
+async def test_a_text_with_too_many_marks_or_tokens_is_refused(model: Model) -> None:
+    await encoded(model, MARK * MOST_MARKS, most=5000)
+    with pytest.raises(InvalidRequest, match="'<image>', which stands for an image, more than 256 times"):
+        await encoded(model, MARK * (MOST_MARKS + 1), most=5000)
+    with pytest.raises(InvalidRequest, match="more than 50 tokens"):
+        await encoded(model, MARK * MOST_MARKS, most=50)

@@ -22,6 +22,7 @@ from services.frontend.requests.actions import (
     Fail,
     Finish,
     HandOver,
+    ImagesApart,
     PublishLoad,
     RetryLater,
     SelectWorker,
@@ -347,6 +348,17 @@ def handing_over() -> Session:
     ]
     step(session, Accepted(R, 1))
     return session
+
+
+def test_images_that_another_worker_encodes_are_named_to_the_one_that_sends_the_attempt() -> None:
+    session = Session(R, MAX_TOKENS)
+    session.start()
+    choice = replace(selected(1), encode="e", encode_images=(0, 2), encode_wait_s=1.5)
+    assert step(session, choice) == [DispatchAttempt(1, "w1", 0, images=ImagesApart("e", (0, 2), 1.5))]
+    assert session.is_offered(1)
+    assert not session.is_offered(2)
+    step(session, ClientLeft())
+    assert not session.is_offered(1)
 
 
 def test_a_prompt_that_is_handed_over_goes_on_at_the_worker_that_decodes_without_another_choice() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +66,8 @@ class Seeing:
             )
         )
         self.scheduler.images = StepImages(self.cache, facts.image_cost)
+        self.answers: dict[str, list[int]] = {}
+        """The tokens of `run_with`."""
         self.stored: list[bytes] = []
         """The keys of the blocks that were stored, in order."""
 
@@ -232,24 +233,95 @@ def test_embeddings_whose_numbers_are_not_finite_are_computed_once_more(tmp_path
     assert seeing.cache.encoded == 3
 
 
-class Damaged:
-    """A store whose embeddings are not finite."""
+class MemoryLookups:
+    """Look-ups in a store that has some images, and notes which ones were stored."""
 
-    asked = 0
-    """How often it was asked to store what it owes."""
+    def __init__(self, has: dict[bytes, bytes]) -> None:
+        self.has = has
+        self.kept: dict[bytes, bytes] = {}
+        self._asked: list[bytes] = []
 
-    def fetch_or_encode(self, _key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
-        return np.full(len(encode()) // 4, np.inf, np.float32).tobytes(), True
+    def fileno(self) -> int:
+        raise AssertionError("nothing waits")
 
-    def store_owed(self) -> None:
-        self.asked += 1
+    def look_up(self, key: bytes) -> None:
+        self._asked.append(key)
+
+    def take_found(self) -> list[tuple[bytes, bytes | None]]:
+        asked, self._asked = self._asked, []
+        return [(key, self.has.get(key)) for key in asked]
+
+    def keep(self, key: bytes, embeddings: bytes) -> None:
+        self.kept[key] = embeddings
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def run_with(seeing: Seeing, store: MemoryLookups) -> list[list[int]]:
+    """Compute until all have ended, with answers of the store after each step. Return the tokens of each step."""
+    images, steps = StepImages(seeing.cache, seeing.runner.facts.image_cost, looks_up=True), list[list[int]]()
+    seeing.scheduler.images = images
+    seeing.runner.use_lookups(store)
+    while seeing.scheduler.living:
+        assert seeing.scheduler.busy, "it waits, and nothing is looked up"
+        works = seeing.scheduler.schedule(0.0)
+        steps.append([work.end - work.start for work in works])
+        outcome = seeing.scheduler.advance(seeing.runner.step(works) if works else [], 0.001)
+        seeing.scheduler.validate()
+        for part in outcome.parts["f"]:
+            seeing.answers.setdefault(part.request, []).extend(unpack_tokens(part.tokens))
+        for key in images.take_lookups():
+            store.look_up(key)
+        assert works or not seeing.scheduler.busy, "a step computes nothing, and the next one begins at once"
+        for key, found in store.take_found():
+            if found is not None:
+                seeing.runner.take_embeddings(key, found)
+            images.looked_up(key)
+    return steps
+
+
+def test_images_are_looked_up_before_they_are_encoded_and_others_go_on_meanwhile(tmp_path: Path) -> None:
+    seeing = Seeing(tmp_path, LLAMA)
+    store = MemoryLookups({})
+    seeing.submit("a", image_prompt(16), seeing.images())
+    seeing.submit("b", [5, 6, 7], ())
+    steps = run_with(seeing, store)
+    assert seeing.answers["a"] == expected(LLAMA)
+    start = IMAGE_STARTS[0]
+    assert steps[0] == [start, 3], "the text before the first image, and the other prompt"
+    assert (seeing.cache.encoded, seeing.cache.fetched, len(store.kept)) == (2, 0, 2)
+    seeing.cache.clear()
+    seeing.scheduler.clear()
+    seeing.answers.clear()
+    store.has = store.kept
+    seeing.submit("c", image_prompt(16), seeing.images())
+    steps = run_with(seeing, store)
+    assert seeing.answers["c"] == expected(LLAMA)
+    assert steps[0] == [start]
+    assert steps[1] == [len(image_prompt(16)) - start], "both were looked up at once"
+    assert (seeing.cache.encoded, seeing.cache.fetched, seeing.cache.hits) == (2, 2, 0)
+    assert seeing.cache.image_s > 0
 
 
 def test_embeddings_that_were_damaged_in_a_store_are_not_used(tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, LLAMA)
-    seeing.runner.use_store(store := Damaged())
+    damaged = np.full(16 * 64, np.inf, np.float32).tobytes()
     seeing.submit("a", image_prompt(16), seeing.images())
-    answers, _ = seeing.run()
-    assert answers["a"] == expected(LLAMA)
+    run_with(seeing, MemoryLookups({image.key: damaged for image in seeing.images()}))
+    assert seeing.answers["a"] == expected(LLAMA)
     assert (seeing.cache.encoded, seeing.cache.fetched) == (2, 0)
-    assert store.asked >= 2, "each step with images"
+
+
+def test_a_last_token_of_an_image_that_is_not_there_waits_for_a_step_that_may_encode_it(tmp_path: Path) -> None:
+    seeing = Seeing(tmp_path, LLAMA)
+    first, second = seeing.image(0, 0), seeing.image(1, 1)
+    ends_in_it = [5, *[IMAGE_TOKEN] * 16]
+    assert len(ends_in_it) == 2 * BLOCK_SIZE + 1
+    seeing.submit("a", ends_in_it, (second,), tokens=1)
+    seeing.run()
+    seeing.cache.clear()
+    seeing.submit("b", [IMAGE_TOKEN] * 16 + [5], (first,), tokens=1)
+    seeing.submit("c", ends_in_it, (second,), tokens=1)
+    _, cached = seeing.run()
+    assert cached["c"] == 2 * BLOCK_SIZE, "one token of its image is computed, which looks like a decode"

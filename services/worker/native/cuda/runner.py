@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, CudaConfig
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
-from services.worker.contracts.runner import AttachedPool, Drawn, EmbeddingStore, Work
+from services.worker.contracts.runner import AttachedPool, Drawn, EmbeddingLookups, Work
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
@@ -155,7 +155,7 @@ class CudaRunner:
         self._tower: CudaVisionTower | None = None
         self._images: ImageEncoder | None = None
         """Not there while the engine sleeps, or if the model takes no images."""
-        self._store: EmbeddingStore | None = None
+        self._store: EmbeddingLookups | None = None
         if vision is not None:
             images = {"images": vision.input, "most_images": most_images, "image_cost": image_cost(config)}
             self._facts = replace(self._facts, **images)
@@ -257,11 +257,21 @@ class CudaRunner:
         assert self._tower is not None
         self._images = ImageEncoder(OneByOne(self._tower), self.encoder_cache, self._store)
 
-    def use_store(self, store: EmbeddingStore) -> None:
-        """Share embeddings of images with other engines."""
-        self._store = store
+    def use_lookups(self, lookups: EmbeddingLookups) -> None:
+        """Have these share embeddings of images with other engines."""
+        self._store = lookups
         if self._images is not None:
-            self._images.store = store
+            self._images.store = lookups
+
+    def take_embeddings(self, key: bytes, embeddings: bytes) -> bool:
+        """Put an image's embeddings from the store into the cache. Return whether they are of use."""
+        return self._images is not None and self._images.take(key, embeddings, self._facts.embedding_size)
+
+    def encode_image(self, key: bytes, pixels: bytes) -> None:
+        """Encode an image for the store alone. Nothing is done while the runner sleeps."""
+        if self._images is not None:
+            with device_errors_as_model_error(), self.stream:
+                self._images.encode_image(key, pixels)
 
     def _new_pages(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised KV pages on the device."""

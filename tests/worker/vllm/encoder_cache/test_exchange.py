@@ -143,6 +143,11 @@ async def test_without_a_kvbm_and_with_too_many_questions_the_answer_is_to_encod
 
 async def test_a_store_that_fails_costs_an_image_its_exchange_alone(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
+        owes = False
+
+        def store_owed(self) -> None:
+            """It owes nothing."""
+
         def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
             raise RuntimeError(f"no {key!r}")
 
