@@ -52,13 +52,10 @@ def start_runner(
     own = config if share is None else share.of(config)
     cuda, model = settings.cuda, str(directory)
     use_device(cuda.gpu)
-    shapes = Checkpoint(directory, config).shapes
-    if share is not None:
-        shapes = _rank_shapes(own, share, tied=HEAD not in shapes)
     room = _room(model, place)
     if stands_by or settings.turns:
         room = replace(room, free_bytes=room.total_bytes)
-    parts = _gpu_parts(settings, own, shapes, model, room, place)
+    parts = _gpu_parts(settings, own, _shapes(directory, config, own, share), model, room, place)
     with ExitStack() as loading:
         if settings.turns:
             loading.enter_context(_turn(settings, parts.needed_bytes, progress))
@@ -106,11 +103,14 @@ def _room(model: str, place: RankPlace | None) -> RankRoom:
     return RankRoom(free_bytes, total_bytes) if place is None else place.room()
 
 
-def _rank_shapes(own: ModelConfig, share: Share, *, tied: bool) -> dict[str, Shape]:
-    """Return the shapes of what a rank loads; `own` is the shape of its decoder."""
+def _shapes(directory: Path, config: ModelConfig, own: ModelConfig, share: Share | None) -> dict[str, Shape]:
+    """Return the shapes of what is loaded; of a rank, `own` is the shape of its decoder."""
+    whole = Checkpoint(directory, config).shapes
+    if share is None:
+        return whole
     shapes = tensor_shapes(own)
     shapes.pop(HEAD, None)
-    if not tied:
+    if HEAD in whole:
         shapes[HEAD] = (share.vocab.stop - share.vocab.start, own.hidden)
     return shapes
 
