@@ -8,6 +8,7 @@
     attention the attention of prompts alone, and cuDNN's
     sampling  whole steps with each kind of sampling, of greedy's
     images    a vision tower, of torch's, and embeddings from a pool to the GPU
+    parallel  a model over several ranks: steps, sums, and blocks that all of them copy
     first     the first token of a prompt whose blocks are in kvbm's memory
     lifetimes starts, sleeps, take-overs and turns of engines
     serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm
@@ -37,7 +38,7 @@ from benchmarks.report import ROOT, Goal, report
 
 SERVED = ("first", "lifetimes", "serving")
 """Parts that take a model's directory."""
-POOLED = ("copies", "beside", "images", *SERVED)
+POOLED = ("copies", "beside", "parallel", "images", *SERVED)
 """Parts that take a tmpfs."""
 
 

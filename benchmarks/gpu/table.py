@@ -118,6 +118,8 @@ PROMISES = (
     Promise("sampling", "64 rows, logprobs 0", GREEDY),
     Promise("sampling", "64 rows, logprobs 5", GREEDY, most=1.25),
     Promise("sampling", "64 rows, logprobs 20", GREEDY),
+    Promise("parallel", "two ranks, save of a block, of one rank's", "of one rank's rate", least=0.9),
+    Promise("parallel", "two ranks, load of a block, of one rank's", "of one rank's rate", least=0.9),
     Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
     Promise("first", "first token of 8,192 from memory, a step and all", "ms"),
     Promise("first", "first token of 8,192, computed", "ms"),
