@@ -204,7 +204,9 @@ def goals_of(rows: list[Row]) -> list[Goal]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--steps", type=int)

@@ -62,8 +62,6 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     vllm_python = str(install_vllm.require()) if flags.engine == "vllm" else ""
     wanted = _wanted_store(flags, roles=roles)
     of_gpus = _gpus(flags)
-    if flags.workers is None and of_gpus is not None and of_gpus.ranks > 1:
-        workers = of_gpus.usual_workers
     weights_bytes = _weights_bytes(flags)
     access, overrides = _access(flags), _overrides(flags.set)
     if "kvbm" in overrides and not wanted.pool_bytes:
@@ -72,7 +70,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     if "turns" in overrides and not words:
         raise ConfigError(f"--set turns.{overrides['turns'][0][0].removeprefix('--')}: it needs --models")
     vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ()), workers) if flags.engine == "vllm" else ()
-    workers = len(vllm_gpus) or workers
+    workers = len(vllm_gpus) or (of_gpus.workers(flags.workers, workers) if of_gpus is not None else workers)
     _check_servers(flags)
     options = UpOptions(
         model="",

@@ -60,10 +60,10 @@ class Gpus(Struct, frozen=True):
         """How many workers can have GPUs of their own."""
         return max(1, self.count // self.ranks)
 
-    @property
-    def usual_workers(self) -> int:
-        """How many workers there are if no flag says so: two, but one where two would share the GPUs of ranks."""
-        return 2 if self.ranks == 1 else min(2, self.groups)
+    def workers(self, asked: int | None, usual: int) -> int:
+        """Return how many workers there are, of which `asked` were asked for: as many as is `usual`, but one if they
+        are of several ranks and would share GPUs."""
+        return usual if asked is not None or self.ranks == 1 else min(usual, self.groups)
 
 
 class AccessFiles(Struct, frozen=True):

@@ -164,7 +164,7 @@ def test_ranks_are_refused_where_they_are_not_built(flags: UpFlags, named: str) 
 def test_more_ranks_than_gpus_are_refused_unless_they_are_to_share() -> None:
     with pytest.raises(ConfigError, match=r"^--tensor-parallel 2: there must be as many GPUs, and CUDA shows 1$"):
         shared_gpus(1, 0.9, {}, 2)
-    assert shared_gpus(1, 0.9, {"ranks_share_gpus": "true"}, 2).usual_workers == 1
+    assert shared_gpus(1, 0.9, {"ranks_share_gpus": "true"}, 2).workers(None, 2) == 1
     assert shared_gpus(2, 0.9, {}, 2) == Gpus(2, 0.9, {}, 2)
 
 

@@ -251,7 +251,8 @@ def test_each_worker_of_two_ranks_takes_two_gpus(
     tmp_path: Path, count: int, usual: int, expected: list[tuple[int, float]]
 ) -> None:
     gpus = Gpus(count, 0.8, {"ranks_share_gpus": "true"}, 2)
-    assert gpus.usual_workers == usual
+    assert gpus.workers(None, 2) == usual
+    assert gpus.workers(2, 2) == 2
     stack = planned(msgspec.structs.replace(OPTIONS, workers=2, tensor_parallel=2, gpus=gpus))
     loaded = [load(WorkerConfig, file=settings(stack, name, tmp_path), environ={}) for name in names(stack)[4:]]
     assert [(worker.cuda.gpu, worker.cuda.memory_share) for worker in loaded] == expected

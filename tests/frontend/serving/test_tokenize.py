@@ -161,6 +161,9 @@ class OneModel:
     def __init__(self, model: Model) -> None:
         self._model = model
 
+    async def wait_expected(self, _name: str | None) -> None:
+        """None is expected."""
+
     def find(self, _name: str | None) -> tuple[Model, ModelLimits]:
         return self._model, ModelLimits(CONTEXT, VOCABULARY, grammars=False, biases=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -46,16 +45,14 @@ def start_runner(
 ) -> CudaRunner:
     """Return a runner of a prepared model, whose shape is `config`; or one rank's runner, which all ranks make at once.
     Rank 0 has the `group`. `stands_by` is that of `load_cuda`. Raise ConfigError, ModelError, RankLost."""
-    share = None
-    if place is not None:
-        settings, share = place.settings(settings), place.share
+    share = None if place is None else place.share
+    settings = settings if place is None else place.settings(settings)
     own = config if share is None else share.of(config)
     cuda, model = settings.cuda, str(directory)
     use_device(cuda.gpu)
-    room = _room(model, place)
-    if stands_by or settings.turns:
-        room = replace(room, free_bytes=room.total_bytes)
-    parts = _gpu_parts(settings, own, _shapes(directory, config, own, share), model, room, place)
+    shapes = _shapes(directory, config, share)
+    room = _room(model, place, alone=stands_by or bool(settings.turns))
+    parts = _gpu_parts(settings, own, shapes, model, room, place)
     with ExitStack() as loading:
         if settings.turns:
             loading.enter_context(_turn(settings, parts.needed_bytes, progress))
@@ -96,22 +93,23 @@ def start_runner(
         )
 
 
-def _room(model: str, place: RankPlace | None) -> RankRoom:
-    """Return what the GPU has, or the least that those of all ranks have. Raise ModelError, RankLost."""
+def _room(model: str, place: RankPlace | None, *, alone: bool) -> RankRoom:
+    """Return what the GPU has, or the least that those of all ranks have. All of it counts as free if the engine will
+    be `alone` there. Raise ModelError, RankLost."""
     with no_room_as_model_error(model, "CUDA itself"):
         free_bytes, total_bytes = runtime.memGetInfo()
-    return RankRoom(free_bytes, total_bytes) if place is None else place.room()
+    return RankRoom(total_bytes if alone else free_bytes, total_bytes) if place is None else place.room()
 
 
-def _shapes(directory: Path, config: ModelConfig, own: ModelConfig, share: Share | None) -> dict[str, Shape]:
-    """Return the shapes of what is loaded; of a rank, `own` is the shape of its decoder."""
-    whole = Checkpoint(directory, config).shapes
+def _shapes(directory: Path, config: ModelConfig, share: Share | None) -> dict[str, Shape]:
+    """Return the shapes of what is loaded, of a rank those of its part. Raise ModelError."""
+    stored = Checkpoint(directory, config).shapes
     if share is None:
-        return whole
-    shapes = tensor_shapes(own)
+        return stored
+    shapes = tensor_shapes(share.of(config))
     shapes.pop(HEAD, None)
-    if HEAD in whole:
-        shapes[HEAD] = (share.vocab.stop - share.vocab.start, own.hidden)
+    if HEAD in stored:
+        shapes[HEAD] = (share.vocab.stop - share.vocab.start, config.hidden)
     return shapes
 
 
