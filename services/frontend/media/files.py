@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 NAME = re.compile(r"(?P<id>(picture|video)_[0-9a-f]{32})\.(?P<kind>png|jpeg|webp|mp4|json|lock|cancel)")
+UNFINISHED = ".unfinished_"
+"""How the name of a file begins that is being written. It is left behind if its frontend ends meanwhile."""
 MEDIA_PATH = "/v1/media"
 """The path of the API below which files are."""
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
@@ -28,7 +30,11 @@ class KeptFile(Struct, frozen=True):
 
 def expired(files: Iterable[KeptFile], now_s: float, kept_s: float) -> Iterator[KeptFile]:
     """Yield the files that are older than they may be. Others than ours are never touched."""
-    return (each for each in files if now_s - each.changed_s > kept_s and NAME.fullmatch(each.name))
+    return (each for each in files if now_s - each.changed_s > kept_s and _is_ours(each.name))
+
+
+def _is_ours(name: str) -> bool:
+    return NAME.fullmatch(name) is not None or name.startswith(UNFINISHED)
 
 
 def room_fault(files: Iterable[KeptFile], more_bytes: int, limit_bytes: int) -> str:
