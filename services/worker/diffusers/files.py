@@ -26,7 +26,7 @@ def finished_file(pixels: Any, form: Literal["png", "jpeg", "webp", "mp4"]) -> b
 
     if not numpy.isfinite(pixels).all():
         return f"{NOT_FINITE}: the pixels; worker.diffusers.dtype=float32 may help"
-    if form == "mp4":
+    if pixels.ndim == 4:
         return video_file(pixels)
     return picture_file(Image.fromarray((pixels * 255).round().astype(numpy.uint8)), form)
 

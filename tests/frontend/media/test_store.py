@@ -94,6 +94,16 @@ async def test_a_directory_that_cannot_be_read_ends_no_sweeps(tmp_path: Path) ->
     running.cancel()
 
 
+async def test_the_files_of_a_job_that_waits_for_long_stay_with_its_lock(tmp_path: Path) -> None:
+    one, ids = store(tmp_path, kept_s=100.0), [f"video_{digit * 32}" for digit in "12"]
+    for name in (f"{each}.{kind}" for each in ids for kind in ("json", "lock")):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (0, time.time() - 101))
+    os.utime(tmp_path / f"{ids[0]}.lock")
+    one.sweep(time.time())
+    assert names(tmp_path) == {f"{ids[0]}.json", f"{ids[0]}.lock"}
+
+
 async def test_a_file_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
     one = store(tmp_path, bytes=60)
     await one.keep(b"x" * 30, "png", "")
