@@ -90,6 +90,8 @@ UNFOLLOWABLE = "the grammar cannot be followed"
 NOT_FINITE = "the model computes numbers that are not finite"
 """The beginning of `Part.error` if that happens again after the worker has recomputed everything: other workers would
 fail too."""
+BLOCKED = "the model's safety checker blocks the picture"
+"""The beginning of `Part.error` if the same picture would be blocked by other workers too."""
 NOT_BEGUN = "the request did not begin in time"
 """The beginning of `Part.error` if no part of the attempt was computed within `Generate.wait_left_s`."""
 
@@ -109,8 +111,8 @@ class Part(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One entry for each token, if the request asked for them."""
     error: str = ""
-    """The reason if finish is "error". Frontends know SHUTTING_DOWN, and texts that begin with UNFOLLOWABLE, NOT_FINITE
-    or NOT_BEGUN."""
+    """The reason if finish is "error". Frontends know SHUTTING_DOWN, and texts that begin with UNFOLLOWABLE,
+    NOT_FINITE, BLOCKED or NOT_BEGUN."""
     cached_host_tokens: int = 0
     """How many of `cached_tokens` came from the kvbm's host memory."""
     cached_disk_tokens: int = 0

@@ -6,11 +6,14 @@ picture_0123…ef.png            a file; its owner is in the file of the same na
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
 NAME = re.compile(r"(?P<id>(picture|video)_[0-9a-f]{32})\.(?P<kind>png|jpeg|webp|mp4|json|lock|cancel)")
+LOCK = ".lock"
+UNFINISHED = ".unfinished_"
+"""How the name of a file begins that is being written. It is left behind if its frontend ends meanwhile."""
 MEDIA_PATH = "/v1/media"
 """The path of the API below which files are."""
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
@@ -26,9 +29,16 @@ class KeptFile(Struct, frozen=True):
     """When it was written, in seconds since 1970."""
 
 
-def expired(files: Iterable[KeptFile], now_s: float, kept_s: float) -> Iterator[KeptFile]:
-    """Yield the files that are older than they may be. Others than ours are never touched."""
-    return (each for each in files if now_s - each.changed_s > kept_s and NAME.fullmatch(each.name))
+def expired(files: Sequence[KeptFile], now_s: float, kept_s: float) -> Iterator[KeptFile]:
+    """Yield the files that are older than they may be. Others than ours are never touched, nor those of a job whose
+    lock has not expired, however long it waits."""
+    old = [each for each in files if now_s - each.changed_s > kept_s and _is_ours(each.name)]
+    locks = {each.name for each in files if each.name.endswith(LOCK)} - {each.name for each in old}
+    return (each for each in old if each.name.partition(".")[0] + LOCK not in locks)
+
+
+def _is_ours(name: str) -> bool:
+    return NAME.fullmatch(name) is not None or name.startswith(UNFINISHED)
 
 
 def room_fault(files: Iterable[KeptFile], more_bytes: int, limit_bytes: int) -> str:

@@ -9,6 +9,7 @@ removed is gone. Reading and writing is done in threads.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import tempfile
@@ -21,13 +22,15 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend.config import MediaConfig
-from services.frontend.media.files import CONTENT_TYPES, ID, MEDIA_PATH, NAME, KeptFile, expired, room_fault
+from services.frontend.media.files import CONTENT_TYPES, ID, MEDIA_PATH, NAME, UNFINISHED, KeptFile, expired, room_fault
 from services.frontend.protocol.errors import field_error
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 
 SWEEP_S = 60.0
 """Seconds between two looks for files that have expired, unless they are kept for less."""
 FULL_RETRY_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class Owner(Struct, frozen=True):
@@ -80,7 +83,7 @@ class MediaStore:
         if bounded and (fault := room_fault(others, sum(map(len, files.values())), self.config.bytes)):
             raise Overloaded(fault, retry_after_s=FULL_RETRY_S)
         for name, content in files.items():
-            descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=".")
+            descriptor, temporary = tempfile.mkstemp(dir=self.directory, prefix=UNFINISHED)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(content)
@@ -128,7 +131,10 @@ class MediaStore:
     async def run(self) -> None:
         """Remove what expires, until cancelled."""
         while self.directory is not None:
-            await asyncio.to_thread(self.sweep, time.time())
+            try:
+                await asyncio.to_thread(self.sweep, time.time())
+            except OSError as wrong:  # such as of a network's file system; requests for files say so themselves
+                _log.error("media.directory cannot be read: %s", wrong)
             await asyncio.sleep(min(SWEEP_S, self.config.kept_s))
 
     def sweep(self, now_s: float) -> None:

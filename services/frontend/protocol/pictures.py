@@ -19,10 +19,13 @@ PROMPT_CHARACTERS = 32_000
 PICTURES_LIMIT = 10
 """OpenAI's limit of pictures in one request."""
 SIZE_CHARACTERS = 16
+MOST_SIDE = 16_383
+"""Most pixels of a side: WebP files have no longer ones, and JPEG's end at 65,500."""
+MOST_SEED = (1 << 63) - 1
 
 PromptText = Annotated[str, Meta(min_length=1, max_length=PROMPT_CHARACTERS)]
 Size = Annotated[str, Meta(max_length=SIZE_CHARACTERS, extra_json_schema={"pattern": "^(auto|[0-9]+x[0-9]+)$"})]
-PictureSeed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+PictureSeed = Annotated[int, Meta(ge=0, le=MOST_SEED)]
 Steps = Annotated[int, Meta(ge=1, le=1000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
@@ -142,6 +145,8 @@ def decode_pictures(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureRequ
         raise field_error("n", "a stream has one picture; leave n out, or stream", "unsupported_value")
     if request.stream and request.response_format == "url":
         raise field_error("response_format", "a stream has its picture as b64_json", "unsupported_value")
+    if (request.seed or 0) + (request.n or 1) - 1 > MOST_SEED:
+        raise field_error("seed", f"the last of {request.n} pictures would have a seed above {MOST_SEED}")
     if request.partial_images and not request.stream:
         raise field_error("partial_images", "only allowed with stream: true")
     return request
@@ -155,6 +160,8 @@ def size_of(size: str | None, output: PictureOutput) -> tuple[int, int]:
     if match is None:
         raise field_error("size", f"{size!r} is neither auto nor WIDTHxHEIGHT, such as {output.width}x{output.height}")
     width, height = int(match[1]), int(match[2])
+    if max(width, height) > MOST_SIDE:
+        raise field_error("size", f"{size}: a side has at most {MOST_SIDE} pixels")
     if width % output.multiple or height % output.multiple:
         raise field_error("size", f"{size}: width and height must be multiples of {output.multiple} for this model")
     if width * height > output.most_pixels:

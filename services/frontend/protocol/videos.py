@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import email
-import email.policy
 import re
+from email.message import Message
 from typing import Annotated, Literal
 
 import msgspec
@@ -36,6 +35,10 @@ SECONDS_CHARACTERS = 8
 SecondsText = Annotated[str, Meta(max_length=SECONDS_CHARACTERS)]
 _TEXTS = ("prompt", "model", "size", "seconds", "negative_prompt")
 """Fields of a form that are texts whatever they look like."""
+MOST_PARTS = 32
+"""Most fields of a form, which has at most one for each field of VideoRequest."""
+MOST_HEAD_BYTES = 1024
+"""The bytes of a part's header lines that are read."""
 _NUMBER = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,9})?")
 
 
@@ -143,24 +146,47 @@ def decode_page(body: bytes) -> VideoPage:
 
 
 def form_as_json(content_type: str, body: bytes) -> bytes:
-    """Return the fields of a multipart form as a JSON object. Raise InvalidRequest."""
-    headers = b"Content-Type: " + content_type.encode("latin-1", "replace") + b"\r\n\r\n"
-    form = email.message_from_bytes(headers + body, policy=email.policy.HTTP)
-    if not form.is_multipart():
+    """Return the fields of a multipart form as a JSON object, in time that grows with its bytes. Raise
+    InvalidRequest."""
+    boundary = _header("Content-Type", content_type).get_boundary("")
+    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"), MOST_PARTS + 2)
+    if not boundary or len(parts) < 2:
         raise InvalidRequest("the body is no form with several parts, although its Content-Type says so")
+    if len(parts) > MOST_PARTS + 2:
+        raise InvalidRequest(f"the form has more than {MOST_PARTS} fields")
     found: dict[str, object] = {}
-    for part in form.iter_parts():
-        name = part.get_param("name", header="Content-Disposition")
-        if not isinstance(name, str) or part.get_filename() is not None:
-            raise field_error(str(name or "input_reference")[:64], "files are not supported", "unsupported_parameter")
-        payload = part.get_payload(decode=True)
+    for part in parts[1:]:  # before the first delimiter is nothing that counts
+        if part.startswith(b"--"):
+            break
+        head, _, content = part.partition(b"\r\n\r\n")
+        name, is_file = _field(head)
+        if not name or is_file:
+            raise field_error(name[:64] or "input_reference", "files are not supported", "unsupported_parameter")
         try:
-            text = payload.decode() if isinstance(payload, bytes) else ""
+            text = content.decode()
         except UnicodeDecodeError:
             raise field_error(name[:64], "is not UTF-8") from None
         is_number = name not in _TEXTS and _NUMBER.fullmatch(text)
         found[name] = msgspec.json.decode(text) if is_number else text
     return msgspec.json.encode(found)
+
+
+def _field(head: bytes) -> tuple[str, bool]:
+    """Return the name that the header lines of a part say, and whether it is a file's. Empty if they say none."""
+    for line in head[:MOST_HEAD_BYTES].decode("utf-8", "replace").split("\r\n"):
+        key, _, value = line.partition(":")
+        if key.strip().lower() == "content-disposition":
+            header = _header("Content-Disposition", value)
+            name = header.get_param("name", header="Content-Disposition")
+            return name if isinstance(name, str) else "", header.get_filename() is not None
+    return "", False
+
+
+def _header(name: str, value: str) -> Message:
+    """Return a message that has this header alone."""
+    header = Message()
+    header[name] = value.strip()
+    return header
 
 
 def video_of(request: VideoRequest, output: PictureOutput, seed: int) -> Picture:

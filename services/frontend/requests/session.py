@@ -69,7 +69,7 @@ from services.frontend.requests.prompt_logprobs import DuePromptLogprobs
 from services.frontend.requests.retry import Loss, RetryBudget
 from shared.errors import HeadraceError, InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import unpack_tokens
-from shared.messages.frames import NOT_BEGUN, NOT_FINITE, SHUTTING_DOWN, UNFOLLOWABLE, Part
+from shared.messages.frames import BLOCKED, NOT_BEGUN, NOT_FINITE, SHUTTING_DOWN, UNFOLLOWABLE, Part
 from shared.messages.generate import Accepted, Refused
 from shared.messages.select import Finished, Prefilled, Selected, SelectRefused
 
@@ -323,6 +323,9 @@ class Session:
                 return self._end([Fail(wrong)], withdraw=False)
             case "error" if part.error.startswith(NOT_FINITE):
                 return self._end([Fail(NotFinite(part.error))], withdraw=False)
+            case "error" if part.error.startswith(BLOCKED):
+                blocked = InvalidRequest(part.error, param="prompt", code="content_policy_violation")
+                return self._end([Fail(blocked)], withdraw=False)
             case "error":
                 return self._attempt_lost("failed", f"the worker failed: {part.error}", withdraw=False)
             case None:

@@ -200,14 +200,14 @@ class ServingVideos:
         over = False
         try:
             owned.job = await self._ended(owned)
-            over = True
             if owned.unwanted and not await asyncio.to_thread(self._media.has, f"{owned.job.id}.json"):
                 await self._media.remove(owned.job.id)  # it was deleted meanwhile
             else:
                 await self._save(owned.job)
                 await self._media.remove(owned.job.id, but=("json", "mp4", "lock"))
+            over = True
         except HeadraceError as wrong:
-            _log.error("video %s: its end cannot be kept: %s", owned.job.id, wrong)
+            _log.error("video %s: its end cannot be kept, so it is made again: %s", owned.job.id, wrong)
         finally:
             del self._owned[owned.job.id]
             owned.lock.release(over=over)
@@ -225,7 +225,8 @@ class ServingVideos:
                 owned.lock.touch()
                 if owned.job != saved:
                     saved = owned.job
-                    await self._save(saved)
+                    with suppress(Unavailable):  # the next step is saved again
+                        await self._save(saved)
             if owned.unwanted and making.cancelled():
                 return owned.job.ended("cancelled", time.time(), code="cancelled", error="its client cancelled it")
             file = making.result()

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
+from shared.messages.frames import NOT_FINITE
 from shared.messages.generate import FRAMES_PER_S
 
 QUALITY = 90
@@ -15,6 +16,19 @@ COMPRESS_LEVEL = 1
 """The level of PNG's compression: noise gets hardly smaller by more of it, which takes many times as long."""
 PREVIEW_PIXELS = 256
 """The longer side of a preview."""
+
+
+def finished_file(pixels: Any, form: Literal["png", "jpeg", "webp", "mp4"]) -> bytes | str:
+    """Return a picture (height, width, 3; floats of 0 … 1) or a video (frames, …) as a file. A text says why there is
+    none: the model's numbers are not finite, which would be black."""
+    import numpy
+    from PIL import Image
+
+    if not numpy.isfinite(pixels).all():
+        return f"{NOT_FINITE}: the pixels; worker.diffusers.dtype=float32 may help"
+    if pixels.ndim == 4:
+        return video_file(pixels)
+    return picture_file(Image.fromarray((pixels * 255).round().astype(numpy.uint8)), form)
 
 
 def picture_file(image: Any, form: Literal["png", "jpeg", "webp", "mp4"]) -> bytes:

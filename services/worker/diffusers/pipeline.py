@@ -20,10 +20,11 @@ import torch
 from diffusers import DiffusionPipeline
 
 from services.worker.config import MODEL_INDEX, DiffusersConfig
-from services.worker.diffusers.files import PREVIEW_PIXELS, picture_file, preview_file, video_file
+from services.worker.diffusers.files import PREVIEW_PIXELS, finished_file, preview_file
 from services.worker.vllm.one_line import one_line
 from shared.errors import ModelError
 from shared.messages.cards import PictureOutput
+from shared.messages.frames import BLOCKED
 from shared.messages.generate import Picture
 
 DEFAULT_PIXELS = 512
@@ -67,7 +68,7 @@ class Pipeline:
             "height": first.height,
             "num_inference_steps": first.steps,
             "generator": [torch.Generator("cpu").manual_seed(picture.seed) for picture in pictures],
-            "output_type": "np" if first.frames else "pil",
+            "output_type": "np",
         }
         if first.frames:
             found["num_frames"] = first.frames
@@ -112,8 +113,8 @@ class PipelineRun(threading.Thread):
         """How many steps have ended."""
         self.previews = [b""] * len(pictures)
         """A preview of each picture, of the step that has just ended. Empty if none is due."""
-        self.files: list[bytes] | None = None
-        """The files, once they are complete."""
+        self.files: list[bytes | str] | None = None
+        """The files, once they are complete. A text in place of one says why there is none."""
         self.computed = False
         """True once the pipeline has ended, and the files are being written. `wake` is called again afterwards."""
         self.failed = ""
@@ -180,11 +181,13 @@ class PipelineRun(threading.Thread):
             image = pipe.vae.decode(scaled, return_dict=False)[0]
         return preview_file(pipe.image_processor.postprocess(image.float(), output_type="pil")[0])
 
-    def _write(self, made: Any) -> list[bytes]:
-        if self._pictures[0].frames:
-            return [video_file(frames) for frames in made.frames]
-        pairs = zip(made.images, self._pictures, strict=True)
-        return [picture_file(image, picture.format) for image, picture in pairs]
+    def _write(self, made: Any) -> list[bytes | str]:
+        pixels = made.frames if self._pictures[0].frames else made.images
+        blocked = getattr(made, "nsfw_content_detected", None) or [False] * len(self._pictures)
+        return [
+            BLOCKED if is_blocked else finished_file(one, picture.format)
+            for one, picture, is_blocked in zip(pixels, self._pictures, blocked, strict=True)
+        ]
 
 
 def is_preview_due(step: int, picture: Picture) -> bool:

@@ -167,10 +167,15 @@ class PictureQueue:
         """Record that a group's steps have ended; its files are being written meanwhile."""
         self._turns.remove(group)
 
-    def finish(self, group: int, files: Sequence[bytes], now_s: float) -> None:
-        """Record that a group has ended; `files` has one for each picture. They are sent with `send_piece`."""
+    def finish(self, group: int, files: Sequence[bytes | str], now_s: float) -> None:
+        """Record that a group has ended; `files` has one for each picture, or the reason why there is none. They are
+        sent with `send_piece`."""
         for name, file in zip(self._groups[group], files, strict=True):
-            if (attempt := self._member(group, name)) is not None:
+            if (attempt := self._member(group, name)) is None:
+                continue
+            if isinstance(file, str):
+                self._end(name, "error", file)
+            else:
                 attempt.file = file
                 times = (attempt.begun_s - attempt.arrived_s, now_s - attempt.begun_s)
                 self._outcome.begun.append(Begun(attempt.submit.number, *times))

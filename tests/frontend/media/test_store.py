@@ -64,6 +64,46 @@ async def test_a_sweep_begins_with_the_store(tmp_path: Path) -> None:
     running.cancel()
 
 
+async def test_a_file_whose_writing_was_cut_short_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = store(tmp_path, kept_s=100.0)
+
+    def cut_short(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:  # nothing tidies up after a frontend that is killed
+        killed.setattr(Path, "rename", cut_short)
+        killed.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            one._write({"picture_1.png": b"half"}, True)
+    [left] = names(tmp_path)
+    os.utime(tmp_path / left, (0, time.time() - 101))
+    one.sweep(time.time())
+    assert names(tmp_path) == set()
+
+
+async def test_a_directory_that_cannot_be_read_ends_no_sweeps(tmp_path: Path) -> None:
+    (tmp_path / "media").write_text("a file")
+    one = store(tmp_path / "media", kept_s=0.01)
+    running = asyncio.ensure_future(one.run())
+    await asyncio.wait({running}, timeout=0.1)
+    (tmp_path / "media").unlink()
+    name = name_of(await one.keep(b"picture", "png", ""))
+    async with asyncio.timeout(60.0):
+        await eventually(lambda: running.done() or not (tmp_path / "media" / name).exists())
+    assert not running.done()
+    running.cancel()
+
+
+async def test_the_files_of_a_job_that_waits_for_long_stay_with_its_lock(tmp_path: Path) -> None:
+    one, ids = store(tmp_path, kept_s=100.0), [f"video_{digit * 32}" for digit in "12"]
+    for name in (f"{each}.{kind}" for each in ids for kind in ("json", "lock")):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (0, time.time() - 101))
+    os.utime(tmp_path / f"{ids[0]}.lock")
+    one.sweep(time.time())
+    assert names(tmp_path) == {f"{ids[0]}.json", f"{ids[0]}.lock"}
+
+
 async def test_a_file_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
     one = store(tmp_path, bytes=60)
     await one.keep(b"x" * 30, "png", "")

@@ -48,6 +48,7 @@ from services.frontend.requests.session import Session, State
 from shared.errors import InvalidRequest, NotFinite, Overloaded, RequestTimeout, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages.frames import (
+    BLOCKED,
     NOT_BEGUN,
     NOT_FINITE,
     SHUTTING_DOWN,
@@ -698,6 +699,17 @@ def test_numbers_that_are_not_finite_end_their_request_with_an_error_and_are_tri
     assert isinstance(end.error, NotFinite)
     assert failure_of(end.error).status == 500
     assert failure_of(end.error).retry_after_s is None
+
+
+def test_a_picture_that_is_blocked_is_its_request_s_fault_and_tried_nowhere_else() -> None:
+    session = Session(R, MAX_TOKENS)
+    session.start()
+    session.on(selected(1, "w1"))
+    session.on(Accepted(R, 1))
+    _, end = step(session, PartReceived("w1", Part(R, 1, 0, b"", "error", error=BLOCKED)))
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, InvalidRequest)
+    assert (end.error.param, end.error.code, end.error.status) == ("prompt", "content_policy_violation", 400)
 
 
 def test_a_stream_that_is_lost_on_the_way_again_and_again_goes_on_as_long_as_it_grows() -> None:

@@ -239,6 +239,32 @@ async def test_a_job_of_a_frontend_that_is_gone_is_made_here_with_the_same_seed(
         assert await made(w) == picture
 
 
+async def test_a_job_whose_end_cannot_be_written_is_made_again_once_it_can(directory: Path, tmp_path: Path) -> None:
+    media, away = tmp_path / "media", tmp_path / "away"
+    async with world(directory, pictures=OUTPUT, settings=kept(tmp_path)) as w, clients(w) as (_, http):
+        output, w.workers[0].output = w.workers[0].output, None
+        name = await begun(http)
+        [generate] = await w.workers[0].generates.at_least(1)
+        media.rename(away)
+        media.write_text("as if the disk were full")
+        await w.workers[0].send(generate, 0, [], "stop", picture=PicturePiece(4, 0, b"whole"))
+        w.workers[0].output = output
+        await eventually(lambda: can_be_locked(away / f"{name}.lock"))
+        media.unlink()
+        away.rename(media)
+        assert (await until(http, name, "completed", "failed"))["status"] == "completed"
+
+
+def can_be_locked(path: Path) -> bool:
+    """Whether a job's owner has left it, with its lock."""
+    if not path.exists():
+        raise AssertionError("the lock is gone, and with it the job")
+    lock = JobLock.take(path)
+    if lock is not None:
+        lock.release(over=False)
+    return lock is not None
+
+
 async def test_a_frontend_that_ends_leaves_its_jobs_to_the_next_one(directory: Path, tmp_path: Path) -> None:
     settings = kept(tmp_path)
     async with world(directory, pictures=OUTPUT, settings=settings) as w, clients(w) as (_, http):

@@ -33,7 +33,7 @@ letters = [chr(byte if byte in kept else 256 + index) for index, byte in enumera
 tokens = ["<|startoftext|>", "<|pad|>", "<|endoftext|>", *letters, *[letter + "</w>" for letter in letters]]
 (words / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(dict.fromkeys(tokens))}))
 (words / "merges.txt").write_text("#version: 0.2\\n")
-StableDiffusionPipeline(
+pipe = StableDiffusionPipeline(
     vae=AutoencoderKL(
         block_out_channels=[32, 64], latent_channels=4, norm_num_groups=8,
         down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
@@ -49,8 +49,24 @@ StableDiffusionPipeline(
     tokenizer=CLIPTokenizer(str(words / "vocab.json"), str(words / "merges.txt"), model_max_length=77),
     scheduler=DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1),
     safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-).save_pretrained(target)
+)
+CHANGE
+pipe.save_pretrained(target)
 """
+BROKEN_VAE = "pipe.vae.decoder.conv_out.weight.data.fill_(float('nan'))"
+"""A change of the pipeline: its pictures are not finite."""
+STRICT_CHECKER = """
+from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+from transformers import CLIPConfig, CLIPImageProcessor
+small = dict(hidden_size=32, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2)
+checker = StableDiffusionSafetyChecker(CLIPConfig(
+    text_config=small, vision_config={**small, "image_size": 32, "patch_size": 8}, projection_dim=32))
+checker.concept_embeds_weights.data.fill_(-2.0)
+checker.special_care_embeds_weights.data.fill_(-2.0)
+pipe = StableDiffusionPipeline(**{**pipe.components, "safety_checker": checker,
+    "feature_extractor": CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32)})
+"""
+"""A change of the pipeline: all of its pictures are blocked."""
 
 VIDEOS = """
 import sys, torch
@@ -90,9 +106,9 @@ def run_there(code: str, *arguments: str) -> str:
     return ran.stdout
 
 
-def write_image_pipeline(target: Path) -> Path:
-    """Write a Stable Diffusion shape that makes pictures of 64 by 64."""
-    run_there(IMAGES, str(target))
+def write_image_pipeline(target: Path, change: str = "") -> Path:
+    """Write a Stable Diffusion shape that makes pictures of 64 by 64. `change` is code that changes `pipe` before."""
+    run_there(IMAGES.replace("CHANGE", change), str(target))
     return target
 
 

@@ -26,11 +26,13 @@ from services.worker.contracts.messages import (
     Submit,
 )
 from services.worker.engine.process import EngineProcess
-from shared.messages.frames import Part
+from shared.messages.frames import BLOCKED, NOT_FINITE, Part
 from shared.messages.generate import Picture, Sampling
 from tests.worker.diffusers.environment import (
+    BROKEN_VAE,
     LIMIT_S,
     PYTHON,
+    STRICT_CHECKER,
     needs_diffusers,
     run_there,
     write_image_pipeline,
@@ -169,6 +171,19 @@ async def test_a_picture_that_cannot_be_computed_ends_alone(model: Path) -> None
         last = await one.end_of(failed)
         assert (last.finish, last.error[:10]) == ("error", "ValueError")
         await one.file_of(fine)
+
+
+async def test_a_picture_of_numbers_that_are_not_finite_is_an_error_and_not_black(tmp_path: Path) -> None:
+    async with engine(write_image_pipeline(tmp_path / "tiny", BROKEN_VAE)) as one:
+        last = await one.end_of(one.submit(PICTURE))
+        said = f"{NOT_FINITE}: the pixels; worker.diffusers.dtype=float32 may help"
+        assert (last.finish, last.error) == ("error", said)
+
+
+async def test_a_picture_that_the_safety_checker_blocks_is_an_error_and_not_black(tmp_path: Path) -> None:
+    async with engine(write_image_pipeline(tmp_path / "tiny", STRICT_CHECKER)) as one:
+        last = await one.end_of(one.submit(PICTURE))
+        assert (last.finish, last.error) == ("error", BLOCKED)
 
 
 async def test_a_step_that_takes_too_long_ends_the_engine(model: Path) -> None:

@@ -70,6 +70,21 @@ def test_groups_take_turns_a_step_each() -> None:
     assert [one.next_turn() for _ in range(6)] == groups * 2
 
 
+def test_a_picture_of_a_batch_for_which_there_is_no_file_ends_alone() -> None:
+    one = queue()
+    for number in (1, 2):
+        one.add(submit(number), 0)
+    group, _ = begin(one)
+    one.leave_turn(group)
+    one.finish(group, ["it is black", b"file"], 1.0)
+    one.validate()
+    while one.sends:
+        one.send_piece()
+    ends = {part.request: (part.finish, part.error) for part in parts(one)}
+    assert ends == {"r1": ("error", "it is black"), "r2": ("stop", "")}
+    assert one.made == 1
+
+
 def test_a_file_is_sent_in_pieces_and_the_last_one_ends_the_attempt() -> None:
     one = queue()
     one.add(submit(1), 0)
