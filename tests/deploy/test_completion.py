@@ -48,7 +48,7 @@ def offered(file: Path, *words: str) -> list[str]:
         (["key", ""], ["new", "list", "revoke"]),
         (["key", "re"], ["revoke"]),
         (["key", "new", "alice", "--o"], ["--out"]),
-        (["up", "--engine", ""], ["native", "vllm", "attached", "simulated", "echo"]),
+        (["up", "--engine", ""], ["native", "vllm", "attached", "simulated", "echo", "diffusers"]),
         (["up", "--engine", "e"], ["echo"]),
         (["up", "--port", "8001", "--tls-"], ["--tls-cert", "--tls-key"]),
         (["up", "--keys", "k"], []),

@@ -141,9 +141,10 @@ async def test_a_stack_that_stops_while_it_waits_for_hand_overs_is_not_called_re
     up = RolesUp(state_dir, capsys, router)
     running = asyncio.create_task(up.shell.run())
     await up.until(lambda: f"  prefill-0: not attached to the kvbm: {up.WHY}\n" in up.shown)
+    log = state_dir.logs / "router.log"
+    await up.until(lambda: "GET /health" in log.read_text())  # from then on it ignores SIGTERM
     up.shell.stop()
     await up.until(lambda: "  router: draining\n" in up.shown)
-    log = state_dir.logs / "router.log"
     asked = log.read_text().count("GET /health")
     await up.until(lambda: log.read_text().count("GET /health") >= asked + 3)
     up.shell.stop()
