@@ -360,7 +360,7 @@ class Worker:
         self._kvbm.engine_lost()
         self._lost_because = reason
         self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")
-        self._metrics.engine_lost()
+        self._metrics.engine_lost(counts=self.engine.lost_in_a_row > 0)
         self._kvbm_metrics.engine_lost()
         self._observations.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")
