@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.model.card import CardAnnouncement, card_of, served_name
 from services.worker.model.sent_files import SentFiles
 from services.worker.operations.operator import Operator
+from services.worker.operations.room import ask_for_room
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
 from services.worker.reports.rank_reports import RankReports
@@ -224,6 +226,7 @@ class Worker:
                     self._kvbm.run(),
                     self._operator.run(),
                     self._gpus.run(),
+                    *self._room_asks(),
                 )
             ]
             try:
@@ -244,6 +247,15 @@ class Worker:
         if isinstance(failed, BaseException) and not isinstance(failed, asyncio.CancelledError):
             raise failed
         return paused
+
+    def _room_asks(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what asks for room while an engine loads, if that takes the room of other models."""
+        config = self._config
+        if config.turns and config.device == "cuda":
+            yield ask_for_room(self._runtime, config.turns, self._model_name, self._engine_loads)
+
+    def _engine_loads(self) -> bool:
+        return self.engine.facts is None and not self._operator.note
 
     async def _drain(self) -> None:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
