@@ -145,6 +145,8 @@ class Worker:
         """What the engine that lives has reported."""
         self._lost_because = ""
         """Why the last engine was lost, until another one is ready."""
+        self._engine_loads = False
+        """Whether an engine has said that it loads, and is neither ready nor lost."""
         self._attempts_changed = asyncio.Event()
         self._operator = Operator(
             runtime,
@@ -252,10 +254,7 @@ class Worker:
         """Yield what asks for room while an engine loads, if that takes the room of other models."""
         config = self._config
         if config.turns and config.device == "cuda":
-            yield ask_for_room(self._runtime, config.turns, self._model_name, self._engine_loads)
-
-    def _engine_loads(self) -> bool:
-        return self.engine.facts is None and not self._operator.note
+            yield ask_for_room(self._runtime, config.turns, self._model_name, lambda: self._engine_loads)
 
     async def _drain(self) -> None:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
@@ -270,6 +269,7 @@ class Worker:
     # --- reports of the engine
 
     def _engine_ready(self, facts: Ready) -> None:
+        self._engine_loads = False
         self._lost_because = ""
         self._notes = []
         card = card_of(  # reads some MB, once, while nothing is served
@@ -318,6 +318,7 @@ class Worker:
 
     def _engine_loading(self, loading: Loading) -> None:
         """Show the progress at /health; log it in steps of 10 %."""
+        self._engine_loads = True
         reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
         if self._lost_because:
             reason += f"; the engine before this one was lost: {self._lost_because}"
@@ -366,6 +367,7 @@ class Worker:
         return places, sorted(notes, key=lambda note: -note.age_s)
 
     def _engine_lost(self, reason: str) -> None:
+        self._engine_loads = False
         self._progress_before += self._ranks.progress
         self._ranks = RankReports()
         self._operator.engine_lost(reason)

@@ -19,7 +19,7 @@ from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.discovery.memory import MemoryStore
 from shared.messages.turns import MODEL_TURN, WANT_MODEL, ModelTurn, WantModel
 from tests.fake_runtime import fake_runtime
-from tests.worker.scripted_engine import ScriptedEngines
+from tests.worker.scripted_engine import FACTS, ScriptedEngines
 from tests.worker.shell import NAMESPACE, WORKER, running_worker, write_model
 
 ASKED = WantModel(WORKER, "model", 0, 0.0, loads=True)
@@ -113,5 +113,8 @@ async def test_a_worker_asks_if_its_engine_loads_on_a_gpu(tmp_path: Path, device
         if asks:
             await decider.hears(2)
             assert decider.heard[0] == ASKED
+            engines.all[-1].report(FACTS)
+            await shell.peer.until(lambda: shell.worker.engine.facts is not None)
+            assert not shell.worker._engine_loads
         else:
             assert list(shell.worker._room_asks()) == []
