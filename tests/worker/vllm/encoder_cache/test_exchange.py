@@ -167,9 +167,6 @@ async def test_a_store_that_fails_costs_an_image_its_exchange_alone(caplog: pyte
         def fetch_or_encode(self, key: bytes, encode: Callable[[], bytes]) -> tuple[bytes, bool]:
             raise RuntimeError(f"no {key!r}")
 
-        def store_owed(self) -> None:
-            """Owe nothing."""
-
     one = Asking(EmbeddingExchange(Broken, "float32", 2))
     assert await one.ask(b"a") == b""
     await one.ended()
