@@ -177,8 +177,9 @@ class WorkerMetrics:
         self._load_s.set(took_s)
         self._shown = EngineLoad()
 
-    def engine_lost(self) -> None:
-        self._restarts.inc()
+    def engine_lost(self, *, counts: bool = True) -> None:
+        """An engine has ended. It does not count if it was stopped."""
+        self._restarts.inc(counts)
         self.publish()
         self._show(EngineLoad(), 0)
 

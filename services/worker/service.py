@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.model.card import CardAnnouncement, card_of, served_name
 from services.worker.model.sent_files import SentFiles
 from services.worker.operations.operator import Operator
+from services.worker.operations.room import ask_for_room
 from services.worker.reports.gpus import GpuTelemetry
 from services.worker.reports.observations import EngineObservations
 from services.worker.reports.rank_reports import RankReports
@@ -143,6 +145,8 @@ class Worker:
         """What the engine that lives has reported."""
         self._lost_because = ""
         """Why the last engine was lost, until another one is ready."""
+        self._engine_loads = False
+        """Whether an engine has said that it loads, and is neither ready nor lost."""
         self._attempts_changed = asyncio.Event()
         self._operator = Operator(
             runtime,
@@ -224,6 +228,7 @@ class Worker:
                     self._kvbm.run(),
                     self._operator.run(),
                     self._gpus.run(),
+                    *self._room_asks(),
                 )
             ]
             try:
@@ -245,6 +250,12 @@ class Worker:
             raise failed
         return paused
 
+    def _room_asks(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what asks for room while an engine loads, if that takes the room of other models."""
+        config = self._config
+        if config.turns and config.device == "cuda":
+            yield ask_for_room(self._runtime, config.turns, self._model_name, lambda: self._engine_loads)
+
     async def _drain(self) -> None:
         """Accept no new attempts; give running ones `drain_s` to end, then end them with an error."""
         self._attempts.draining = True
@@ -258,6 +269,7 @@ class Worker:
     # --- reports of the engine
 
     def _engine_ready(self, facts: Ready) -> None:
+        self._engine_loads = False
         self._lost_because = ""
         self._notes = []
         card = card_of(  # reads some MB, once, while nothing is served
@@ -306,6 +318,7 @@ class Worker:
 
     def _engine_loading(self, loading: Loading) -> None:
         """Show the progress at /health; log it in steps of 10 %."""
+        self._engine_loads = True
         reason = f"{loading.what}: {10 * int(10 * loading.share)} %"
         if self._lost_because:
             reason += f"; the engine before this one was lost: {self._lost_because}"
@@ -354,13 +367,14 @@ class Worker:
         return places, sorted(notes, key=lambda note: -note.age_s)
 
     def _engine_lost(self, reason: str) -> None:
+        self._engine_loads = False
         self._progress_before += self._ranks.progress
         self._ranks = RankReports()
         self._operator.engine_lost(reason)
         self._kvbm.engine_lost()
         self._lost_because = reason
         self._runtime.health.unready(f"the engine was lost and is starting again: {reason}")
-        self._metrics.engine_lost()
+        self._metrics.engine_lost(counts=self.engine.lost_in_a_row > 0)
         self._kvbm_metrics.engine_lost()
         self._observations.engine_lost()
         self._fail_all(f"the engine was lost: {reason}")

@@ -20,14 +20,17 @@ TurnStage = Literal[
 
 
 class WantModel(Struct, frozen=True, tag="want_model"):
-    """Requests wait at a frontend for a model that is not awake. It is repeated while they wait."""
+    """Requests wait at a frontend for a model that is not awake, or its engine loads. It is repeated meanwhile."""
 
     frontend: str
+    """The frontend, or the worker whose engine loads."""
     model: str
     waiting: int
     """The number of requests that wait there."""
     oldest_s: float
     """The seconds for which the first of them has waited."""
+    loads: bool = False
+    """Whether a worker's engine loads the model, for which it needs room on the device."""
 
 
 class ModelTurn(Struct, frozen=True, tag="model_turn"):

@@ -13,6 +13,8 @@ READ_LIMIT_BYTES = 1 << 18
 """The most bytes of a log that are read at once; what a longer piece has before them is passed over."""
 _TEXT = re.compile(r' level=error .*? logger=services\.worker\.engine\.\S+ message=("(?:[^"\\]|\\.)*")')
 _LOGGER = "services.worker.engine."
+OF_STANDBY = "the standby "
+"""How an error begins that costs the worker nothing: its engine serves on."""
 
 
 def engine_error(line: str) -> str:

@@ -114,7 +114,8 @@ class Operator:
         """The engine has ended: withdraw the card."""
         self._card = None
         self._put(self._operations.engine_lost(reason, self._engine.lost_in_a_row))
-        self._started.set()
+        if self._engine.lost_in_a_row:  # else it was stopped, and another one is to start
+            self._started.set()
         self.announce()
 
     @property
@@ -245,15 +246,17 @@ class Operator:
         return ENGINE_LIMIT_S if asked is None or asked.engine_s is None else min(asked.engine_s, ENGINE_LIMIT_S)
 
     async def _start_engine(self) -> None:
-        """Start an engine, and end it if it takes longer than this limit and twice as long as the last one."""
+        """Start an engine, and end it if it takes longer than this limit and twice as long as the last one. One that
+        was stopped before may still be ending: then the limit begins again."""
         self._started.clear()
         self._engine.start()
         limit_s = self._engine_limit_s + 2 * self._engine.start_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._started.wait()
-        except TimeoutError:
-            self._engine.kill(f"the engine did not start in {limit_s:.0f} s")
+        while not self._started.is_set():
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._started.wait()
+            except TimeoutError:
+                self._engine.kill(f"the engine did not start in {limit_s:.0f} s")
 
     async def _changed(self, action: AskEngine) -> str:
         """Return why the files of a LoRA are not those of its id. Empty if they are."""

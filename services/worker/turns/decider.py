@@ -14,6 +14,9 @@ the turns of n - 1 others, as long as they fall asleep and wake.
                then as long as no other is waited for; then until it is not in use, or turn_s
     to leave   first what is not in use, the least recently used one first; then what has been awake longest
 
+On a GPU an engine needs the room of a model that is awake also to load. While its worker says that it loads, it counts
+as one, and is not asked for anything: others give way to it as to one that is waited for.
+
 A worker that is silent while others report is asked for nothing. It may be frozen, and holds what it has: models for
 which there is no room because of it fail at once, and say so. An order that it has not answered is forgotten when it
 reports again, as it may be lost; one to wake that it has not begun is forgotten at once.
@@ -104,6 +107,8 @@ class _TurnTaker:
     why: str = ""
     """What its worker answered last, if that was not what was asked for."""
     could_not_wake: bool = False
+    loads_until_s: float = 0.0
+    """Until when it holds that its worker's engine loads."""
     silent_s: float = 0.0
     """For how long its worker has not reported although others have."""
     pause_s: float = 0.0
@@ -113,6 +118,10 @@ class _TurnTaker:
     def enter(self, stage: TurnStage, now_s: float) -> None:
         if stage != self.stage:
             self.stage, self.since_s = stage, now_s
+
+    def loads(self, now_s: float) -> bool:
+        """Whether its engine loads, and needs the room of a model that is awake."""
+        return self.loads_until_s > now_s and self.stage not in _HOLDING
 
     @property
     def is_silent(self) -> bool:
@@ -149,7 +158,7 @@ class DeviceTurns:
         if instance != taker.instance:
             taker.instance, taker.asked, taker.busy, taker.answered_s = instance, False, False, -ANSWER_HOLDS_S
             taker.why, taker.could_not_wake, taker.pause_s, taker.retry_s = "", False, 0.0, 0.0
-            taker.silent_s = 0.0
+            taker.silent_s = taker.loads_until_s = 0.0
         self._update(taker, now_s)
         return True
 
@@ -170,11 +179,15 @@ class DeviceTurns:
         self._update(taker, now_s)
 
     def wanted(self, want: WantModel, now_s: float) -> ModelTurn:
-        """Record that requests wait for a model at a frontend, and return its turn."""
+        """Record that requests wait for a model at a frontend, or that its engine loads, and return its turn."""
         taker = self._models.get(want.model)
+        if taker is None and want.loads and len(self._models) < MOST_MODELS:
+            taker = self._models[want.model] = _TurnTaker(since_s=now_s)
         if taker is None:
             return ModelTurn(want.model, "gone", why="no worker has it")
-        if want.waiting <= 0:
+        if want.loads:
+            taker.loads_until_s = now_s + WANTED_S
+        elif want.waiting <= 0:
             taker.waits.pop(want.frontend, None)
         elif want.frontend in taker.waits or len(taker.waits) < MOST_FRONTENDS:
             taker.waits[want.frontend] = _Wait(want.waiting, now_s - max(0.0, want.oldest_s), now_s + WANTED_S)
@@ -212,12 +225,13 @@ class DeviceTurns:
         """Return the orders of this moment. Each is answered once, by `answered`, unless its worker goes before."""
         for model, taker in list(self._models.items()):
             self._update(taker, now_s)
-            if taker.stage == "gone" and not taker.waits:
+            if taker.stage == "gone" and not (taker.waits or taker.loads(now_s)):
                 del self._models[model]
         most, models = self._config.awake, self._models.items()
         holding = [(model, taker) for model, taker in models if taker.stage in _HOLDING]
-        queue = [(model, taker) for model, taker in self._queue() if taker.retry_s <= now_s and not taker.is_silent]
-        room = most - len(holding)
+        queued = self._queue(now_s)
+        queue = [(model, taker) for model, taker in queued if taker.retry_s <= now_s and not taker.is_silent]
+        room = most - len(holding) - len(self._loading(now_s))
         woken = queue[: max(0, room)]
         leaving = sum(taker.stage == "falling asleep" for _, taker in holding)
         needed = min(len(queue) - len(woken), most) + max(0, -room) - leaving
@@ -227,14 +241,18 @@ class DeviceTurns:
         orders = [self._order(model, taker, "wake", now_s) for model, taker in woken]
         return orders + [self._order(model, taker, "sleep", now_s) for model, taker in leavers[: max(0, needed)]]
 
-    def _queue(self) -> list[tuple[str, _TurnTaker]]:
+    def _queue(self, now_s: float) -> list[tuple[str, _TurnTaker]]:
         """Return the models that sleep and are waited for, the longest wait first."""
         waited = [
             (taker.queued_s, model)
             for model, taker in self._models.items()
-            if taker.stage == "asleep" and taker.queued_s is not None
+            if taker.stage == "asleep" and taker.queued_s is not None and not taker.loads(now_s)
         ]
         return [(model, self._models[model]) for _, model in sorted(waited)]
+
+    def _loading(self, now_s: float) -> list[str]:
+        """Return the models whose engines load."""
+        return sorted(model for model, taker in self._models.items() if taker.loads(now_s))
 
     def _may_leave(self, taker: _TurnTaker, now_s: float) -> bool:
         if taker.retry_s > now_s or taker.is_silent or taker.stage not in ("awake", "drained"):
@@ -275,7 +293,7 @@ class DeviceTurns:
             for_s=round(now_s - taker.since_s, 3),
             waiting=sum(wait.waiting for wait in taker.waits.values()),
             oldest_s=round(now_s - oldest_s, 3),
-            why=self._why(model, taker) if taker.waits and taker.stage != "awake" else "",
+            why=self._why(model, taker, now_s) if taker.waits and taker.stage != "awake" else "",
             failed=self._failed(taker, now_s),
         )
 
@@ -291,8 +309,11 @@ class DeviceTurns:
         held = "; ".join(f"{name}: {self._models[name].silence}" for name in silent)
         return f"{', '.join(silent)} {'holds' if len(silent) == 1 else 'hold'} {self._config.device}; {held}"
 
-    def _why(self, model: str, taker: _TurnTaker) -> str:
+    def _why(self, model: str, taker: _TurnTaker, now_s: float) -> str:
         """Return why a model that is waited for is not awake yet."""
+        loading = self._loading(now_s)
+        if model in loading:
+            return "its engine is loading"
         match taker.stage:
             case "gone":
                 return "its worker is gone"
@@ -308,7 +329,9 @@ class DeviceTurns:
         if len(holding) >= self._config.awake:
             turn = f"{', '.join(holding)} {'has its' if len(holding) == 1 else 'have their'} turn"
             return turn + "".join(f"; {name}: {why}" for name in holding if (why := self._models[name].why))
-        before = [name for name, _ in self._queue()].index(model)
+        if len(holding) + len(loading) >= self._config.awake:
+            return f"{', '.join(loading)} {'loads, and needs' if len(loading) == 1 else 'load, and need'} the room"
+        before = [name for name, _ in self._queue(now_s)].index(model)
         return f"its turn comes after those of {before} others" if before else "its turn comes next"
 
     def validate(self) -> None:

@@ -305,6 +305,36 @@ async def test_an_engine_that_a_worker_has_lost_is_shown_and_when_it_is_back(
     assert (said + capsys.readouterr().err).count(lost) == 1
 
 
+async def test_a_standby_that_is_lost_does_not_make_its_worker_ready_again(
+    state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = servers.free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    (state_dir.run / "health").write_text("well")
+    lost = "the standby is lost (no room); starting another in 10 s", "the engine is lost (7); starting another in 0 s"
+    for number, text in enumerate(lost):
+        logged = logging.LogRecord("services.worker.engine.standby", logging.ERROR, "", 1, text, None, None)
+        (state_dir.home / f"line-{number}").write_text(LogLine("worker", "w1").format(logged) + "\n")
+    first = f"cat {state_dir.home / 'line-0'}; touch {state_dir.home / 'first'}; {STAYS}"
+    then = f"until [ -e {state_dir.home / 'first'} ]; do sleep 0.05; done; cat {state_dir.home / 'line-1'}"
+    then += f"; exec {sys.executable} -m http.server --bind 127.0.0.1 {port}"  # both are as healthy as it is
+    launches = launch("worker-0", first, observe=url), launch("worker-1", then, observe=url)
+    shell = Shell(Stack(launches, {}, url, "tiny", "", ""), state_dir, Terminal())
+    running = asyncio.create_task(shell.run())
+    said = ""
+
+    def is_back() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "worker-1 is ready again\n" in said
+
+    await until(is_back)
+    shell.stop()
+    await running
+    assert f"worker-0: {lost[0]}\n" in said
+    assert "worker-0 is ready again" not in said
+
+
 async def test_the_last_words_of_the_start_trust_the_certificate_that_was_given(
     state_dir: StateDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:

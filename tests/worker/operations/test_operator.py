@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from services.worker.contracts.messages import (
     PARTS,
     CancelAttempt,
     EngineLoad,
+    EngineReport,
     Loading,
     Operate,
     Operated,
@@ -24,6 +26,7 @@ from services.worker.contracts.messages import (
     Stepped,
     Submit,
 )
+from services.worker.engine import supervisor
 from services.worker.model.lora_files import digest_lora
 from services.worker.operations import operator
 from services.worker.operations.operations import MOST_STARTS
@@ -48,10 +51,12 @@ class OperableEngines:
     def __init__(self) -> None:
         self.facts: Ready | None = ABLE
         """What an engine that starts is. None if it does not become ready."""
+        self.kind: type[ScriptedEngine] = ScriptedEngine
+        """What is started."""
         self.all: list[ScriptedEngine] = []
 
     async def start(self, _config: WorkerConfig, _model_name: str, instance: str) -> ScriptedEngine:
-        self.all.append(ScriptedEngine(instance, self.facts or Loading("reading", 0.5)))
+        self.all.append(self.kind(instance, self.facts or Loading("reading", 0.5)))
         return self.all[-1]
 
     @property
@@ -218,6 +223,47 @@ async def test_a_model_by_turns_gives_way_while_its_engine_starts(
         engines.facts = ABLE
         assert await asking(shell, "wake") == WorkerOperated(WORKER)
         await serving(shell)
+        assert len(engines.all) == 3
+        lost = shell.runtime.registry.get_sample_value("headrace_engine_restarts_total")
+        assert lost == 1, "the one that was stopped is not lost"
+
+
+class SlowlyEnding(ScriptedEngine):
+    """Its memory takes long to be freed: it has ended when the test says so."""
+
+    def __init__(self, instance: str, first: EngineReport) -> None:
+        super().__init__(instance, first)
+        self.freed = asyncio.Event()
+
+    async def end(self, limit_s: float, last: Callable[[EngineReport], None], /) -> int:
+        await self.freed.wait()
+        return await super().end(limit_s, last)
+
+
+async def test_an_engine_that_hangs_as_it_starts_is_ended_also_if_the_one_before_it_ended_slowly(
+    config: WorkerConfig, engines: OperableEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "END_LIMIT_S", 0.05)
+    async with running_worker(msgspec.structs.replace(config, turns="cpu"), start_engine=engines.start) as shell:
+        await engines.do("sleep")
+        await shell.peer.until(lambda: not shell.runtime.health.reasons)
+        waking = asking(shell, "wake")
+        await engines.do("wake")
+        assert await waking == WorkerOperated(WORKER)
+        engines.facts, engines.kind = None, SlowlyEnding
+        engines.last.kill()
+        await shell.peer.until(lambda: len(engines.all) == 2)
+        slow = engines.last
+        assert isinstance(slow, SlowlyEnding)
+        assert await asking(shell, "sleep") == WorkerOperated(WORKER, state="asleep")
+        engines.kind = ScriptedEngine
+        waking = asking(shell, "wake", engine_s=0.1)
+        await shell.peer.until(shell.worker.engine._gate.wanted.is_set)
+        slow.freed.set()
+        async with asyncio.timeout(60.0):
+            woken = await waking
+        assert woken.failed.startswith("the engine did not start in ")
+        assert (woken.state, woken.busy) == ("asleep", False)
         assert len(engines.all) == 3
 
 

@@ -329,10 +329,53 @@ def test_an_order_without_an_answer_leaves_what_discovery_says() -> None:
     assert turns.shown(2.0)[0].stage == "awake"
 
 
+def loads(turns: DeviceTurns, model: str, now_s: float) -> ModelTurn:
+    turn = turns.wanted(WantModel(f"worker-{model}", model, 0, 0.0, loads=True), now_s)
+    turns.validate()
+    return turn
+
+
+def test_a_model_gives_way_to_one_whose_engine_loads_and_wakes_after_that() -> None:
+    turns = device("a")
+    awake(turns, "a", 0.0)
+    assert loads(turns, "b", 2.9).stage == "gone"
+    assert turns.decide(2.9) == [], "not before its least time"
+    assert turns.decide(3.0) == [order("a", "sleep")]
+    answer(turns, order("a", "sleep"), "", "asleep", now_s=3.1)
+    loads(turns, "b", 3.2)
+    assert want(turns, "a", 3.2).why == "b loads, and needs the room"
+    assert want(turns, "b", 3.2).why == "its engine is loading"
+    assert turns.decide(3.2) == []
+    turns.worker_seen("b", "worker-b", "asleep", 3.3)
+    assert turns.decide(3.3) == [order("a", "wake")]
+
+
+def test_an_engine_that_loads_again_is_not_asked_to_wake_meanwhile() -> None:
+    turns = device("a", "b")
+    loads(turns, "a", 0.0)
+    want(turns, "a", 0.0)
+    want(turns, "b", 0.0)
+    assert turns.decide(0.0) == []
+    want(turns, "a", WANTED_S)
+    assert turns.decide(WANTED_S) == [order("a", "wake")], "nothing was heard of its engine since"
+
+
+def test_two_engines_that_load_leave_no_room_for_a_third_model() -> None:
+    turns = device("a", "b", rules=TurnsConfig(awake=2))
+    want(turns, "a", 0.0)
+    want(turns, "b", 0.0)
+    loads(turns, "c", 0.0)
+    assert turns.decide(0.0) == [order("a", "wake")]
+    loads(turns, "d", 0.1)
+    assert turns.decide(0.1) == []
+    assert want(turns, "b", 0.1).why == "c, d load, and need the room"
+
+
 def test_models_frontends_and_the_waits_of_unknown_models_are_bounded() -> None:
     turns = device(*(f"m{number:03}" for number in range(MOST_MODELS)))
     assert not turns.worker_seen("one more", "w", "asleep", 0.0)
     assert want(turns, "one more", 0.0).stage == "gone"
+    loads(turns, "one more", 0.0)
     for number in range(MOST_FRONTENDS + 5):
         turns.wanted(WantModel(f"f{number}", "m000", 1, 0.0), 0.0)
     turns.validate()

@@ -35,7 +35,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from services.worker.kv_connector.embedding_store import KvbmEmbeddings
+from services.worker.kv_connector.embedding_store import OWED_LIMIT, KvbmEmbeddings
 from services.worker.vllm.connector.identity import (
     image_key,
     instance_of,
@@ -274,7 +274,10 @@ class _SchedulerHalf:
         )
         directory, instance = Path(given["pool"]), instance_of(config.parallel_config)
         wait_s = float(given["timeout_s"])
-        return EmbeddingExchange(lambda: KvbmEmbeddings(directory, instance, layout, wait_s), dtype, MOST_IMAGES)
+        owed = OWED_LIMIT // MOST_IMAGES  # of each store
+        return EmbeddingExchange(
+            lambda: KvbmEmbeddings(directory, instance, layout, wait_s, owed_limit=owed), dtype, MOST_IMAGES
+        )
 
     def _give_up(self) -> None:
         for number in self.wanted.take_given_up():

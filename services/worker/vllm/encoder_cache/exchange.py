@@ -3,7 +3,8 @@
     ask ──▶ KvbmEmbeddings.fetch_or_encode ─┬─ there ───────────────────────────────▶ an answer: the embeddings
                                             └─ encode ─▶ an answer: none … deliver ──▶ stored, as they come
 
-A thread that has the right to encode an image holds it until vLLM has done so. The threads share nothing but a queue.
+A thread that has the right to encode an image holds it until vLLM has done so. Then it stores one image that its store
+owes, if there is one. The threads share nothing but a queue.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class EmbeddingExchange:
             embeddings, fetched = store.fetch_or_encode(question.asked.key, lambda: self._encoded(question))
             if fetched:
                 self._answer(question, embeddings if is_finite(embeddings, self._dtype) else b"")
+            store.store_owed()
         except _GivenUp:
             pass
         except Exception as wrong:  # noqa: BLE001 - whatever fails here costs a computation, not the engine

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.worker.kv_connector import embedding_store
 from services.worker.kv_connector.embedding_store import KvbmEmbeddings
 from services.worker.vllm.encoder_cache.exchange import EmbeddingExchange, is_finite
 from services.worker.vllm.encoder_cache.wanted import ImageQuestion
@@ -139,6 +140,21 @@ async def test_without_a_kvbm_and_with_too_many_questions_the_answer_is_to_encod
         await two.ended()
         [kept] = store.service.layouts.open.values()
         assert kept.tiers.statistics().host.ready == 1
+
+
+async def test_what_was_encoded_without_a_kvbm_is_stored_after_a_later_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_store, "REFUSED_S", 0.0)
+    (tmp_path / "pool").mkdir(mode=0o700)
+    one, two = Asking(exchange(tmp_path)), Asking(exchange(tmp_path))
+    assert await one.ask(b"a" * 32, A) == b""
+    await one.ended()
+    async with serving(tmp_path):
+        assert await one.ask(b"b" * 32, B) == b""
+        await one.ended()
+        assert await two.ask(b"a" * 32) == A
+        await two.ended()
 
 
 async def test_a_store_that_fails_costs_an_image_its_exchange_alone(caplog: pytest.LogCaptureFixture) -> None:
