@@ -104,6 +104,9 @@ class Worker:
     """One worker process, its engine included. `start` starts engines: in simulations they run in this process. The
     caller ends `standby`."""
 
+    _engine_loads = False
+    """Whether an engine has said that it loads, and is neither ready nor lost."""
+
     def __init__(
         self, runtime: Runtime, config: WorkerConfig, start: StartEngine = start_engine, standby: Standby | None = None
     ) -> None:
@@ -145,8 +148,6 @@ class Worker:
         """What the engine that lives has reported."""
         self._lost_because = ""
         """Why the last engine was lost, until another one is ready."""
-        self._engine_loads = False
-        """Whether an engine has said that it loads, and is neither ready nor lost."""
         self._attempts_changed = asyncio.Event()
         self._operator = Operator(
             runtime,
