@@ -49,6 +49,7 @@ UNSAID: tuple[tuple[str, str], ...] = (
     ("n|response_format", ".*: a stream has"),
     ("partial_images", "partial_images: only allowed with stream"),
     ("size|steps|guidance|negative_prompt", ".*"),  # the model's
+    ("", "videos need a place"),  # a setting of the frontends
     ("input", "input.* is empty|input.*: a token id in a list of inputs|input: .* more than"),
     ("dimensions|pooling", ".*"),  # the model's
     # items
