@@ -223,12 +223,13 @@ class ServingVideos:
         """Make a job's video, keep it, and say in the job's file what became of it."""
         over = False
         try:
-            owned.job = await self._ended(owned)
-            await self._save(owned.job)
+            ended = await self._ended(owned)
+            await self._save(ended)
             over = True
-            asked = await asyncio.to_thread(self._media.read, f"{owned.job.id}.cancel")
-            kept = ("json", "lock", *(("mp4",) if owned.job.status == "completed" else ()))
-            await self._media.remove(owned.job.id, but=() if asked == DELETED else kept)
+            asked = await asyncio.to_thread(self._media.read, f"{ended.id}.cancel")
+            kept = ("json", "lock", *(("mp4",) if ended.status == "completed" else ()))
+            await self._media.remove(ended.id, but=() if asked == DELETED else kept)
+            owned.job = ended
         except (HeadraceError, OSError) as wrong:
             _log.error("video %s: its end cannot be kept, so it is made again: %s", owned.job.id, wrong)
         finally:
