@@ -38,6 +38,8 @@ class JobLock:
 
     def release(self, *, over: bool) -> None:
         """Let others own the job, or with `over` remove it."""
-        if over:
-            self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        try:
+            if over:
+                self._path.unlink(missing_ok=True)
+        finally:
+            os.close(self._descriptor)

@@ -1,6 +1,6 @@
 """MediaStore: files of pictures and videos in `media.directory`.
 
-    keep ──▶ written under another name, then renamed ──▶ served to the key that made it ──▶ removed after `kept_s`
+    keep, receive ──▶ under another name, then renamed ──▶ served to the key that made it ──▶ removed after `kept_s`
 
 Frontends with the same directory serve one another's files. Each removes what has expired; a file that another one has
 removed is gone. Reading and writing is done in threads.
@@ -13,10 +13,12 @@ import logging
 import os
 import secrets
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from msgspec import Struct
@@ -38,6 +40,51 @@ class Owner(Struct, frozen=True):
 
     key: str
     """The name of the API key that made it. Empty without keys."""
+
+
+class IncomingFile:
+    """A file of which parts come, one after the other, and perhaps again from an earlier byte on. Its methods block,
+    and may be called in threads whose caller has gone."""
+
+    def __init__(self, directory: Path) -> None:
+        """Nothing is written before the first part."""
+        self._directory = directory
+        self._file: IO[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        """Held while the file is used, so that it is not closed meanwhile."""
+        self.name = ""
+        """What it is called until it is complete. Empty before the first part."""
+        self.size_bytes = 0
+
+    def put(self, first: int, content: bytes) -> None:
+        """Write what begins at the byte `first`, and forget what came after it. Raise OSError."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._file is None:
+                self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                descriptor, path = tempfile.mkstemp(dir=self._directory, prefix=UNFINISHED)
+                self._file, self.name = os.fdopen(descriptor, "wb"), Path(path).name
+            self._file.seek(first)
+            self._file.write(content)
+            self._file.truncate()
+            self.size_bytes = first + len(content)
+
+    def rename(self, name: str) -> None:
+        """Give the file its name. Raise OSError."""
+        with self._lock:
+            if self._file is not None and not self._closed:
+                self._file.flush()
+                (self._directory / self.name).rename(self._directory / name)
+
+    def close(self) -> None:
+        """Close it, and remove it if it has no name yet."""
+        with self._lock, suppress(OSError):
+            self._closed = True
+            if self._file is not None:
+                (self._directory / self.name).unlink(missing_ok=True)
+                self._file.close()
 
 
 class MediaStore:
@@ -91,6 +138,27 @@ class MediaStore:
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise
+
+    @contextmanager
+    def receive(self) -> Iterator[IncomingFile]:
+        """Take a file that comes in parts; it is there after `complete`, or else gone with the context."""
+        assert self.directory is not None
+        file = IncomingFile(self.directory)
+        try:
+            yield file
+        finally:
+            asyncio.get_running_loop().run_in_executor(None, file.close)  # a thread may still write
+
+    async def complete(self, file: IncomingFile, name: str) -> None:
+        """Give a file that has come its name. Raise Overloaded if the directory is full, and OSError."""
+        async with self._writing:
+            await asyncio.to_thread(self._complete, file, name)
+
+    def _complete(self, file: IncomingFile, name: str) -> None:
+        others = (each for each in self._list() if each.name != file.name)
+        if fault := room_fault(others, file.size_bytes, self.config.bytes):
+            raise Overloaded(fault, retry_after_s=FULL_RETRY_S)
+        file.rename(name)
 
     async def find(self, name: str, key: str) -> Path:
         """Return the path of a picture that a key has made. Raise InvalidRequest with 404 for all else, also for one

@@ -89,10 +89,13 @@ class EmitPromptLogprobs(Struct, frozen=True):
 
 
 class EmitStep(Struct, frozen=True):
-    """Pass on that a step of a picture has ended."""
+    """Pass on that a step of a picture has ended, or that bytes of its file have come."""
 
     step: int
     preview: bytes
+    first: int = 0
+    """The index of `content` in the file. 0 again if another attempt begins the file again."""
+    content: bytes = b""
 
 
 class WithdrawAttempt(Struct, frozen=True):
@@ -125,8 +128,6 @@ class Finish(Struct, frozen=True):
     """`stop` or `length`."""
     embedding: bytes = b""
     """The embedding as `Part.embedding` has it; empty for text."""
-    file: bytes = b""
-    """The file of a picture; empty for text."""
     stop_token: int | None = None
     """The token that ended the output, which was not passed on; None if another reason ended it."""
     stop_logprob: TokenLogprob | None = None

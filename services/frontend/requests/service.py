@@ -344,7 +344,7 @@ class RequestService:
             stream.add_prompt_logprobs(action.given)
         else:
             stream.waiting_since = self._now()  # `first_token_s` bounds the time until the next step
-            stream.show_step(action.step, action.preview)
+            stream.show_step(action)
 
     def _close(self, stream: Stream) -> None:
         """Forget a request whose session has ended. Idempotent."""

@@ -115,8 +115,8 @@ class Session:
         self._retries = RetryBudget() if tries is None else tries
         self._embedding_bytes = embedding_bytes
         self._makes_picture = makes_picture
-        self._file = bytearray()
-        """What this attempt has brought of the picture's file."""
+        self._file_bytes = 0
+        """How much this attempt has brought of the picture's file."""
         self.request = request
         self.max_tokens = max_tokens
         self.state = State.CHOOSING
@@ -284,10 +284,11 @@ class Session:
         if self.prompt_logprobs.lacks(part):
             return actions + self._attempt_lost("gap", "log-probabilities of the prompt were lost")
         if part.picture is not None:
-            if part.picture.first != len(self._file) or len(self._file) + len(part.picture.content) > FILE_BYTES:
+            piece = part.picture
+            if piece.first != self._file_bytes or piece.first + len(piece.content) > FILE_BYTES:
                 return actions + self._attempt_lost("gap", "a piece of the picture was lost, or it is too large")
-            self._file += part.picture.content
-            actions.append(EmitStep(part.picture.step, part.picture.preview))
+            self._file_bytes += len(piece.content)
+            actions.append(EmitStep(piece.step, piece.preview, piece.first, piece.content))
         self.state = State.STREAMING
         if new:
             actions += self._receive(new, part, known)
@@ -300,8 +301,7 @@ class Session:
                 prefilled = self._prefill(part) if part.embedding or part.picture is not None else []
                 ends = bool(new) and part.finish == "stop"
                 logprob = part.logprobs[-1] if ends and part.logprobs is not None else None
-                file = bytes(self._file)
-                last = Finish(part.finish, part.embedding, file, new[-1] if ends else None, logprob)
+                last = Finish(part.finish, part.embedding, new[-1] if ends else None, logprob)
                 return prefilled + self._end([last], withdraw=False)
             case "deadline":
                 late = RequestTimeout(self._retries.error_text("the request's deadline has passed"))
@@ -425,7 +425,7 @@ class Session:
     def _next(self) -> list[Action]:
         self.attempt = self._last_attempt = self._last_attempt + 1
         self._answer_missed = False
-        self._file.clear()
+        self._file_bytes = 0
         self._retries.attempt_started()
         return self._ask()
 

@@ -22,7 +22,7 @@ from services.frontend.metrics import ModelMetrics
 from services.frontend.output.output import Delta, Output, PromptEntries
 from services.frontend.output.parsed_output import ParsedOutput
 from services.frontend.protocol.chat_chunks import Usage, usage_of
-from services.frontend.requests.actions import Fail, Finish
+from services.frontend.requests.actions import EmitStep, Fail, Finish
 from services.frontend.requests.admission import Served
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.session import Session
@@ -131,6 +131,26 @@ class StreamSelector:
         return ready
 
 
+class _FileBytes:
+    """What has come of a picture's file, and was not taken."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        """The index in the whole file of the first byte of `_bytes`."""
+        self._bytes = bytearray()
+
+    def put(self, first: int, content: bytes) -> None:
+        self._first = min(self._first, first)  # another attempt begins the file again
+        del self._bytes[first - self._first :]
+        self._bytes += content
+
+    def take(self) -> tuple[int, bytes]:
+        taken = self._first, bytes(self._bytes)
+        self._first += len(self._bytes)
+        self._bytes.clear()
+        return taken
+
+
 class Stream:
     """One running request: its session, its output, and the times that its limits are measured from.
 
@@ -187,8 +207,7 @@ class Stream:
         """The latest preview of its picture that the reader has not taken. Empty if there is none."""
         self._stepped = False
         """Whether a step has ended that the reader does not know."""
-        self.file = b""
-        """The file of its picture, once the request has ended with one."""
+        self._file = _FileBytes()
         self.output = request.output
         self.spans = None if request.trace is None else request.trace.attempts(request.id)
         """Makes the spans of the attempts. None if the request is not traced."""
@@ -212,9 +231,10 @@ class Stream:
         assert self.request.prompt_entries is not None, "the session takes only what was asked for"
         self._pass_on(Delta("", self.request.prompt_entries.push(given)))
 
-    def show_step(self, step: int, preview: bytes) -> None:
-        """Note that a step of the picture has ended, and wake the reader."""
-        self.step, self.preview = step, preview or self.preview
+    def show_step(self, shown: EmitStep) -> None:
+        """Note that a step of the picture has ended, or what has come of its file, and wake the reader."""
+        self.step, self.preview = shown.step, shown.preview or self.preview
+        self._file.put(shown.first, shown.content)
         self._stepped = True
         self._selector.mark_ready(self)
 
@@ -230,7 +250,7 @@ class Stream:
             short = last.reason == "length"
             self._pass_on(self.output.finish(short=short, stop_token=last.stop_token, stop_logprob=last.stop_logprob))
             self.finish = "stop" if self._stopped else last.reason
-            self.embedding, self.file = last.embedding, last.file
+            self.embedding = last.embedding
         if self.finish == "stop" and self.output.calls:
             self.finish = "tool_calls"
         self.ended = True
@@ -273,6 +293,11 @@ class Stream:
                 return
             elif not await self._selector.wait_ready():
                 yield NOTHING
+
+    def take_file(self) -> tuple[int, bytes]:
+        """Return the bytes of the picture's file that came since the last call, and the index of the first one in the
+        file. What was taken from there on counts no longer: an attempt that was lost had made it."""
+        return self._file.take()
 
     def pop_delta(self) -> Delta | None:
         """Remove the deltas that wait and return them as one; None if there are none."""

@@ -200,7 +200,7 @@ class PictureReply(Struct):
             index += 1
         assert picture.format != "mp4"
         completed = CompletedPicture(
-            b64_json=await asyncio.to_thread(_text, bytes(self.stream.file)),
+            b64_json=await asyncio.to_thread(_text, self.stream.take_file()[1]),
             created_at=int(time.time()),
             size=size,
             output_format=picture.format,
@@ -210,14 +210,12 @@ class PictureReply(Struct):
         yield Chunk(msgspec.json.encode(completed), more=True, last=True)
 
 
-async def make(
-    service: RequestService, request: InferenceRequest, step: Callable[[int], None] = lambda _: None
-) -> bytes:
-    """Return the file of a picture; `step` gets the number of steps that have ended. Raise what ended it."""
+async def make(service: RequestService, request: InferenceRequest) -> bytes:
+    """Return the file of a picture. Raise what ended it."""
     with service.open(request) as stream:
         async for _ in stream:
-            step(stream.step)
-        return bytes(stream.file)
+            pass
+        return stream.take_file()[1]
 
 
 class paid:

@@ -27,8 +27,9 @@ from services.frontend.media.jobs import VideoJob
 from services.frontend.media.locks import JobLock
 from services.frontend.protocol import videos
 from services.frontend.protocol.errors import Failure, failure_of, field_error
+from services.frontend.requests.stream import InferenceRequest
 from services.frontend.requests.terms import served_priority
-from services.frontend.serving.pictures import SEEDS, ServingPictures, make, picture_request
+from services.frontend.serving.pictures import SEEDS, ServingPictures, picture_request
 from services.frontend.serving.reply import SILENCE, Chunk, Framing, Opening
 from services.frontend.serving.request_context import RequestContext
 from shared.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
@@ -43,6 +44,8 @@ TRIES = 10
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 FULL_RETRY_S = 30.0
+DELETED = b"deleted"
+"""What is in the file that asks for a job's end if the job is deleted, too."""
 READ_LIMIT = 4096
 """The newest files among which a list looks for videos."""
 SILENT_TICKS = 5
@@ -57,7 +60,7 @@ class _Owned(Struct, eq=False):
 
     job: VideoJob
     lock: JobLock
-    making: asyncio.Task[bytes] | None = None
+    making: asyncio.Task[None] | None = None
     unwanted: bool = False
 
 
@@ -71,23 +74,36 @@ class ServingVideos:
         self._owned: dict[str, _Owned] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating = asyncio.Lock()
+        self._stopped = False
 
     async def run(self) -> None:
         """Begin jobs again whose frontend is gone, until cancelled; then this frontend's are left to others."""
         try:
             while self._media.directory is not None:
                 try:
-                    for job, lock in await asyncio.to_thread(self._orphans):
-                        _log.info("video %s is made here from now on", job.id)
-                        self._begin(job.again(), lock)
+                    await self._adopt()
                 except OSError as wrong:
                     _log.error("media.directory cannot be read: %s", wrong)
                 await asyncio.sleep(ADOPT_S)
         finally:
             await self.stop()
 
+    async def _adopt(self) -> None:
+        """Begin jobs again whose frontend is gone."""
+        looking = asyncio.create_task(asyncio.to_thread(self._orphans), name="orphans")
+        try:
+            found = await asyncio.shield(looking)
+        except asyncio.CancelledError:
+            for _, lock in await looking:
+                lock.release(over=False)
+            raise
+        for job, lock in found:
+            _log.info("video %s is made here from now on", job.id)
+            self._begin(job.again(), lock)
+
     async def stop(self) -> None:
-        """Leave all jobs of this frontend to others."""
+        """Leave all jobs of this frontend to others, and take no new ones."""
+        self._stopped = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -123,19 +139,27 @@ class ServingVideos:
                 created_s=created_s,
                 due_s=created_s + self._media.config.job_s,
             )
-            try:
-                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-                lock = await asyncio.to_thread(JobLock.take, directory / f"{job.id}.lock", create=True)
-            except OSError as wrong:
-                raise Unavailable(f"media.directory cannot be written: {wrong.strerror}") from None
-            assert lock is not None, "its name is new"
-            try:
-                await self._save(job)
-            except BaseException:
-                lock.release(over=True)
-                raise
-            self._begin(job, lock)
+            # A client that goes leaves no half of a job: it is paid for, so it is made.
+            keeping = asyncio.create_task(self._keep(job, directory), name=f"keep {job.id}")
+            self._tasks.add(keeping)
+            keeping.add_done_callback(self._tasks.discard)
+            await asyncio.shield(keeping)
         return msgspec.json.encode(self._shown(job))
+
+    async def _keep(self, job: VideoJob, directory: Path) -> None:
+        """Write a new job, and begin it. Raise Unavailable."""
+        if self._stopped:
+            raise Unavailable("this frontend ends")
+        try:
+            lock = await asyncio.to_thread(_new_lock, directory / f"{job.id}.lock")
+        except OSError as wrong:
+            raise Unavailable(f"media.directory cannot be written: {wrong.strerror}") from None
+        try:
+            await self._save(job)
+        except BaseException:
+            lock.release(over=True)
+            raise
+        self._begin(job, lock)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> bytes:
         """Return a job as JSON. Raise InvalidRequest."""
@@ -152,7 +176,7 @@ class ServingVideos:
         """Cancel a job if it is not over, and remove it with its video. Raise InvalidRequest and Unavailable."""
         job = await self._find(videos.decode_name(body), context.permit.key)
         if not job.is_over:
-            job = await self._cancel(job)
+            job = await self._cancel(job, DELETED)
         await self._media.remove(job.id, but=() if job.is_over else ("lock", "cancel"))
         return msgspec.json.encode(videos.VideoDeleted(job.id))
 
@@ -199,14 +223,14 @@ class ServingVideos:
         """Make a job's video, keep it, and say in the job's file what became of it."""
         over = False
         try:
-            owned.job = await self._ended(owned)
-            if owned.unwanted and not await asyncio.to_thread(self._media.has, f"{owned.job.id}.json"):
-                await self._media.remove(owned.job.id)  # it was deleted meanwhile
-            else:
-                await self._save(owned.job)
-                await self._media.remove(owned.job.id, but=("json", "mp4", "lock"))
+            ended = await self._ended(owned)
+            await self._save(ended)
             over = True
-        except HeadraceError as wrong:
+            asked = await asyncio.to_thread(self._media.read, f"{ended.id}.cancel")
+            kept = ("json", "lock", *(("mp4",) if ended.status == "completed" else ()))
+            await self._media.remove(ended.id, but=() if asked == DELETED else kept)
+            owned.job = ended
+        except (HeadraceError, OSError) as wrong:
             _log.error("video %s: its end cannot be kept, so it is made again: %s", owned.job.id, wrong)
         finally:
             del self._owned[owned.job.id]
@@ -229,8 +253,10 @@ class ServingVideos:
                         await self._save(saved)
             if owned.unwanted and making.cancelled():
                 return owned.job.ended("cancelled", time.time(), code="cancelled", error="its client cancelled it")
-            file = making.result()
-            await self._media.write({f"{owned.job.id}.mp4": file})
+            making.result()
+        except OSError as wrong:
+            why = f"media.directory cannot be written: {wrong.strerror}"
+            return owned.job.ended("failed", time.time(), code="unavailable", error=why)
         except HeadraceError as wrong:
             error = msgspec.json.decode(failure_of(wrong).payload)["error"]
             return owned.job.ended("failed", time.time(), code=error["code"] or error["type"], error=str(wrong))
@@ -239,8 +265,9 @@ class ServingVideos:
             await asyncio.wait({making})
         return owned.job.ended("completed", time.time())
 
-    async def _make(self, owned: _Owned) -> bytes:
-        """Return the video's file. While no worker can be had, wait. Raise what ends the job."""
+    async def _make(self, owned: _Owned) -> None:
+        """Make the video's file. While no worker can be had, wait. Raise what ends the job; OSError if the file cannot
+        be written."""
         loop, job, pause_s = asyncio.get_running_loop(), owned.job, PAUSE_S
         deadline = loop.time() + max(0.0, job.due_s - time.time())
         for tried in range(1, TRIES + 1):
@@ -248,7 +275,7 @@ class ServingVideos:
                 f"{job.id}-{secrets.token_hex(4)}", job.model, job.picture, deadline, job.priority, is_patient=True
             )
             try:
-                return await make(self._service, request, lambda step: self._advance(owned, step))
+                return await self._receive(owned, request)
             except (Unavailable, Overloaded):
                 if tried == TRIES or loop.time() + pause_s >= deadline:
                     raise
@@ -257,13 +284,20 @@ class ServingVideos:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         raise AssertionError("the last try has returned or raised")
 
-    def _advance(self, owned: _Owned, step: int) -> None:
-        if step:
-            owned.job = owned.job.advanced(step)
+    async def _receive(self, owned: _Owned, request: InferenceRequest) -> None:
+        """Write the file as it comes, so that memory holds only what the disk has not taken yet."""
+        with self._media.receive() as file, self._service.open(request) as stream:
+            async for _ in stream:
+                if stream.step:
+                    owned.job = owned.job.advanced(stream.step)
+                first, content = stream.take_file()
+                if content:
+                    await asyncio.to_thread(file.put, first, content)
+            await self._media.complete(file, f"{owned.job.id}.mp4")
 
-    async def _cancel(self, job: VideoJob) -> VideoJob:
+    async def _cancel(self, job: VideoJob, why: bytes = b"") -> VideoJob:
         """Cancel a job, also one that another frontend makes. Return it; it is over only if it is this frontend's."""
-        await self._media.write({f"{job.id}.cancel": b""}, bounded=False)
+        await self._media.write({f"{job.id}.cancel": why}, bounded=False)
         owned = self._owned.get(job.id)
         if owned is None or owned.making is None:
             return job
@@ -402,6 +436,14 @@ class VideoEvents(Struct):
             if job.is_over:
                 return
             await asyncio.sleep(TICK_S)
+
+
+def _new_lock(path: Path) -> JobLock:
+    """Return the lock of a new job. Blocks. Raise OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = JobLock.take(path, create=True)
+    assert lock is not None, "its name is new"
+    return lock
 
 
 def _not_found(name: str, param: str) -> InvalidRequest:

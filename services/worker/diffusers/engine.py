@@ -3,8 +3,9 @@
     commands of the shell ──▶ PictureQueue ──▶ PipelineRun.advance: a step in the run's thread
     Stepped ◀── steps, previews, pieces of files ◀── an eventfd wakes the loop when the step has ended
 
-The loop's thread computes nothing, so that it hears commands at once. While a step lasts it says every BEAT_S that the
-engine lives, since a step may take longer than frontends wait for a sign; a step that takes `stall_s` ends the engine.
+The loop's thread computes nothing, so that it hears commands at once. While a step lasts, or files are written, it says
+every BEAT_S that the engine lives, since that may take longer than frontends wait for a sign; a step or a file that
+takes `stall_s` ends the engine.
 """
 
 from __future__ import annotations
@@ -62,8 +63,6 @@ class _Step:
     """The number of its group. 0 for a probe."""
     run: PipelineRun
     begun_s: float
-    beat_s: float
-    """When the last sign of life was sent."""
 
 
 class DiffusersEngine:
@@ -77,8 +76,10 @@ class DiffusersEngine:
         together = worker.diffusers.most_together or (1 if pipeline.device == "cpu" else worker.max_running)
         self._queue = PictureQueue(most_running=worker.max_running, most_together=together if pipeline.pauses else 1)
         self._runs: dict[int, PipelineRun] = {}
-        self._writing: dict[int, PipelineRun] = {}
-        """Runs that write their files, by their groups."""
+        self._writing: dict[int, tuple[PipelineRun, float]] = {}
+        """Runs that write their files, and since when, by their groups."""
+        self._beat_s = 0.0
+        """When the last sign of life was sent."""
         self._step: _Step | None = None
         self._progress = 0
         self._steps_per_s = 0.0
@@ -130,6 +131,9 @@ class DiffusersEngine:
             self._queue.expire(now_s)
             if self._step is not None and now_s - self._step.begun_s >= self._config.stall_s:
                 return Failed(reason=f"a step took longer than worker.stall_s, {self._config.stall_s:g} s")
+            if any(now_s - begun_s >= self._config.stall_s for _, begun_s in self._writing.values()):
+                return Failed(reason=f"a file took longer than worker.stall_s, {self._config.stall_s:g} s")
+            self._beat(now_s)
             self._end_step(now_s)
             self._take_files(now_s)
             self._begin_step(now_s)
@@ -143,6 +147,8 @@ class DiffusersEngine:
             return PIECES_S
         if self._step is not None:
             return BEAT_S if not self._step.run.resting else 0.0
+        if self._writing:
+            return BEAT_S
         due_s = self._queue.due_s()
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
@@ -180,18 +186,19 @@ class DiffusersEngine:
                 return
             chosen, run = group_or_none, self._runs[group_or_none]
         run.advance()
-        self._step = _Step(chosen, run, now_s, now_s)
+        self._step = _Step(chosen, run, now_s)
+
+    def _beat(self, now_s: float) -> None:
+        """Say that the engine lives, if it works and has not said so lately."""
+        if (self._step is not None or self._writing) and now_s - self._beat_s >= BEAT_S:
+            self._beat_s = now_s
+            self._progress += 1
+            self._report(always=True)
 
     def _end_step(self, now_s: float) -> None:
-        """Take up a step that has ended, or say that the engine lives."""
+        """Take up a step that has ended."""
         step = self._step
-        if step is None:
-            return
-        if not step.run.resting:
-            if now_s - step.beat_s >= BEAT_S:
-                step.beat_s = now_s
-                self._progress += 1
-                self._report(always=True)
+        if step is None or not step.run.resting:
             return
         self._step = None
         took_s = now_s - step.begun_s
@@ -201,7 +208,7 @@ class DiffusersEngine:
         self._progress += 1
         count = len(step.run.previews)
         if step.run.computed or step.run.failed:
-            self._writing[step.group] = self._runs.pop(step.group)
+            self._writing[step.group] = self._runs.pop(step.group), now_s
             self._queue.leave_turn(step.group)
             self._report_memory()
         else:
@@ -215,8 +222,8 @@ class DiffusersEngine:
 
     def _take_files(self, now_s: float) -> None:
         """Take up the files that were written, and the runs that failed."""
-        for group in [group for group, run in self._writing.items() if run.ended]:
-            run = self._writing.pop(group)
+        for group in [group for group, (run, _) in self._writing.items() if run.ended]:
+            run, _ = self._writing.pop(group)
             if run.files is not None:
                 self._queue.finish(group, run.files, now_s)
             else:

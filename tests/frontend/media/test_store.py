@@ -54,6 +54,23 @@ async def test_what_has_expired_is_removed_and_nothing_else(tmp_path: Path) -> N
     assert names(tmp_path) == {new, new.replace(".png", ".json"), "someones.txt"}
 
 
+async def test_a_file_that_comes_in_parts_may_begin_again(tmp_path: Path) -> None:
+    one, name = store(tmp_path, bytes=60), f"video_{'5' * 32}"
+    with one.receive() as file:
+        for first, content in ((0, b"first try, "), (11, b"long"), (0, b"again"), (5, b" whole")):
+            file.put(first, content)
+        await one.complete(file, f"{name}.mp4")
+    assert (tmp_path / f"{name}.mp4").read_bytes() == b"again whole"
+    with one.receive() as file:
+        file.put(0, bytes(50))
+        with pytest.raises(Overloaded, match=r"11 of 60 bytes"):
+            await one.complete(file, f"{name}.mp4")
+    async with asyncio.timeout(60.0):
+        await eventually(lambda: names(tmp_path) == {f"{name}.mp4"})
+    file.put(0, b"a thread that is late")  # not into a descriptor that is another file's now
+    assert names(tmp_path) == {f"{name}.mp4"}
+
+
 async def test_a_sweep_begins_with_the_store(tmp_path: Path) -> None:
     one = store(tmp_path, kept_s=1.0)
     name = name_of(await one.keep(b"picture", "png", ""))

@@ -989,10 +989,10 @@ def streaming_picture() -> Session:
 def test_a_pictures_file_is_joined_and_each_step_is_passed_on() -> None:
     session = streaming_picture()
     assert step(session, PartReceived("w1", picture(0, b""))) == [EmitStep(1, b"p")]
-    assert step(session, PartReceived("w1", picture(0, b"one", at=2))) == [EmitStep(2, b"p")]
+    assert step(session, PartReceived("w1", picture(0, b"one", at=2))) == [EmitStep(2, b"p", 0, b"one")]
     actions = step(session, PartReceived("w1", picture(3, b"two", "stop", at=2)))
-    assert actions[0] == EmitStep(2, b"p")
-    assert actions[-1] == Finish("stop", file=b"onetwo")
+    assert actions[0] == EmitStep(2, b"p", 3, b"two")
+    assert actions[-1] == Finish("stop")
     assert [type(one.event) for one in actions if isinstance(one, PublishLoad)] == [Prefilled, Finished]
 
 
@@ -1001,9 +1001,9 @@ def test_a_picture_begins_again_with_the_next_attempt() -> None:
     step(session, PartReceived("w1", picture(0, b"one")))
     step(session, InstanceGone("w1"))
     step(session, selected(2, "w2"))
-    step(session, PartReceived("w2", picture(0, b"whole", attempt=2)))
+    assert step(session, PartReceived("w2", picture(0, b"whole", attempt=2)))[0] == EmitStep(1, b"p", 0, b"whole")
     actions = step(session, PartReceived("w2", picture(5, b"", "stop", attempt=2)))
-    assert actions[-1] == Finish("stop", file=b"whole")
+    assert actions[-1] == Finish("stop")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from services.frontend.metrics import Metrics
 from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Delta, Output
 from services.frontend.output.parsed_output import ParsedOutput
-from services.frontend.requests.actions import Fail, Finish
+from services.frontend.requests.actions import EmitStep, Fail, Finish
 from services.frontend.requests.session import Session
 from services.frontend.requests.stream import InferenceRequest, Stream
 from services.frontend.tool_parsers.parse_result import CallPiece, ParseResult
@@ -172,3 +172,16 @@ async def test_token_ids_come_without_text_and_with_the_token_that_ended_the_out
     stream.add_tokens([1], None)
     stream.end(Finish("stop", stop_token=2))
     assert [delta async for delta in stream] == [Delta("ab", token_ids=(1, 2))]
+
+
+def test_a_file_is_taken_as_it_comes_and_begins_again_with_the_next_attempt() -> None:
+    stream = opened()
+    for first, content in ((0, b"one"), (3, b"two")):
+        stream.show_step(EmitStep(1, b"", first, content))
+    assert stream.take_file() == (0, b"onetwo")
+    stream.show_step(EmitStep(1, b"", 6, b"three"))
+    assert stream.take_file() == (6, b"three")
+    assert stream.take_file() == (11, b"")
+    for first, content in ((11, b"lost"), (0, b"again"), (5, b", whole")):
+        stream.show_step(EmitStep(1, b"", first, content))
+    assert stream.take_file() == (0, b"again, whole")

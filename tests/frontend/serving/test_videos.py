@@ -290,6 +290,19 @@ async def test_a_job_that_another_frontend_makes_is_cancelled_by_a_file(director
             assert (await ask(http, "GET", f"/{second}"))[0] == 404
 
 
+async def test_a_video_that_is_deleted_elsewhere_as_it_is_completed_is_gone(directory: Path, tmp_path: Path) -> None:
+    settings = kept(tmp_path)
+    async with world(directory, pictures=OUTPUT, settings=settings) as w, clients(w) as (_, http):
+        w.workers[0].output = None
+        name = await begun(http)
+        [generate] = await w.workers[0].generates.at_least(1)
+        async with world(directory, pictures=OUTPUT, settings=settings) as other, clients(other) as (_, elsewhere):
+            assert (await ask(elsewhere, "DELETE", f"/{name}"))[0] == 200
+            await w.workers[0].send(generate, 0, [], "stop", picture=PicturePiece(4, 0, b"whole"))
+            await eventually(lambda: not list((tmp_path / "media").glob(f"*{name}.*")))
+            assert (await ask(http, "GET", f"/{name}"))[0] == 404
+
+
 async def eventually(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not true():  # noqa: ASYNC110 - another frontend removes files

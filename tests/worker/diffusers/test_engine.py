@@ -196,6 +196,30 @@ async def test_a_step_that_takes_too_long_ends_the_engine(model: Path) -> None:
         assert not report.model
 
 
+async def test_an_engine_says_that_it_lives_while_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder stands still until it is let go on."""
+    encoder, goes_on = tmp_path / "ffmpeg", tmp_path / "go"
+    real = run_there("import imageio_ffmpeg; print(imageio_ffmpeg.get_ffmpeg_exe())").strip()
+    wait = f'case "$*" in *libx264*) while [ ! -e {goes_on} ]; do sleep 0.1; done;; esac'
+    encoder.write_text(f'#!/bin/sh\n{wait}\nexec {real} "$@"\n')
+    encoder.chmod(0o700)
+    model = write_video_pipeline(tmp_path / "video")
+    goes_on.touch()  # for the engine's own first steps
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(encoder))
+    async with engine(model) as one:
+        goes_on.unlink()
+        name = one.submit(Picture("a mill", 64, 64, 2, 7, frames=33, format="mp4"))
+        seen: set[int] = set()
+        async with asyncio.timeout(LIMIT_S):
+            while not any(part.picture and part.picture.step for part in one.parts.get(name, ())) or len(seen) < 8:
+                if isinstance(report := await one.read(), Stepped):
+                    seen.add(report.progress)
+        goes_on.touch()
+        await one.file_of(name)
+
+
 async def test_a_directory_that_is_no_pipeline_is_fatal(tmp_path: Path, model: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline"}')
     for directory, reason in ((tmp_path, "cannot be loaded"), (model / "unet", "no model_index.json")):
