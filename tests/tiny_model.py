@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import string
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -301,5 +302,14 @@ def _merges() -> Iterator[tuple[str, str]]:
     yield from ((a + b, c) for a, b, c in itertools.product(letters, letters, letters))
 
 
+def main(directory: str) -> None:
+    """Write a tiny LLaVA, to try images with."""
+    write_tiny_model(Path(directory), architecture="LlavaForConditionalGeneration")
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -68,6 +68,7 @@ def bench(options: BenchOptions) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if not sweep.rows:
+        print("interrupted before the first request had ended: nothing is written", file=sys.stderr)
         return 130
     names = [fleet.name for fleet in options.fleets]
     report = BenchReport(

@@ -205,7 +205,7 @@ def say_ready(
         unpack = f'python3 -c "import base64, json, sys; sys.stdout.buffer.write(base64.b64decode({picture}))"'
         ask = f"""ask:     curl{trusted} {url}/v1/images/generations {by_json} -d '{wanted}' \\
            | {unpack} > picture.png
-   or:   docs/pictures.md, which has videos too"""
+   or:   if it makes videos (docs/pictures.md): curl{trusted} {url}/v1/videos {by_json} -d '{wanted}'"""
     print(f"{paint('ready', 'green', sys.stdout)} {url}/v1", flush=True)
     print(
         f"""

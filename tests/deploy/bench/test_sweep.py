@@ -323,6 +323,27 @@ async def test_what_was_measured_before_an_interruption_is_reported(tmp_path: Pa
     assert b"concurrency 2: not complete" in out
 
 
+async def test_an_interruption_before_anything_was_measured_is_said(tmp_path: Path) -> None:
+    async with serving() as server:
+        command = [sys.executable, "-m", "deploy.local.cli", "bench", "--url", server.url, "--model", "hangs"]
+        flags = ["--concurrency", "1", "--requests", "9", "--warmup", "9", "--out", str(tmp_path / "bench")]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *flags,
+            cwd=ROOT,
+            env=dict(os.environ),
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+        async with asyncio.timeout(LIMIT_S):
+            await server.hung.wait()
+            process.send_signal(signal.SIGINT)
+            _, said = await process.communicate()
+    assert process.returncode == 130
+    assert b"interrupted before the first request had ended" in said
+    assert not (tmp_path / "bench.json").exists()
+
+
 def test_the_sweep_is_put_to_aiperf_in_its_own_words(tmp_path: Path) -> None:
     options = BenchOptions(
         url="http://127.0.0.1:8000/v1",

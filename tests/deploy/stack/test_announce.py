@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from deploy.local.stack import servers
-from deploy.local.stack.announce import SharedTasks, health
-from deploy.local.stack.stack import Launch, Stack
+from deploy.local.stack.announce import SharedTasks, health, say_ready
+from deploy.local.stack.stack import AccessFiles, Launch, Stack
 from deploy.local.stack.supervise import Program
 from deploy.local.stack.up import Shell
 from deploy.local.state import StateDirectory
@@ -244,3 +244,10 @@ async def test_one_process_is_said_to_be_ready_without_the_commands_that_cannot_
     assert json.loads(state_dir.record.read_text())["single"] is True
     shell.stop()
     assert await running == 0
+
+
+def test_what_is_asked_of_an_engine_of_pictures_is_a_picture_or_a_video(capsys: pytest.CaptureFixture[str]) -> None:
+    say_ready("http://here", "wan", AccessFiles(), "", "", "logs", makes_pictures=True)
+    shown = capsys.readouterr().err
+    assert "curl http://here/v1/images/generations " in shown
+    assert "curl http://here/v1/videos " in shown
