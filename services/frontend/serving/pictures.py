@@ -101,6 +101,8 @@ class ServingPictures(Struct, frozen=True):
         seed = self.draw.randrange(SEEDS) if request.seed is None else request.seed
         first, count = picture_of(request, output, seed), request.n or 1
         pictures = [replace(first, seed=first.seed + index) for index in range(count)]
+        if request.response_format == "url":
+            await self.media.check_room(pictures)
         if request.stream:
             context.announce(Opening("event"))
         with paid(permit, first.steps * count, count, now, deadline):

@@ -192,13 +192,15 @@ async def test_a_file_is_kept_for_the_key_that_made_it(directory: Path, tmp_path
                     assert "error" in await response.json()
 
 
-async def test_a_full_directory_is_named_and_nothing_is_kept(directory: Path, tmp_path: Path) -> None:
-    settings = kept(tmp_path / "media", bytes=10)
+async def test_a_full_directory_is_named_before_anything_is_computed(directory: Path, tmp_path: Path) -> None:
+    settings = kept(tmp_path / "media", bytes=4000)
     async with world(directory, pictures=OUTPUT, settings=settings) as w, clients(w) as (_, http):
-        async with http.post(PATH, json={"prompt": "a mill", "response_format": "url"}) as response:
+        async with http.post(PATH, json={"prompt": "a mill", "n": 2, "response_format": "url"}) as response:
             assert response.status == 429
             assert "media.directory is full" in (await response.json())["error"]["message"]
-        assert list((tmp_path / "media").iterdir()) == []
+        assert w.router.asked.all == []
+        async with http.post(PATH, json={"prompt": "a mill", "n": 2}) as response:
+            assert response.status == 200, "only files need room"
 
 
 async def test_steps_count_as_tokens_of_the_key_and_of_the_limits(directory: Path, tmp_path: Path) -> None:
