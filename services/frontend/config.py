@@ -103,7 +103,8 @@ class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     requests: Natural = 4096
     """Largest number of requests at the same time; a request counts once its body is complete."""
     body_bytes: Natural = 512 << 20
-    """Largest number of bytes of request bodies held at the same time, partial bodies included."""
+    """Largest number of bytes of request bodies held at the same time, partial bodies included. Pictures that wait to
+    be sent count too, with their base64."""
     tokenising_bytes: Natural = 32 << 20
     """Largest number of bytes of bodies that wait to be tokenised; at one microsecond
     a token, the default takes a core about 8 seconds."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
+from shared.messages.generate import Picture
+
 NAME = re.compile(r"(?P<id>(picture|video)_[0-9a-f]{32})\.(?P<kind>png|jpeg|webp|mp4|json|lock|cancel)")
 LOCK = ".lock"
 UNFINISHED = ".unfinished_"
@@ -17,6 +19,8 @@ UNFINISHED = ".unfinished_"
 MEDIA_PATH = "/v1/media"
 """The path of the API below which files are."""
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
+PIXEL_BYTES = {"png": 1.0, "jpeg": 0.2, "webp": 0.1, "mp4": 0.01}
+"""Bytes of a file for each pixel of each frame, by its kind: a low guess, for files that are not made yet."""
 ID = re.compile(r"(picture|video)_[0-9a-f]{32}")
 
 
@@ -39,6 +43,11 @@ def expired(files: Sequence[KeptFile], now_s: float, kept_s: float) -> Iterator[
 
 def _is_ours(name: str) -> bool:
     return NAME.fullmatch(name) is not None or name.startswith(UNFINISHED)
+
+
+def guessed_bytes(picture: Picture) -> int:
+    """Return how large the file of a picture or video will be, about. At least 1."""
+    return 1 + int(PIXEL_BYTES[picture.format] * picture.width * picture.height * max(1, picture.frames))
 
 
 def room_fault(files: Iterable[KeptFile], more_bytes: int, limit_bytes: int) -> str:

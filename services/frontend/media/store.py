@@ -15,7 +15,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -24,9 +24,20 @@ import msgspec
 from msgspec import Struct
 
 from services.frontend.config import MediaConfig
-from services.frontend.media.files import CONTENT_TYPES, ID, MEDIA_PATH, NAME, UNFINISHED, KeptFile, expired, room_fault
+from services.frontend.media.files import (
+    CONTENT_TYPES,
+    ID,
+    MEDIA_PATH,
+    NAME,
+    UNFINISHED,
+    KeptFile,
+    expired,
+    guessed_bytes,
+    room_fault,
+)
 from services.frontend.protocol.errors import field_error
 from shared.errors import InvalidRequest, Overloaded, Unavailable
+from shared.messages.generate import Picture
 
 SWEEP_S = 60.0
 """Seconds between two looks for files that have expired, unless they are kept for less."""
@@ -103,6 +114,16 @@ class MediaStore:
             raise field_error(
                 param, "this server keeps no files: set media.directory of its frontends", "unsupported_value"
             )
+
+    async def check_room(self, pictures: Sequence[Picture]) -> None:
+        """Check, before pictures or videos are computed, that there is room for files of about their size. It is not
+        kept for them. Raise Overloaded if the directory is full, and Unavailable if it cannot be read."""
+        try:
+            held = await asyncio.to_thread(self._list)
+        except OSError as wrong:
+            raise Unavailable(f"media.directory cannot be read: {wrong.strerror}") from None
+        if fault := room_fault(held, sum(map(guessed_bytes, pictures)), self.config.bytes):
+            raise Overloaded(fault, retry_after_s=FULL_RETRY_S)
 
     def url_of(self, name: str) -> str:
         """Return the URL of a file."""

@@ -129,7 +129,7 @@ class Admission:
 
 _FULL: dict[Bound, str] = {
     "requests": "{taken} requests are running already",
-    "body_bytes": "the bodies of other requests fill {taken} bytes already",
+    "body_bytes": "the bodies and pictures of other requests fill {taken} bytes already",
     "tokenising_bytes": "{taken} bytes of other requests wait to be tokenised",
     "tokens": "running requests may come to {taken} tokens already; this one has {more}",
     "unasked": "{taken} requests without `stream` run over NATS already; send the header Headrace-Probe, which lets "
@@ -207,7 +207,7 @@ class Permit:
         self.made += tokens
 
     def add_bytes(self, size_bytes: int) -> None:
-        """Count more bytes of its body, or of what belongs to it."""
+        """Count more bytes of its body, or of what belongs to it, such as the pictures that are made for it."""
         self._take({"body_bytes": size_bytes, **({"tokenising_bytes": size_bytes} if self.tokenising else {})})
 
     def forget_body(self) -> None:

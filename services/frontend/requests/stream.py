@@ -139,6 +139,9 @@ class _FileBytes:
         """The index in the whole file of the first byte of `_bytes`."""
         self._bytes = bytearray()
 
+    def __len__(self) -> int:
+        return len(self._bytes)
+
     def put(self, first: int, content: bytes) -> None:
         self._first = min(self._first, first)  # another attempt begins the file again
         del self._bytes[first - self._first :]
@@ -298,6 +301,11 @@ class Stream:
         """Return the bytes of the picture's file that came since the last call, and the index of the first one in the
         file. What was taken from there on counts no longer: an attempt that was lost had made it."""
         return self._file.take()
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the picture's file that are held here, since they were not taken."""
+        return len(self._file)
 
     def pop_delta(self) -> Delta | None:
         """Remove the deltas that wait and return them as one; None if there are none."""

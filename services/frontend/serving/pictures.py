@@ -52,6 +52,8 @@ NO_TOKEN_BYTES = TokenBytes((), (), strip_first_space=False)
 """What turns the tokens of pictures into text: they have none."""
 SEEDS = 1 << 32
 """Seeds that are drawn are less than it."""
+COPIES = 4
+"""How many bytes are held for each of a picture's file: its own, those of its base64, and those of the answer."""
 
 
 def picture_request(
@@ -99,6 +101,8 @@ class ServingPictures(Struct, frozen=True):
         seed = self.draw.randrange(SEEDS) if request.seed is None else request.seed
         first, count = picture_of(request, output, seed), request.n or 1
         pictures = [replace(first, seed=first.seed + index) for index in range(count)]
+        if request.response_format == "url":
+            await self.media.check_room(pictures)
         if request.stream:
             context.announce(Opening("event"))
         with paid(permit, first.steps * count, count, now, deadline):
@@ -108,9 +112,9 @@ class ServingPictures(Struct, frozen=True):
             ]
             if request.stream:
                 with self.service.open(requests[0]) as stream:
-                    yield PictureReply(stream, first)
+                    yield PictureReply(stream, first, permit)
             else:
-                files = await self._make(requests)
+                files = await self._make(requests, permit)
                 yield await self._answer(request, name, pictures, files, permit.key)
 
     def _request(
@@ -128,14 +132,22 @@ class ServingPictures(Struct, frozen=True):
             is_follower=index > 0,  # not refused for waiting for the pictures before it
         )
 
-    async def _make(self, requests: Sequence[InferenceRequest]) -> list[bytes]:
-        """Make all pictures at the same time. Raise the error that ended one of them."""
+    async def _make(self, requests: Sequence[InferenceRequest], permit: Permit) -> list[bytes]:
+        """Make all pictures at the same time. Raise the error that ended one of them, and Overloaded."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                made = [tasks.create_task(make(self.service, request), name=request.id) for request in requests]
+                made = [tasks.create_task(self._file(request, permit), name=request.id) for request in requests]
         except* HeadraceError as wrong:
             raise wrong.exceptions[0] from None
         return [task.result() for task in made]
+
+    async def _file(self, request: InferenceRequest, permit: Permit) -> bytes:
+        """Return the file of a picture. Raise what ended it, and Overloaded."""
+        with self.service.open(request) as stream:
+            counted = 0
+            async for _ in stream:
+                counted = count_file(stream, counted, permit)
+            return stream.take_file()[1]
 
     async def _answer(
         self, request: PictureRequest, model: str, pictures: Sequence[Picture], files: Sequence[bytes], key: str
@@ -165,6 +177,7 @@ class PictureReply(Struct):
 
     stream: Stream
     picture: Picture
+    permit: Permit
 
     @property
     def framing(self) -> Framing:
@@ -184,10 +197,12 @@ class PictureReply(Struct):
         self.stream.wake()
 
     async def chunks(self, _send: Callable[[bytes], bool] | None = None) -> AsyncIterator[Chunk]:
-        """Yield the events. Raise the error that ended the request."""
+        """Yield the events. Raise the error that ended the request, and Overloaded."""
         index, step, picture, size = 0, 0, self.picture, f"{self.picture.width}x{self.picture.height}"
+        counted = 0
         async for delta in self.stream:
             assert delta is NOTHING, "a picture has no text"
+            counted = count_file(self.stream, counted, self.permit)
             preview, self.stream.preview = self.stream.preview, b""
             if not preview:
                 if step == self.stream.step:  # no step has woken it, but a silence
@@ -210,12 +225,13 @@ class PictureReply(Struct):
         yield Chunk(msgspec.json.encode(completed), more=True, last=True)
 
 
-async def make(service: RequestService, request: InferenceRequest) -> bytes:
-    """Return the file of a picture. Raise what ended it."""
-    with service.open(request) as stream:
-        async for _ in stream:
-            pass
-        return stream.take_file()[1]
+def count_file(stream: Stream, counted: int, permit: Permit) -> int:
+    """Count what has come of a picture's file as bytes of its request, beyond the `counted` ones. Return how many bytes
+    of it are counted now; an attempt that begins the file again gives none back. Raise Overloaded."""
+    if (more := stream.file_bytes - counted) > 0:
+        permit.add_bytes(COPIES * more)
+        counted += more
+    return counted
 
 
 class paid:

@@ -126,6 +126,7 @@ class ServingVideos:
         permit.check_least(picture.steps, 1, now)
         async with self._creating:
             await self._check_room(permit.key)
+            await self._media.check_room([picture])
             permit.add_tokens(picture.steps)
             permit.charge(picture.steps, now)
             permit.spent = TokenUse(picture.steps, 0, picture.steps)

@@ -175,6 +175,7 @@ class DiffusersEngine:
         """Begin the next step, unless one is being computed."""
         if self._step is not None:
             return
+        self._drop_unwanted()  # before groups begin in their place: nothing else would wake the loop to begin them
         while (taken := self._queue.take_group(now_s)) is not None:
             group, pictures = taken
             self._runs[group] = self._pipeline.run(pictures, self._wake)
@@ -187,6 +188,12 @@ class DiffusersEngine:
             chosen, run = group_or_none, self._runs[group_or_none]
         run.advance()
         self._step = _Step(chosen, run, now_s)
+
+    def _drop_unwanted(self) -> None:
+        """Drop the groups of which no picture is wanted any longer. Their runs rest."""
+        for group in [group for group in self._runs if not self._queue.is_wanted(group)]:
+            self._runs.pop(group).stop()
+            self._queue.drop(group)
 
     def _beat(self, now_s: float) -> None:
         """Say that the engine lives, if it works and has not said so lately."""
@@ -215,9 +222,6 @@ class DiffusersEngine:
             self._queue.record_step(step.group, step.run.step, step.run.previews)
             speed = count / max(took_s, 1e-6)
             self._steps_per_s += (speed - self._steps_per_s) * (_MEMORY if self._steps_per_s else 1.0)
-            if not self._queue.is_wanted(step.group):
-                self._runs.pop(step.group).stop()
-                self._queue.drop(step.group)
         self._report(always=True, steps=1, tokens=count, took_s=took_s)
 
     def _take_files(self, now_s: float) -> None:

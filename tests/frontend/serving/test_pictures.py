@@ -192,13 +192,15 @@ async def test_a_file_is_kept_for_the_key_that_made_it(directory: Path, tmp_path
                     assert "error" in await response.json()
 
 
-async def test_a_full_directory_is_named_and_nothing_is_kept(directory: Path, tmp_path: Path) -> None:
-    settings = kept(tmp_path / "media", bytes=10)
+async def test_a_full_directory_is_named_before_anything_is_computed(directory: Path, tmp_path: Path) -> None:
+    settings = kept(tmp_path / "media", bytes=4000)
     async with world(directory, pictures=OUTPUT, settings=settings) as w, clients(w) as (_, http):
-        async with http.post(PATH, json={"prompt": "a mill", "response_format": "url"}) as response:
+        async with http.post(PATH, json={"prompt": "a mill", "n": 2, "response_format": "url"}) as response:
             assert response.status == 429
             assert "media.directory is full" in (await response.json())["error"]["message"]
-        assert list((tmp_path / "media").iterdir()) == []
+        assert w.router.asked.all == []
+        async with http.post(PATH, json={"prompt": "a mill", "n": 2}) as response:
+            assert response.status == 200, "only files need room"
 
 
 async def test_steps_count_as_tokens_of_the_key_and_of_the_limits(directory: Path, tmp_path: Path) -> None:
@@ -211,6 +213,33 @@ async def test_steps_count_as_tokens_of_the_key_and_of_the_limits(directory: Pat
     async with world(directory, pictures=OUTPUT, limits=limits) as w, clients(w) as (client, _):
         with pytest.raises(openai.RateLimitError):
             await client.images.generate(model=MODEL, prompt="a mill", n=2)
+
+
+async def test_pictures_that_are_held_count_as_bytes_of_their_requests(directory: Path) -> None:
+    limits = LimitsConfig(body_bytes=10_000, drain_s=0.0, deadline_s=60.0)
+    async with world(directory, pictures=OUTPUT, limits=limits) as w, clients(w) as (client, http):
+        worker = w.workers[0]
+        output, worker.output = worker.output, None
+        holding = asyncio.ensure_future(client.images.generate(model=MODEL, prompt="a mill"))
+        [held] = await worker.generates.at_least(1)
+        await worker.send(held, 0, [], picture=PicturePiece(4, 0, bytes(2000)))  # with its base64 8,000 bytes
+        asking = asyncio.ensure_future(refusal(http))
+        _, other = await worker.generates.at_least(2)
+        await worker.send(other, 0, [], picture=PicturePiece(4, 0, bytes(2000)))
+        status, _, said = await asking
+        assert (status, said[:46]) == (429, "the bodies and pictures of other requests fill"), said
+        streaming = asyncio.ensure_future(http.post(PATH, json={"prompt": "a mill", "stream": True}))
+        *_, third = await worker.generates.at_least(3)
+        await worker.send(third, 0, [], picture=PicturePiece(4, 0, bytes(2000)))
+        async with await streaming as response:  # perhaps as the stream's last event
+            assert "the bodies and pictures of other requests" in await response.text()
+        await worker.cancels.at_least(2)
+        await worker.send(held, 0, [], "stop", picture=PicturePiece(4, 2000, bytes(500)))  # alone again: any size
+        answer = await holding
+        assert answer.data is not None
+        assert len(b64decode(answer.data[0].b64_json or "")) == 2500
+        worker.output = output
+        assert (await client.images.generate(model=MODEL, prompt="a mill")).data
 
 
 async def test_a_deadline_ends_a_picture(directory: Path) -> None:

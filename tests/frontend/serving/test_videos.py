@@ -209,6 +209,14 @@ async def test_jobs_are_bounded_and_need_a_directory(directory: Path, tmp_path: 
         assert (status, answer["error"]["message"][:47]) == (400, "videos need a place: set media.directory of the")
 
 
+async def test_a_full_directory_refuses_a_job_before_it_is_computed(directory: Path, tmp_path: Path) -> None:
+    async with world(directory, pictures=OUTPUT, settings=kept(tmp_path, bytes=100)) as w, clients(w) as (_, http):
+        status, answer = await ask(http, "POST", json={"prompt": "a mill"})
+        assert (status, answer["error"]["message"][:23]) == (429, "media.directory is full")
+        assert w.router.asked.all == []
+        assert not (tmp_path / "media").exists()
+
+
 async def test_a_job_that_no_worker_takes_waits_and_fails_at_its_time(directory: Path, tmp_path: Path) -> None:
     async with world(directory, pictures=OUTPUT, settings=kept(tmp_path, job_s=3.0)) as w, clients(w) as (_, http):
         for worker in w.workers:

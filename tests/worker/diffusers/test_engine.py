@@ -64,6 +64,8 @@ class Engine:
         self.process = process
         self.facts = facts
         self.parts: dict[str, list[Part]] = {}
+        self.picture_steps = 0
+        """The steps of single pictures so far."""
         self._count = 0
 
     def submit(self, picture: Picture, **more: Any) -> str:
@@ -76,6 +78,7 @@ class Engine:
     async def read(self) -> object:
         report = await self.process.receive()
         if isinstance(report, Stepped):
+            self.picture_steps = report.load.picture_steps
             for part in (part for each in report.parts.values() for part in each):
                 self.parts.setdefault(part.request, []).append(part)
         return report
@@ -153,6 +156,21 @@ async def test_previews_formats_and_the_end_of_those_that_are_not_wanted(model: 
         assert (await one.end_of(long)).finish == "cancelled"
         assert (await one.end_of(late)).finish == "deadline"
         await one.file_of(one.submit(PICTURE))
+
+
+async def test_a_group_that_waits_for_its_turn_computes_nothing_once_it_is_not_wanted(model: Path) -> None:
+    async with engine(model) as one:
+        names = [one.submit(replace(PICTURE, steps=steps)) for steps in (199, 200)]
+        async with asyncio.timeout(LIMIT_S):
+            while not all(name in one.parts for name in names):
+                await one.read()
+        for name in names:
+            one.process.send(CancelAttempt(name, 1))
+        for name in names:
+            assert (await one.end_of(name)).finish == "cancelled"
+        before = one.picture_steps
+        await one.file_of(one.submit(PICTURE))
+        assert one.picture_steps - before - PICTURE.steps <= 1, "only the step that was being computed"
 
 
 async def test_an_idle_engine_computes_a_step_when_it_is_probed(model: Path) -> None:
