@@ -488,7 +488,7 @@ async def test_the_responses_that_items_are_of_count_as_a_whole(
         asked = len(w.router.asked.all)
         waiting = asyncio.create_task(client.responses.create(**ASK))
         await w.router.asked.at_least(asked + 1)
-        with pytest.raises(openai.RateLimitError, match="the bodies of other requests"):
+        with pytest.raises(openai.RateLimitError, match="the bodies and pictures of other requests"):
             await client.responses.create(**ASK | {"input": refer})
         waiting.cancel()
         await asyncio.wait([waiting])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.config import WorkerConfig
+from services.worker.config import Device, WorkerConfig
 from services.worker.contracts.messages import Loading
 from services.worker.operations import room
 from services.worker.operations.room import ask_for_room
@@ -102,7 +102,7 @@ async def test_it_gives_an_engine_up_that_loads_for_too_long() -> None:
 
 
 @pytest.mark.parametrize(("device", "asks"), [("cuda", True), ("cpu", False)])
-async def test_a_worker_asks_if_its_engine_loads_on_a_gpu(tmp_path: Path, device: str, asks: bool) -> None:
+async def test_a_worker_asks_if_its_engine_loads_on_a_gpu(tmp_path: Path, device: Device, asks: bool) -> None:
     model = str(write_model(tmp_path / "model"))
     config = WorkerConfig(namespace=NAMESPACE, model=model, engine="native", turns="gpu0", device=device, drain_s=1.0)
     engines = ScriptedEngines(Loading("waiting for other models to leave the GPU", 0.0))

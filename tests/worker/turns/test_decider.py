@@ -438,6 +438,8 @@ class TurnsMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.workers = {model: _Worker() for model in MODELS}
         self.waiting: dict[tuple[str, str], float] = {}
+        self.left_s: dict[str, float] = {}
+        """When a frontend left that had waited for a model."""
         self.forgetful_s = 0.0
         """Since when the decider has seen all."""
         self.turns = DeviceTurns(self.config)
@@ -461,7 +463,8 @@ class TurnsMachine(RuleBasedStateMachine):
     @rule(model=st.sampled_from(MODELS), frontend=st.sampled_from(("f", "g")))
     def leave(self, model: str, frontend: str) -> None:
         """A client, or its whole frontend, goes without a word."""
-        self.waiting.pop((model, frontend), None)
+        if self.waiting.pop((model, frontend), None) is not None:
+            self.left_s[model] = self.now_s
 
     @rule(model=st.sampled_from(MODELS))
     def use(self, model: str) -> None:
@@ -523,7 +526,9 @@ class TurnsMachine(RuleBasedStateMachine):
         held_s = self.now_s - max(worker.since_s, self.forgetful_s)
         if one.operation == "wake":
             assert worker.stage == "asleep"
-            assert any(model == one.model for model, _ in self.waiting), "nothing waits for it"
+            waits = any(model == one.model for model, _ in self.waiting)
+            left_s = self.left_s.get(one.model, -WANTED_S)
+            assert waits or self.now_s - left_s <= WANTED_S + TICK_S, "nothing waits for it"
         else:
             assert worker.stage == "awake"
             assert held_s >= self.config.least_awake_s - 1e-6, "it has just woken"
