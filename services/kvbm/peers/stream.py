@@ -17,6 +17,7 @@ A certificate that is renewed counts from the next connection on; those that are
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import ssl
@@ -26,6 +27,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -54,6 +56,17 @@ FILE_LIMIT_BYTES = 1 << 20
 """The maximum size of a file with a certificate, a key or authorities."""
 
 
+class _TlsSocket(ssl.SSLSocket):
+    """One that is closed if its connection was reset before it is made. Python's stays open until it is collected."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError as wrong:
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, str(wrong)) from None
+
+
 class PeerStream:
     """A connected socket; owned by one thread at a time. `cut` may be called from any."""
 
@@ -70,7 +83,7 @@ class PeerStream:
     def encrypt(self, context: ssl.SSLContext, *, server: bool, name: str = "") -> None:
         """Do the TLS handshake. Raise PeerFault."""
         try:
-            self._socket.getpeername()  # a reset one `wrap_socket` would leave open
+            context.sslsocket_class = _TlsSocket
             self._socket = context.wrap_socket(self._socket, server_side=server, server_hostname=name or None)
         except (OSError, ValueError) as wrong:
             raise PeerFault("unreachable", f"no TLS: {wrong}") from None
