@@ -245,6 +245,7 @@ def test_a_model_whose_worker_is_frozen_fails_by_name_and_wakes_once_that_goes_o
 ) -> None:
     assert ask(client, "two") == texts["two"]
     eventually(lambda: stages(up).get("one") == "asleep", limit_s=LIMIT_S, what="one sleeps")
+    eventually(lambda: not turns(up)["one"]["failed"], limit_s=LIMIT_S, what="nothing is left of earlier wakes")
     frozen = up.pid(worker_of("one"))
     os.kill(frozen, signal.SIGSTOP)
     try:
