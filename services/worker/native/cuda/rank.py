@@ -10,10 +10,7 @@ lost, and when it fails, of which it says why. It draws no tokens.
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -22,34 +19,16 @@ from services.worker.native.config import read_config
 from services.worker.native.cuda.orders import decode_order
 from services.worker.native.cuda.rank_order import CudaRankOrder
 from services.worker.native.parallel.copies import CopyEnds, RankCopies
-from services.worker.native.parallel.peers import Peers, RankLost
+from services.worker.native.parallel.peers import Peers
+from services.worker.native.parallel.program import run_rank
 from services.worker.native.parallel.shares import share_out_evenly
-from services.worker.sharing.host_pages import HostPages
-from shared.parent_death import die_with_parent
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 0 if another rank is lost, 1 if this one failed."""
+    """Return the exit status, as `run_rank` does."""
     number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # before CUDA opens its files: `shared.pool.lock` says why
     order = msgspec.json.decode(arguments[0], type=CudaRankOrder)
-    die_with_parent(order.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the group
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    memory = HostPages(order.exchange_bytes, order.exchange).array
-    sockets = [None if one < 0 else socket.socket(fileno=one) for one in order.sockets]
-    peers = Peers(order.rank, sockets, memory, ())
-    peers.limit(order.start_limit_s)
-    try:
-        _serve(order, peers, number)
-    except RankLost as lost:
-        peers.say_failed(lost)
-        return 0
-    except Exception as wrong:  # noqa: BLE001 - the rank's edge: rank 0 learns of every failure
-        last = traceback.extract_tb(wrong.__traceback__)[-1]
-        why = f"failed: {type(wrong).__name__}: {wrong} ({Path(last.filename).name}:{last.lineno})"
-        peers.say_failed(RankLost(order.rank, why))
-        return 1
-    return 0
+    return run_rank(order, (), lambda peers: _serve(order, peers, number))
 
 
 def _serve(order: CudaRankOrder, peers: Peers, number: int) -> None:

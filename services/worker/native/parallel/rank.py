@@ -8,51 +8,38 @@ when a peer is lost, and when it fails, of which it says why. It writes nothing 
 
 from __future__ import annotations
 
-import signal
-import socket
 import sys
-import traceback
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache, KvPart
 from services.worker.native.linear import calibrate_linear
-from services.worker.native.parallel.peers import Peers, RankLost
+from services.worker.native.parallel.peers import Peers
 from services.worker.native.parallel.plan import decode_plan
+from services.worker.native.parallel.program import RankPeers, run_rank
 from services.worker.native.parallel.shares import Share, share_out
 from services.worker.native.parallel.weights import rank_weights
 from services.worker.native.weights import Weights, load_weights
 from services.worker.sharing.host_pages import HostPages
 from shared.messages.cards import KvLayout
-from shared.parent_death import die_with_parent
 
 
-class RankOrder(Struct, frozen=True, kw_only=True):
-    """What a rank is to do. Descriptors are numbers that it has from its parent."""
+class RankOrder(RankPeers, frozen=True, kw_only=True):
+    """What a rank is to do."""
 
     directory: str
     weights_file: str
     """The file with the weights; empty if they are in the directory."""
-    rank: int
     layout: KvLayout
     """The layout of whole blocks."""
     capacity_blocks: int
     context_length: int
     pages: int
     """The descriptor of the KV pages of all ranks."""
-    exchange: int
-    """The descriptor of the memory of Peers."""
-    exchange_bytes: int
-    sockets: tuple[int, ...]
-    """The descriptor of the connection to each rank; -1 for itself."""
-    start_limit_s: float
-    limit_s: float
-    parent_pid: int
 
 
 def rank_cache(layout: KvLayout, capacity_blocks: int, share: Share, pages: HostPages, peers: Peers) -> KvCache:
@@ -71,28 +58,11 @@ def rank_decoder(
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 0 if another rank is lost, 1 if this one failed."""
+    """Return the exit status, as `run_rank` does."""
     order = msgspec.json.decode(arguments[0], type=RankOrder)
-    die_with_parent(order.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends the group
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config = read_config(Path(order.directory))
     columns = [share.vocab for share in share_out(config, len(order.sockets))]
-    memory = HostPages(order.exchange_bytes, order.exchange).array
-    sockets = [None if one < 0 else socket.socket(fileno=one) for one in order.sockets]
-    peers = Peers(order.rank, sockets, memory, columns)
-    peers.limit(order.start_limit_s)
-    try:
-        _serve(order, config, peers)
-    except RankLost as lost:
-        peers.say_failed(lost)
-        return 0
-    except Exception as wrong:  # noqa: BLE001 - the rank's edge: rank 0 learns of every failure
-        last = traceback.extract_tb(wrong.__traceback__)[-1]
-        why = f"failed: {type(wrong).__name__}: {wrong} ({Path(last.filename).name}:{last.lineno})"
-        peers.say_failed(RankLost(order.rank, why))
-        return 1
-    return 0
+    return run_rank(order, columns, lambda peers: _serve(order, config, peers))
 
 
 def _serve(order: RankOrder, config: ModelConfig, peers: Peers) -> None:
