@@ -109,7 +109,7 @@ class KvbmEmbeddings:
         self._worker = worker
         self._layout = layout
         self._wait_s = WAIT_S if wait_s is None else wait_s
-        self._owed_limit = owed_limit
+        self._owed_limit = OWED_LIMIT if owed_limit is None else owed_limit
         self._retry_s = 0.0
         self._await_s = LEAST_AWAIT_S
         """Seconds for which an image is waited for that another engine encodes."""
@@ -175,7 +175,7 @@ class KvbmEmbeddings:
 
     def _owe(self, name: bytes, embeddings: bytes) -> None:
         self._owed[name] = embeddings
-        while len(self._owed) > (self._owed_limit or OWED_LIMIT):
+        while len(self._owed) > self._owed_limit:
             self._owed.popitem(last=False)
 
     def _fetch(self, opened: ExitStack, name: bytes) -> tuple[_Session | None, bytes | None]:
