@@ -2,25 +2,18 @@
 
 no GPU    torch for a CPU, and diffusers with what its pipelines need
 a GPU     the same, but a torch that the machine's Python has stays: the environment sees its packages
-
-diffusers/headrace.json   what was installed; written last, so that it is there only if all of it is there
-diffusers.lock            held (flock) by the processes that install, pip included, until the last has ended
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from deploy.local.install import exclusive, run
+from deploy.local.engine_environment import EngineEnvironment, Steps, python_of, stamped
 from deploy.local.state import DEFAULT_HOME
-from shared.errors import ConfigError
-from shared.installation import COMMAND
 
 ENVIRONMENT = DEFAULT_HOME / "diffusers"
 VERSION = "0.42.1"
@@ -43,75 +36,40 @@ NEEDED = (
 """What is installed next to torch: what pipelines need, and what the engine's program does."""
 DISK_BYTES = 4 << 30
 """Room that the installation needs for a CPU; 1.5 GB stay."""
-STAMP = "headrace.json"
 CPU_TORCH = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
 """Where torch is without CUDA, which counts as newer than the same version with it: that takes 4 GB more."""
 
 DiffusersDevice = Literal["cpu", "cuda"]
 
 
-def python_of(environment: Path = ENVIRONMENT) -> Path:
-    """Return the Python of the environment."""
-    return environment / "bin" / "python"
+_DIFFUSERS = EngineEnvironment("diffusers", "diffusers", DISK_BYTES)
 
 
 def require(environment: Path = ENVIRONMENT) -> Path:
     """Return the environment's Python. Raise ConfigError if it is not installed."""
-    if not (python_of(environment).exists() and (environment / STAMP).exists()):
-        raise ConfigError(
-            f"--engine diffusers needs diffusers, which is not installed: {COMMAND} install-diffusers ({environment})"
-        )
-    return python_of(environment)
+    return _DIFFUSERS.require(environment)
 
 
 def device_of(environment: Path = ENVIRONMENT) -> str:
     """Return what it was installed for: cpu or cuda. Raise ConfigError if that cannot be read."""
-    try:
-        return str(json.loads((environment / STAMP).read_text(encoding="utf-8"))["device"])
-    except (OSError, ValueError, KeyError, TypeError) as wrong:
-        raise ConfigError(
-            f"{environment / STAMP} cannot be read ({wrong}): remove {environment}, install again"
-        ) from None
+    return stamped(environment, "device")
 
 
 def install(device: DiffusersDevice, say: Callable[[str], None], environment: Path = ENVIRONMENT) -> bool:
     """Install diffusers unless it is there. Return whether it was installed now. Raise InstallError, ConfigError."""
-    lock = environment.with_name(f"{environment.name}.lock")
-    try:
-        environment.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()
-    except OSError as wrong:
-        raise ConfigError(f"{wrong.filename}: {wrong.strerror}; diffusers is installed there") from None
-    with exclusive(lock, lambda: say("waiting for another process that installs diffusers")) as held:
-        if (environment / STAMP).exists():
-            return False
-        free_bytes = shutil.disk_usage(environment.parent).free
-        if free_bytes < DISK_BYTES:
-            free, needed = free_bytes >> 30, DISK_BYTES >> 30
-            raise ConfigError(f"{environment.parent}: {free} GiB are free; diffusers needs {needed} GiB to install")
-        shutil.rmtree(environment, ignore_errors=True)  # what an installation that was killed has left
-        try:
-            _build(environment, device, say, held)
-        except BaseException:
-            shutil.rmtree(environment, ignore_errors=True)
-            raise
-    return True
+    return _DIFFUSERS.install(environment, say, lambda steps: _build(environment, device, steps))
 
 
-def _build(environment: Path, device: DiffusersDevice, say: Callable[[str], None], lock: int) -> None:
-    def step(what: str, *command: str) -> None:
-        say(what)
-        run(command, what, lock)
-
+def _build(environment: Path, device: DiffusersDevice, steps: Steps) -> dict[str, str]:
     python = str(python_of(environment))
     pip = (python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off")
     seen = ("--system-site-packages",) if device == "cuda" else ()
-    step("making the environment", sys.executable, "-m", "venv", *seen, str(environment))
+    steps.run((sys.executable, "-m", "venv", *seen, str(environment)), "making the environment")
     if device == "cpu":
-        step(f"installing {TORCH}", *pip, TORCH, *CPU_TORCH)
+        steps.run((*pip, TORCH, *CPU_TORCH), f"installing {TORCH}")
     elif subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
-        step(f"installing {TORCH} for GPUs", *pip, TORCH)
-    step(f"installing diffusers {VERSION}", *pip, *NEEDED)
-    step("loading diffusers once", python, "-c", "import diffusers, transformers, torch, imageio, msgspec, zmq, xxhash")
-    stamp = {"diffusers": VERSION, "device": device}
-    (environment / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+        steps.run((*pip, TORCH), f"installing {TORCH} for GPUs")
+    steps.run((*pip, *NEEDED), f"installing diffusers {VERSION}")
+    load = "import diffusers, transformers, torch, imageio, msgspec, zmq, xxhash"
+    steps.run((python, "-c", load), "loading diffusers once")
+    return {"diffusers": VERSION, "device": device}

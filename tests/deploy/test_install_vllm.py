@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import install_vllm
+from deploy.local.engine_environment import STAMP, python_of
 from deploy.local.install import InstallError
 from shared.errors import ConfigError
 
@@ -47,7 +48,7 @@ def test_what_a_killed_installation_left_is_not_taken_for_an_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    python = install_vllm.python_of(tmp_path / "vllm")
+    python = python_of(tmp_path / "vllm")
     python.parent.mkdir(parents=True)
     python.touch()
     with pytest.raises(ConfigError, match=r"not installed: \./headrace install-vllm"):
@@ -59,10 +60,10 @@ def test_what_a_killed_installation_left_is_not_taken_for_an_installation(
 
 def test_an_installation_with_its_stamp_is_kept(tmp_path: Path) -> None:
     environment = tmp_path / "vllm"
-    python = install_vllm.python_of(environment)
+    python = python_of(environment)
     python.parent.mkdir(parents=True)
     python.touch()
-    (environment / install_vllm.STAMP).write_text('{"vllm": "0.32.0", "device": "cpu"}')
+    (environment / STAMP).write_text('{"vllm": "0.32.0", "device": "cpu"}')
     steps: list[str] = []
     assert install_vllm.install("cpu", steps.append, environment) is False
     assert install_vllm.install("cpu", steps.append, environment, "0.32.0") is False
@@ -89,7 +90,7 @@ def test_a_version_that_is_not_promised_is_refused_before_anything_is_made(versi
 
 
 def test_another_version_than_the_one_that_is_there_is_refused(tmp_path: Path) -> None:
-    (tmp_path / install_vllm.STAMP).write_text('{"vllm": "0.32.0", "device": "cpu"}')
+    (tmp_path / STAMP).write_text('{"vllm": "0.32.0", "device": "cpu"}')
     with pytest.raises(ConfigError, match=r"^--version 0\.33\.0: vLLM 0\.32\.0 is there; remove .*, install again$"):
         install_vllm.install("cpu", lambda _step: None, tmp_path, "0.33.0")
 

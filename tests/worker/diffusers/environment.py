@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.install_diffusers import STAMP
+from deploy.local.engine_environment import STAMP
 
 CHECKOUT = Path(__file__).parents[3]
 PYTHON = CHECKOUT / ".headrace" / "diffusers" / "bin" / "python"

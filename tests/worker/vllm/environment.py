@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from deploy.local.install_vllm import STAMP, device_of
+from deploy.local.engine_environment import STAMP
+from deploy.local.install_vllm import device_of
 
 CHECKOUT = Path(__file__).parents[3]
 PYTHON = CHECKOUT / ".headrace" / "vllm" / "bin" / "python"
