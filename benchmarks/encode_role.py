@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -31,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 
 from benchmarks.images import ANSWER_LIMIT_S, PATIENT, SIDE, TOWER, Fleet, picture
-from benchmarks.report import Goal, report
+from benchmarks.report import Goal, print_report
 from deploy.local.size.started_up import running_up
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
@@ -163,17 +160,7 @@ def main() -> None:
         }
         rows = asyncio.run(measure(ups, rounds, seconds))
     goals = goals_of(*rows)
-    if flags.json:
-        print(json.dumps(msgspec.to_builtins(report("encode_role", sys.argv[1:], goals, rows)), indent=1))
-        return
-    for row in rows:
-        print(
-            "  ".join(
-                f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-            )
-        )
-    for goal in goals:
-        print(f"{goal.name}: {goal.value:.3g} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
+    print_report("encode_role", goals, rows, as_json=flags.json)
 
 
 def goals_of(in_place: Row, apart: Row) -> list[Goal]:

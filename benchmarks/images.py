@@ -34,7 +34,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,12 +42,11 @@ from random import Random
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 from PIL import Image
 
 from benchmarks.process_costs import cpu_of
-from benchmarks.report import Goal, report
+from benchmarks.report import Goal, print_report
 from deploy.local.size.started_up import command, running_up
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
@@ -278,17 +276,7 @@ def main() -> None:
             ):
                 rows.append({"way": way, **asyncio.run(measure(url, state, shown, kill=way == "with"))})
     goals = goals_of(*rows)
-    if flags.json:
-        print(json.dumps(msgspec.to_builtins(report("images", sys.argv[1:], goals, rows)), indent=1))
-        return
-    for row in rows:
-        print(
-            "  ".join(
-                f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-            )
-        )
-    for goal in goals:
-        print(f"{goal.name}: {goal.value:.3g} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
+    print_report("images", goals, rows, as_json=flags.json)
 
 
 def goals_of(without: Row, cached: Row) -> list[Goal]:

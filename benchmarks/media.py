@@ -26,7 +26,6 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -38,9 +37,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.report import Goal, report
+from benchmarks.report import Goal, print_report
 from deploy.local import install_diffusers
 from deploy.local.size.started_up import running_up
 from deploy.local.terminal import Terminal
@@ -220,15 +217,7 @@ def main() -> None:
         model = flags.model or write_model(python, flags.shape, Path(folder))
         rows = measure(flags, python, model, terminal)
     goals = goals_of(rows)
-    if flags.json:
-        print(json.dumps(msgspec.to_builtins(report("media", sys.argv[1:], goals, rows)), indent=1))
-        return
-    for row in rows:
-        print(
-            "  ".join(f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in row.items())
-        )
-    for goal in goals:
-        print(f"{goal.name} {goal.value:.3g} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
+    print_report("media", goals, rows, as_json=flags.json)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""The object that every benchmark prints with --json, with the same shape for all."""
+"""What benchmarks print: with --json an object of the same shape for all."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +43,22 @@ def report(benchmark: str, command: Sequence[str], goals: Sequence[Goal], rows: 
         "goals": list(goals),
         "rows": list(rows),
     }
+
+
+def print_report(benchmark: str, goals: Sequence[Goal], rows: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print what the running benchmark has found: its object, or lines to read."""
+    if as_json:
+        found = report(benchmark, sys.argv[1:], goals, rows)
+        print(json.dumps(msgspec.to_builtins(found), indent=1))
+        return
+    for row in rows:
+        print("  ".join(f"{name} {_shown(value)}" for name, value in row.items()))
+    for goal in goals:
+        print(f"{goal.name}: {_shown(goal.value)} {goal.unit}, goal {goal.goal:g}: {'met' if goal.met else 'missed'}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _head() -> str:
