@@ -12,12 +12,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import assert_never
 
@@ -29,6 +27,7 @@ from services.worker.contracts.runner import CopiesInRanks, EmbeddingLookups, Ru
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
 from services.worker.engine.loop import EngineLoop
+from services.worker.engine.program import run_program, start_logs
 from services.worker.engine.warm_up import warm_up
 from services.worker.kv_connector.embedding_lookups import THREADS, ThreadedLookups
 from services.worker.kv_connector.embedding_store import OWED_LIMIT, KvbmEmbeddings
@@ -46,8 +45,6 @@ from shared.errors import ConfigError, ModelError
 from shared.installation import install_command
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreLayout
-from shared.parent_death import die_with_parent
-from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 1e-4
@@ -64,20 +61,8 @@ reader keeps."""
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
-    config = msgspec.json.decode(arguments[0], type=EngineConfig)
-    die_with_parent(config.parent_pid)  # elsewhere the end of the channel is seen at the next report
-    _start_logs(config)
-    # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(arguments[1]))
-    with closing(EngineEnd(connection)) as channel, suppress(ChannelClosed):
-        failed = _run(config, channel)
-        if failed is not None:
-            channel.send(failed)
-            return 1
-    return 0
+    """Return the exit status, as `run_program` does."""
+    return run_program(arguments, _run)
 
 
 def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
@@ -171,7 +156,7 @@ def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> Engin
             if isinstance(command, TakeOver):  # what came with it is about attempts of the engine before
                 _wake(runner, config.worker)
                 serving = msgspec.structs.replace(config, instance=command.instance)
-                _start_logs(serving)
+                start_logs(serving)
                 return serving
 
 
@@ -276,11 +261,6 @@ def _sharing(
         return block_sharer
 
     return None, sharer
-
-
-def _start_logs(config: EngineConfig) -> None:
-    observe = config.worker.observe
-    logs.start("worker", config.instance, observe.log_level, observe.log_format, model=config.model_name)
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ from services.worker.contracts.messages import (
 )
 from services.worker.engine.async_end import AsyncEnd, EngineChannel, Readable
 from services.worker.engine.channel import ChannelClosed
+from services.worker.engine.one_line import one_line
 from services.worker.vllm.attempts import AttemptTable
 from services.worker.vllm.blocks import EngineBlocks
-from services.worker.vllm.one_line import one_line
 from shared.errors import ConfigError, InvalidRequest, Unavailable
 from shared.hashing import pack_tokens
 from shared.messages.frames import UNFOLLOWABLE

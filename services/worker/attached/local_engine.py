@@ -35,8 +35,8 @@ from services.worker.contracts.messages import (
     TakeOver,
 )
 from services.worker.engine.channel import ChannelClosed
+from services.worker.engine.one_line import one_line
 from services.worker.model_facts import find_facts
-from services.worker.vllm.one_line import one_line
 from shared.errors import ModelError
 
 MOST_COMMANDS = 4096

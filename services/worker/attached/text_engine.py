@@ -40,7 +40,7 @@ from services.worker.contracts.messages import (
 )
 from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import ChannelClosed
-from services.worker.vllm.one_line import one_line
+from services.worker.engine.one_line import one_line
 from shared.errors import ConfigError, HeadraceError, InvalidRequest
 from shared.messages.cards import KvLayout
 

@@ -11,41 +11,22 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import socket
 import sys
-from contextlib import closing, suppress
-
-import msgspec
 
 from services.worker.config import EngineConfig
 from services.worker.contracts.messages import FIRST_TOKENS, FIRST_TOKENS_LIMIT_S, Failed, Loading
 from services.worker.engine.channel import ChannelClosed, EngineEnd
-from services.worker.vllm.one_line import one_line
+from services.worker.engine.one_line import one_line
+from services.worker.engine.program import run_program
 from shared.errors import ConfigError, ModelError
 from shared.installation import COMMAND
-from shared.parent_death import die_with_parent
-from shared.runtime import logs
 
 _log = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 0 after Shutdown or when the shell has gone, 1 after Failed."""
-    config = msgspec.json.decode(arguments[0], type=EngineConfig)
-    die_with_parent(config.parent_pid)
-    observe = config.worker.observe
-    logs.start("worker", config.instance, observe.log_level, observe.log_format, model=config.model_name)
-    # The shell answers a signal to the whole process group (Ctrl-C): it drains, then sends Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(arguments[1]))
-    with closing(EngineEnd(connection)) as channel, suppress(ChannelClosed):
-        failed = _guarded(config, channel)
-        if failed is not None:
-            channel.send(failed)
-            return 1
-    return 0
+    """Return the exit status, as `run_program` does."""
+    return run_program(arguments, _guarded)
 
 
 def _guarded(config: EngineConfig, channel: EngineEnd) -> Failed | None:

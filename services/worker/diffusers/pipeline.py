@@ -21,7 +21,7 @@ from diffusers import DiffusionPipeline
 
 from services.worker.config import MODEL_INDEX, DiffusersConfig
 from services.worker.diffusers.files import PREVIEW_PIXELS, finished_file, preview_file
-from services.worker.vllm.one_line import one_line
+from services.worker.engine.one_line import one_line
 from shared.errors import ModelError
 from shared.messages.cards import PictureOutput
 from shared.messages.frames import BLOCKED

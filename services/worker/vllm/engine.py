@@ -47,11 +47,11 @@ from services.worker.contracts.messages import (
 )
 from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import ChannelClosed, EngineEnd
+from services.worker.engine.one_line import one_line
 from services.worker.vllm.events import EventReader
 from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.kv_transfer import connector_stats, hand_over_params, image_counts
 from services.worker.vllm.loras import EngineLoras
-from services.worker.vllm.one_line import one_line
 from services.worker.vllm.outputs import logprob_entries, pack_embedding
 from services.worker.vllm.own_metrics import MOST_BYTES
 from services.worker.vllm.prefetches import Prefetches

@@ -11,9 +11,9 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from services.worker.engine.one_line import CHARACTERS
 from services.worker.model.lora_files import CONFIG
 from services.worker.vllm.lora_check import check_lora
-from services.worker.vllm.one_line import CHARACTERS
 from shared.errors import ModelError
 from shared.model_file import CONFIG_LIMIT_BYTES, read_model_json
 

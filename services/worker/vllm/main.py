@@ -35,8 +35,8 @@ from services.worker.contracts.messages import (
     Ready,
 )
 from services.worker.engine.channel import ChannelClosed, EngineEnd
+from services.worker.engine.one_line import one_line
 from services.worker.model.facts import read_pooling
-from services.worker.vllm.one_line import one_line
 from services.worker.vllm.start_failure import (
     VARIABLE,
     Cause,

@@ -17,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from services.worker.config import HealthConfig
 from services.worker.contracts.messages import Probed
-from services.worker.vllm.one_line import one_line
+from services.worker.engine.one_line import one_line
 from services.worker.vllm.ranks import EngineRank
 from shared.errors import Unavailable
 

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.contracts.messages import Failed
-from services.worker.vllm.one_line import CHARACTERS
+from services.worker.engine.one_line import CHARACTERS
 
 _PASSING_KINDS = {"MemoryError", "OutOfMemoryError", "DistNetworkError", "DistStoreError", "ConnectionError"}
 _PASSING = re.compile(
