@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.config import WorkerConfig
-from services.worker.native.parallel.program import RankPeers
+from services.worker.native.parallel.rank_peers import RankPeers
 
 
 class CudaRankOrder(RankPeers, frozen=True, kw_only=True):

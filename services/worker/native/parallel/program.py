@@ -9,25 +9,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from services.worker.native.parallel.peers import Peers, RankLost
+from services.worker.native.parallel.rank_peers import RankPeers
 from services.worker.sharing.host_pages import HostPages
 from shared.parent_death import die_with_parent
-
-
-class RankPeers(Struct, frozen=True, kw_only=True):
-    """A rank's place among its peers. Descriptors are numbers that it has from its parent."""
-
-    rank: int
-    exchange: int
-    """The descriptor of the memory of Peers."""
-    exchange_bytes: int
-    sockets: tuple[int, ...]
-    """The descriptor of the connection to each rank; -1 for itself."""
-    start_limit_s: float
-    limit_s: float
-    parent_pid: int
 
 
 def run_rank(order: RankPeers, columns: Sequence[slice], serve: Callable[[Peers], None]) -> int:

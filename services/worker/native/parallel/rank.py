@@ -20,7 +20,8 @@ from services.worker.native.kv_cache import KvCache, KvPart
 from services.worker.native.linear import calibrate_linear
 from services.worker.native.parallel.peers import Peers
 from services.worker.native.parallel.plan import decode_plan
-from services.worker.native.parallel.program import RankPeers, run_rank
+from services.worker.native.parallel.program import run_rank
+from services.worker.native.parallel.rank_peers import RankPeers
 from services.worker.native.parallel.shares import Share, share_out
 from services.worker.native.parallel.weights import rank_weights
 from services.worker.native.weights import Weights, load_weights
