@@ -8,7 +8,9 @@
 
 The capacity is what the virtual fleet does of requests that all come at once. Prompts are tokens, made of the names of
 their blocks, so that equal names are cached. Without FLAGS the workers are native ones with the bundled model on the
-CPU. --quick: half a minute a load, and two minutes of the profile. Run it on a quiet machine.
+CPU. --quick: half a minute a load, and two minutes of the profile. Run it on a quiet machine: a loop of Python is timed
+every two seconds, and each row says how fast the machine was under the load, of how fast it was during the profile. Of
+a machine that others share, that ratio says how much of a miss is the machine's.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from msgspec import Struct
@@ -46,6 +51,7 @@ ALL_AT_ONCE = 1000.0
 """A rate that keeps all workers busy, in requests a second."""
 CAPACITY_REQUESTS = 200
 _LATE_LIMIT_S = 600.0
+_YARDSTICK_TURNS, _YARDSTICK_EVERY_S = 50_000, 2.0
 
 
 class SizingRow(Struct, frozen=True):
@@ -60,6 +66,30 @@ class SizingRow(Struct, frozen=True):
     measured: float
     off: float
     """The predicted figure divided by the measured one, less 1."""
+    speed: float | None = None
+    """How fast the machine was, of how fast it was during the profile. None if the profile is an earlier run's."""
+
+
+@contextmanager
+def machine_speeds() -> Iterator[list[float]]:
+    """Yield a list that gets the turns of a loop that a core makes in a second of its time, again and again until the
+    block ends. Work of others on the machine's cores makes them fewer."""
+    turns_per_s, over = list[float](), threading.Event()
+
+    def time_loops() -> None:
+        while not over.wait(_YARDSTICK_EVERY_S):
+            began_s = time.thread_time()
+            for _ in range(_YARDSTICK_TURNS):
+                pass
+            turns_per_s.append(_YARDSTICK_TURNS / (time.thread_time() - began_s))
+
+    thread = threading.Thread(name="machine-speeds", target=time_loops, daemon=True)
+    thread.start()
+    try:
+        yield turns_per_s
+    finally:
+        over.set()
+        thread.join()
 
 
 def traffic_of(rate: float, requests: int) -> Traffic:
@@ -108,7 +138,9 @@ async def replayed(traffic: Traffic, url: str, model: str) -> tuple[list[TimedAn
         return answers, time.perf_counter() - began_s
 
 
-def rows_of(load: float, traffic: Traffic, planned: VirtualResult, seen: Measurement) -> list[SizingRow]:
+def rows_of(
+    load: float, traffic: Traffic, planned: VirtualResult, seen: Measurement, speed: float | None = None
+) -> list[SizingRow]:
     """Return a row for each figure."""
     pairs = {
         **{f"ttft_{share}": (getattr(planned.ttft_s, share), getattr(seen.ttft_s, share)) for share in _SHARES},
@@ -116,7 +148,7 @@ def rows_of(load: float, traffic: Traffic, planned: VirtualResult, seen: Measure
         "tokens_per_s": (planned.output_tokens_per_s, seen.tokens_per_s),
     }
     return [
-        SizingRow(load, len(traffic.rows), traffic.rate, name, guess, found, guess / max(found, 1e-9) - 1)
+        SizingRow(load, len(traffic.rows), traffic.rate, name, guess, found, guess / max(found, 1e-9) - 1, speed)
         for name, (guess, found) in pairs.items()
     ]
 
@@ -165,8 +197,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-sizing-") as home:
         folder = Path(home)
         file = (flags.profile or folder / "profile.json").absolute()
+        before = list[float]()
         if not file.exists():
-            make_profile(file, words, quick=flags.quick)
+            with machine_speeds() as before:
+                make_profile(file, words, quick=flags.quick)
         try:
             profile = read_profile(file)
         except ConfigError as wrong:
@@ -177,8 +211,10 @@ def main() -> None:
             for load in (float(text) for text in flags.loads.split(",")):
                 traffic = traffic_of(load * capacity, int(load * capacity * 60 * minutes))
                 planned = predicted(traffic, profile, file, folder)
-                answers, seconds = asyncio.run(replayed(traffic, url, profile.subject.model))
-                rows += rows_of(load, traffic, planned, measurement_of(answers, seconds))
+                with machine_speeds() as speeds:
+                    answers, seconds = asyncio.run(replayed(traffic, url, profile.subject.model))
+                speed = median(speeds) / median(before) if before and speeds else None
+                rows += rows_of(load, traffic, planned, measurement_of(answers, seconds), speed)
     goals = [
         Goal(f"{row.figure} at {row.load:g}, off by", abs(row.off), "share", goal, abs(row.off) <= goal)
         for row in rows
@@ -194,6 +230,7 @@ def main() -> None:
         print(
             f"load {row.load:g} ({row.rate:.2f}/s, {row.requests} requests)  {row.figure:13} predicted "
             f"{row.predicted * scale:9.1f}{unit}  measured {row.measured * scale:9.1f}{unit}  {row.off:+.0%}  {met}"
+            + ("" if row.speed is None else f"  machine at {row.speed:.0%}")
         )
 
 

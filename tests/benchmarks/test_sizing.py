@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import aiohttp
 import pytest
 
-from benchmarks.sizing import GOALS, measurement_of, prompt_of, rows_of, traffic_of
+from benchmarks.sizing import GOALS, machine_speeds, measurement_of, prompt_of, rows_of, traffic_of
 from deploy.local.size.token_client import TimedAnswer, TokenClient
 from shared.messages.virtual import Percentiles, VirtualResult
 
@@ -29,6 +31,15 @@ def test_each_figure_with_a_goal_is_predicted_and_measured() -> None:
     assert off.keys() >= GOALS.keys()
     assert off["ttft_p50"] == pytest.approx(0.3 / 0.2 - 1)
     assert off["tokens_per_s"] == pytest.approx(0.1)
+
+
+def test_the_machine_is_timed_until_the_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.sizing._YARDSTICK_EVERY_S", 0.001)
+    with machine_speeds() as speeds:
+        while len(speeds) < 3:
+            pass
+    assert min(speeds) > 0
+    assert not any(thread.name == "machine-speeds" for thread in threading.enumerate())
 
 
 async def test_prompts_share_the_blocks_whose_names_they_share_and_no_load_has_anothers() -> None:
