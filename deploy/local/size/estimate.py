@@ -208,11 +208,11 @@ def _load(roofline: Roofline, batch: int, flags: EstimateFlags) -> LoadEstimate:
 
 def _assumed(roofline: Roofline) -> list[str]:
     done = roofline.achieved
-    part = done.memory[roofline.weight_bits < 16]
+    part, arithmetic = done.memory[roofline.weight_bits < 16], done.arithmetic[roofline.weight_bits == 8]
     return [
         f"figures of the GPU: {roofline.gpu.source}",
         f"WH: GPUs at their power limit, {roofline.gpu.watts:g} W each, without the rest of the machine",
-        f"{part:.0%} of the memory's rate, {done.arithmetic:.0%} of the arithmetic rate: {done.source}",
+        f"{part:.0%} of the memory's rate, {arithmetic:.0%} of the arithmetic rate: {done.source}",
     ]
 
 

@@ -1,14 +1,14 @@
 """A roofline of a model on GPUs: memory for KV, time to the first token, time a token. Pure.
 
-    step  = (layer + sequence x batch) x layers
-            + max(weights ÷ memory rate + each x matrices, arithmetic ÷ arithmetic rate)
+    step  = (layer + sequence x batch) x layers + each x matrices
+            + max(weights ÷ memory rate, arithmetic ÷ arithmetic rate) + values that small kernels move ÷ memory rate
             + KV of all sequences ÷ memory rate + two all-reduces a layer, if several GPUs share it
-    prompt = arithmetic ÷ arithmetic rate + all-reduces
+    prompt = arithmetic ÷ arithmetic rate + pairs of tokens ÷ attention's rate + moved values + all-reduces
     first = fixed + prompt, but at least the weights ÷ memory rate
 
-Rates are the published ones times the `Achieved` fractions. Those of memory, and `each`, follow from the times of
-single multiplications and attentions that NVIDIA measured on an H200 and an H100 (`TABLES`); the other figures from one
-model on one GPU.
+Rates are the published ones times the `Achieved` fractions. Those of matrices, attention and all-reduces follow from the
+times of single operations that NVIDIA measured on an H200 and an H100 (`TABLES`); the other figures from one model on
+one GPU.
 
 In a steady load each sequence of a batch also waits for the prompts of others: while one answer has `output` tokens,
 `batch` new prompts are computed, so that a token takes `step + batch ÷ output x prompt`.
@@ -51,14 +51,18 @@ class Achieved(Struct, frozen=True):
     """The part of the memory's rate at which matrices are read in decode steps: of 16 bits, of fewer."""
     each_s: tuple[float, float]
     """The time that each matrix takes in addition to the reading: the start of its kernels, and their last wave."""
-    kv: tuple[float, float]
-    """The part of the memory's rate at which KV is read: of 16 bits, of fewer."""
-    arithmetic: float
-    """The part of the arithmetic rate in prompts and large batches."""
+    kv: float
+    """The part of the memory's rate at which KV is read."""
+    arithmetic: tuple[float, float]
+    """The part of the arithmetic rate in prompts and large batches: of 16 bits, of 8."""
+    attention: float
+    """The part of the rate of 16 bits at which prompts' attention is computed."""
+    moved: float
+    """The part of the memory's rate at which norms, rotations and activations read and write their values."""
     layer_s: float
-    """The time that each layer adds to a step after its matrices: the start of attention, and small kernels."""
+    """The time that each layer adds to a step after its matrices: the start of attention, and of small kernels."""
     sequence_s: float
-    """The time that each sequence adds to each layer, without its KV."""
+    """The time that each sequence adds to each layer, without its KV and values."""
     first_s: float
     """The fixed time of a prompt."""
     source: str
@@ -67,33 +71,45 @@ class Achieved(Struct, frozen=True):
 TABLES = "the measured tables of NVIDIA's aiconfigurator-core 0.12, vLLM 0.24 on H200 and H100"
 ENGINES: dict[str, Achieved] = {
     "vllm": Achieved(
-        memory=(0.82, 0.69),
-        each_s=(3.7e-6, 6.2e-6),
-        kv=(0.86, 0.63),
-        arithmetic=0.61,
+        memory=(0.84, 0.78),
+        each_s=(4e-6, 7e-6),
+        kv=0.86,
+        arithmetic=(0.80, 0.58),
+        attention=0.55,
+        moved=0.55,
         layer_s=17e-6,
-        sequence_s=0.065e-6,
-        first_s=7e-3,
+        sequence_s=0.05e-6,
+        first_s=10e-3,
         source=f"{TABLES}; vLLM 0.32 on one H200, an 8B Llama shape: benchmarks/results/vllm_gpu_engines.json",
     ),
     "native": Achieved(
-        memory=(0.82, 0.82),
-        each_s=(3.7e-6, 3.7e-6),
-        kv=(0.86, 0.86),
-        arithmetic=0.53,
+        memory=(0.84, 0.84),
+        each_s=(4e-6, 4e-6),
+        kv=0.86,
+        arithmetic=(0.76, 0.76),
+        attention=0.24,
+        moved=0.55,
         layer_s=4e-6,
-        sequence_s=0.5e-6,
-        first_s=0.0,
+        sequence_s=0.35e-6,
+        first_s=4e-3,
         source="the native engine on one H200, an 8B Llama shape in bfloat16: benchmarks/results/vllm_gpu_engines.json",
     ),
 }
-"""The fractions by engine. Least squares over the tables' multiplications of 1 to 128 rows by matrices of 0.6 M to
-400 M parameters are off by 6 % (16 bits) and 9 % (8 bits) in the median; over attentions of 128 to 32,768 tokens by
-6 and 4 %."""
-REDUCE_S = 4.8e-6
-"""The time of a small all-reduce: vLLM's own in a CUDA graph, 4.4 µs between two GPUs, 5.2 among eight (`TABLES`)."""
-LINK = 0.6
-"""The part of the link's rate that large all-reduces reach: pulled by a kernel, between two H200s."""
+"""The fractions by engine. Over the tables' multiplications of 1 to 8,192 rows by matrices of 16 M to 400 M parameters
+those of vLLM are off by 5 % (16 bits) and 11 % (8 bits) in the median; over attentions of 128 to 32,768 tokens by 6 and
+9 %; the attention of prompts from 4,096 tokens on reaches 0.54 to 0.61, of 2,048 0.46."""
+EIGHT_BIT_KV = 2.8e-3
+"""The bytes of KV of 8 bits that attention reads while the GPU could do one operation of 16 bits: converting it is what
+takes the time. An H200, with 1.4 times the memory's rate, reads 0.3 GB and more of it at 2.93 TB/s, an H100 at 2.65
+(`TABLES`)."""
+REDUCE_S = 4.6e-6
+"""The time of a small all-reduce: vLLM's own in a CUDA graph, 4.4 µs between two GPUs, 4.8 among eight (`TABLES`)."""
+LINK = 0.35
+"""The part of the link's rate that all-reduces of 1 MiB and more reach: 0.29 to 0.33 between two GPUs, up to 0.46 among
+eight, by vLLM and by NCCL alike (`TABLES`)."""
+_HIDDEN_MOVED = 10
+"""How often a layer's small kernels read or write a token's hidden vector: two norms with the sum before them 4 times
+each, the rotation of queries and keys twice."""
 
 
 class GpuSplit(Struct, frozen=True):
@@ -187,12 +203,15 @@ class Roofline(Struct, frozen=True):
         head_s = shape.table_weights * _TABLE_BITS / 8 / split.tensor / rate / done.memory[0]
         each_s = _LAYER_MATRICES * shape.layers * done.each_s[few] + done.each_s[0]
         kv = at_once * context * shape.layers * self._layer_kv_bytes
+        kv_rate = (
+            rate * done.kv if self.kv_bits >= 16 else min(rate * done.kv, self.gpu.tflops_16 * 1e12 * EIGHT_BIT_KV)
+        )
         return StepParts(
             weights_s=decoder_s + head_s + each_s,
-            arithmetic_s=self._matmuls_s(at_once, at_once),
-            kv_s=kv / rate / done.kv[self.kv_bits < 16],
+            arithmetic_s=self._matmuls_s(at_once, at_once) + each_s,
+            kv_s=kv / kv_rate,
             links_s=self._links_s(at_once),
-            rest_s=(done.layer_s + done.sequence_s * at_once) * shape.layers,
+            rest_s=(done.layer_s + done.sequence_s * at_once) * shape.layers + self._moved_s(at_once),
         )
 
     def first_s(self, prompt: float, cached: float = 0.0) -> float:
@@ -205,19 +224,26 @@ class Roofline(Struct, frozen=True):
         return self.decode(batch, prompt + output / 2).seconds + batch / output * self._prompt_s(prompt, cached)
 
     def _prompt_s(self, prompt: float, cached: float) -> float:
-        """Return the time that a prompt takes among others: its arithmetic and its all-reduces."""
+        """Return the time that a prompt takes among others: its arithmetic, moved values and all-reduces."""
         before, new = prompt * cached, max(1.0, prompt * (1 - cached))
         pairs = new * before + new * new / 2
-        rate = self.split.tensor * self.gpu.tflops_16 * 1e12 * self.achieved.arithmetic
-        return self._matmuls_s(new, 1) + self.shape.attention_flops * pairs / rate + self._links_s(new)
+        rate = self.split.tensor * self.gpu.tflops_16 * 1e12 * self.achieved.attention
+        attention_s = self.shape.attention_flops * pairs / rate
+        return self._matmuls_s(new, 1) + attention_s + self._moved_s(new) + self._links_s(new)
+
+    def _moved_s(self, tokens: float) -> float:
+        """Return the time in which small kernels read and write the values of tokens, in 16 bits."""
+        shape, rate = self.shape, self.gpu.bandwidth_gb_s * GB * self.achieved.moved
+        values = shape.layers * _HIDDEN_MOVED * shape.hidden + shape.mlp_values / self.split.tensor
+        return tokens * 2 * values / rate
 
     def _matmuls_s(self, tokens: float, drawn: float) -> float:
         """Return the arithmetic of tokens, for `drawn` of which the head is computed."""
         eight = self.weight_bits == 8
-        rate = (self.gpu.tflops_8 if eight else self.gpu.tflops_16) * 1e12
-        head_s = 2 * self.shape.table_weights * drawn / (self.gpu.tflops_16 * 1e12)
-        seconds = 2 * self.shape.active_weights * tokens / rate + head_s
-        return seconds / self.split.tensor / self.achieved.arithmetic
+        rates = [each * 1e12 for each in (self.gpu.tflops_16, self.gpu.tflops_8)]
+        table_s = 2 * self.shape.table_weights * drawn / rates[0] / self.achieved.arithmetic[0]
+        seconds = 2 * self.shape.active_weights * tokens / rates[eight] / self.achieved.arithmetic[eight] + table_s
+        return seconds / self.split.tensor
 
     def _links_s(self, tokens: float) -> float:
         """Return the time of all-reduces within stages, and of copies between them."""

@@ -68,6 +68,13 @@ class ModelShape(Struct, frozen=True):
         return self.layers * self.attention_weights + self.mlp_weights + used
 
     @property
+    def mlp_values(self) -> float:
+        """The values that all layers' activations read and write for one token: one for each column of a matrix of the
+        MLPs that it goes through."""
+        used = self.expert_layers * self.used_experts * self.expert_weights
+        return (self.mlp_weights + used) / self.hidden
+
+    @property
     def attention_flops(self) -> int:
         """The arithmetic of all layers for one pair of a query and a key, each with all heads."""
         return 4 * self.heads * self.head_dim * self.layers

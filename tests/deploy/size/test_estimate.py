@@ -81,8 +81,8 @@ def test_the_time_a_token_of_published_rows_is_met_within_twenty_percent_in_the_
     assert len(errors) >= 40
     assert {row.gpu for row in ROWS.rows} == {"H100", "H200"}
     assert median(errors) <= 0.16
-    for gpu in ("H100", "H200"):
-        assert round(median(error_of(row) for row in ROWS.rows if row.gpu == gpu), 2) <= 0.20
+    for gpu, most in (("H100", 0.10), ("H200", 0.18)):
+        assert median(error_of(row) for row in ROWS.rows if row.gpu == gpu) <= most
     assert {row.source for row in [*ROWS.rows, *ROWS.held_out]} == ROWS.sources.keys()
 
 
@@ -92,19 +92,30 @@ def test_rows_on_other_gpus_with_a_newer_engine_are_met_within_thirty_percent() 
     assert max(errors) <= 0.30
 
 
-def test_the_rows_that_the_fractions_come_from_are_met_within_seven_percent() -> None:
+def test_the_rows_that_the_fractions_come_from_are_met_within_nine_percent() -> None:
     measured = json.loads(Path("benchmarks/results/vllm_gpu_engines.json").read_text(encoding="utf-8"))["rows"]
     shape = shape_of(ROWS.configs["Llama-3-8B"], "Llama-3-8B")
     checked = 0
     for row in measured:
         fit = Roofline(shape, find_gpu("H200"), GpuSplit(), ENGINES[row["engine"]], 16, 16)
         if row["what"] == "decode":
-            assert fit.decode(row["batch"], row["context"]).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.07)
+            assert fit.decode(row["batch"], row["context"]).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.05)
             checked += 1
         elif row["what"] == "prefill":
-            assert fit.first_s(row["tokens"]) == pytest.approx(row["ms"] / 1e3, rel=0.13)
+            assert fit.first_s(row["tokens"]) == pytest.approx(row["ms"] / 1e3, rel=0.09)
             checked += 1
     assert checked == 10
+
+
+def test_kv_of_8_bits_is_read_no_faster_from_a_faster_memory_and_of_16_bits_it_is() -> None:
+    shape = shape_of(ROWS.configs["Llama-3-8B"], "Llama-3-8B")
+
+    def kv_s(gpu: str, bits: float) -> float:
+        return Roofline(shape, find_gpu(gpu), GpuSplit(), ENGINES["vllm"], 16, bits).decode(64, 4096).kv_s
+
+    assert kv_s("H200", 8) == kv_s("H100", 8)  # attention's arithmetic is the limit, which is the same
+    assert kv_s("H200", 16) == pytest.approx(kv_s("H100", 16) * 3350 / 4800)
+    assert kv_s("L4", 8) == pytest.approx(kv_s("L4", 16) / 2)  # its memory is slower than its arithmetic
 
 
 def test_a_model_of_70b_on_two_gpus_has_room_and_a_batch_costs_a_token_more(tmp_path: Path) -> None:
