@@ -6,9 +6,9 @@
     prompt = arithmetic ÷ arithmetic rate + pairs of tokens ÷ attention's rate + moved values + all-reduces
     first = fixed + prompt, but at least the weights ÷ memory rate
 
-Rates are the published ones times the `Achieved` fractions. Those of matrices, attention and all-reduces follow from the
-times of single operations that NVIDIA measured on an H200 and an H100 (`TABLES`); the other figures from one model on
-one GPU.
+Rates are the published ones times the `Achieved` fractions. Those of matrices, attention and all-reduces follow from
+the times of single operations that NVIDIA measured on an H200 and an H100 (`TABLES`); the other figures from one model
+on one GPU.
 
 In a steady load each sequence of a batch also waits for the prompts of others: while one answer has `output` tokens,
 `batch` new prompts are computed, so that a token takes `step + batch ÷ output x prompt`.
@@ -203,9 +203,9 @@ class Roofline(Struct, frozen=True):
         head_s = shape.table_weights * _TABLE_BITS / 8 / split.tensor / rate / done.memory[0]
         each_s = _LAYER_MATRICES * shape.layers * done.each_s[few] + done.each_s[0]
         kv = at_once * context * shape.layers * self._layer_kv_bytes
-        kv_rate = (
-            rate * done.kv if self.kv_bits >= 16 else min(rate * done.kv, self.gpu.tflops_16 * 1e12 * EIGHT_BIT_KV)
-        )
+        kv_rate = rate * done.kv
+        if self.kv_bits < 16:
+            kv_rate = min(kv_rate, self.gpu.tflops_16 * 1e12 * EIGHT_BIT_KV)
         return StepParts(
             weights_s=decoder_s + head_s + each_s,
             arithmetic_s=self._matmuls_s(at_once, at_once) + each_s,
