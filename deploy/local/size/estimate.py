@@ -16,6 +16,7 @@ from deploy.local.size.flags import check_ranges, whole_numbers
 from deploy.local.size.profile_file import Profile, Subject, encode_profile
 from deploy.local.size.roofline import ENGINES, GB, GpuFacts, GpuSplit, Roofline, check_split
 from deploy.local.size.shape import shape_of
+from deploy.local.stack.model import NAME as BUNDLED
 from deploy.local.stack.model_source import fetch_named, find_source
 from deploy.local.table import table
 from deploy.local.terminal import Terminal
@@ -25,6 +26,8 @@ from shared.model_file import CONFIG, CONFIG_LIMIT_BYTES, decode_model_json, rea
 from shared.model_files.config_json import ConfigJson
 
 GPUS = Path(__file__).with_name("gpus.json")
+BUNDLED_CONFIG = Path(__file__).parent / "default_model" / CONFIG
+"""The sizes of the model that `up` serves when it is given none, whose GGUF file may not be here."""
 BITS = {"bfloat16": 16.0, "float16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.5}
 """Bits of a weight; those of 4 bits have half a bit of scales."""
 BATCHES = (1, 8, 32, 128)
@@ -87,8 +90,8 @@ class EstimatedModel(Struct, frozen=True):
 
 
 def find_model(text: str) -> EstimatedModel:
-    """Return the model of a directory, a config.json or a name on the hub, whose small files are fetched if they are
-    not in the cache. Raise ConfigError and ModelError."""
+    """Return the model of a directory, a config.json, the name of the bundled model or a name on the hub, whose small
+    files are fetched if they are not in the cache. Raise ConfigError and ModelError."""
     path = Path(text)
     if path.suffix == ".gguf":
         raise ConfigError(f"{text}: a GGUF file; `estimate` takes the ORG/NAME or the config.json of its model")
@@ -98,6 +101,8 @@ def find_model(text: str) -> EstimatedModel:
             raise ConfigError(f"{text}: this directory has no {CONFIG}, which is all that `estimate` reads")
         folder = config.resolve().parent
         return EstimatedModel(config, folder.name, str(folder))
+    if text == BUNDLED:
+        return EstimatedModel(BUNDLED_CONFIG, BUNDLED, BUNDLED)
     source, terminal = find_source(text, weights=False, flag="estimate"), Terminal()
     if source.here or source.on_hub is None:
         return EstimatedModel(source.path / CONFIG, source.name, text)

@@ -13,11 +13,16 @@ from msgspec import Struct
 
 from deploy.local.autoscale.flags import worker_times
 from deploy.local.cli import main
-from deploy.local.size.estimate import estimate_of, find_gpu
+from deploy.local.size.estimate import BUNDLED_CONFIG, estimate_of, find_gpu
 from deploy.local.size.files import read_profile
 from deploy.local.size.roofline import ENGINES, GpuSplit, Roofline
 from deploy.local.size.shape import shape_of
+from deploy.local.stack.model import FILE
+from deploy.local.stack.model import NAME as BUNDLED
+from deploy.local.stack.model_source import cache_directory
+from deploy.local.state import StateDirectory
 from deploy.local.usage import EstimateFlags, UpFlags, parse
+from services.worker.native.gguf_file import GgufFile
 from tests.hub_server import HubServer, Repository, files_of, use_hub
 
 PUBLIC = Path(__file__).with_name("public_rows.json")
@@ -284,6 +289,28 @@ def test_a_model_on_the_hub_is_estimated_by_its_small_files(
         said = capsys.readouterr().err.splitlines()[-1]
     assert "has no model org/none, or it is private" in said
     assert said.endswith("; config.json alone is enough: give its path in place of org/none")
+
+
+def test_the_bundled_model_is_estimated_by_its_name_without_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "empty"))
+    assert main(["estimate", BUNDLED, "--gpu", "L4", "--engine", "native", "--out", "p.json"]) == 0
+    assert f"{BUNDLED} on NVIDIA L4" in capsys.readouterr().out
+    subject = read_profile(Path("p.json")).subject
+    assert subject.model == BUNDLED
+    assert f"--model {BUNDLED}" in subject.server
+    assert not (tmp_path / "empty").exists()
+
+
+def test_the_bundled_models_sizes_are_those_of_its_file() -> None:
+    source = cache_directory(StateDirectory(Path(".headrace"))) / FILE
+    if not source.exists():
+        pytest.skip(f"{source} is not there")
+    kept = json.loads(BUNDLED_CONFIG.read_text(encoding="utf-8"))
+    described = {**GgufFile(source).config(), "torch_dtype": "bfloat16"}
+    assert shape_of(kept, "kept") == shape_of(described, "described")
 
 
 def test_what_is_no_model_is_refused_with_what_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
