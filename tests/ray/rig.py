@@ -103,4 +103,6 @@ def variables() -> dict[str, str]:
     """The environment of Ray's processes, without what would steer Headrace or Ray."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "RAY_"))}
     bin_path = f"{PLACE / 'bin'}{os.pathsep}{kept.get('PATH', '')}"
-    return {**kept, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0", "PATH": bin_path}
+    patient = {"RAY_agent_register_timeout_ms": "600000"}  # a node ends if its agents take longer to start
+    off = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**kept, **off, **patient, "PATH": bin_path}
