@@ -56,6 +56,7 @@ class Cluster:
         self._ray = ray
         self._strategies = ray.util.scheduling_strategies
         self._actors: dict[str, Any] = {}
+        self._made = 0
         self._places: dict[str, Any] = {}
         """Program → its place in the placement group."""
 
@@ -107,13 +108,14 @@ class Cluster:
     def create(self, order: Order, fleet: str) -> None:
         """Ask Ray for the actor of an order. It starts it again whenever it ends by itself, or its node does."""
         place = self._places.get(order.name, "SPREAD")
+        self._made += 1  # a program that leaves may still have its name in Ray when another one gets it
         actor = self._ray.remote(actor_module.ProgramActor).options(
             num_cpus=order.cpus,
             num_gpus=order.gpus,
             max_restarts=-1,
             max_concurrency=CALLS,
             scheduling_strategy=self._at(order.node) if order.node else place,
-            name=f"headrace-{fleet}-{order.name}",
+            name=f"headrace-{fleet}-{self._made}-{order.name}",
         )
         settings = {name: value for name, value in environment().items() if name.startswith(PREFIX)}
         self._actors[order.name] = actor.remote(order.name, fleet, VERSION, msgspec.structs.asdict(order), settings)

@@ -54,6 +54,8 @@ class Fleet(Struct, frozen=True):
     name: str
     """A word that is in the names of this fleet's directories."""
     orders: tuple[Order, ...]
+    workers: Mapping[str, Order]
+    """Role → a worker of it, without its name. The role is empty if workers do all."""
     store: Order | None
     """The kvbm of a node, without the node. None if there is none."""
     url: str
@@ -86,15 +88,16 @@ def plan(options: UpOptions, head: Head, state_dir: StateDirectory, *, name: str
     for order, count in ((frontend, options.frontends), (router, options.routers)):
         names = [order.name] if count == 1 else [f"{order.name}-{index}" for index in range(count)]
         orders += [replace(order, name=each, node="" if index else head.node) for index, each in enumerate(names)]
-    for worker, role in named_workers(options):
-        orders.append(replace(_worker(options, common, state_dir, role), name=worker))
+    named = named_workers(options)
+    workers = {role: _worker(options, common, state_dir, role) for _, role in named}
+    orders += [replace(workers[role], name=worker) for worker, role in named]
     store = None
     if options.store is not None:
         store = _service(options, "kvbm", 2, common | tiers(options.store, arenas=2 if options.encode else 1))
         store = replace(store, owns_pool=True, needed=options.store.needed)
     scheme = "https" if access.tls_cert else "http"
     url = f"{scheme}://{head.host}:{options.port}"
-    return Fleet(name, tuple(orders), store, url, options.model_name, nats, etcd, access, toml(wiring))
+    return Fleet(name, tuple(orders), workers, store, url, options.model_name, nats, etcd, access, toml(wiring))
 
 
 def paths_needed(options: UpOptions) -> list[tuple[str, str]]:

@@ -8,13 +8,17 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Mapping
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from deploy.local.ray.cluster import ActorLost, ActorSilent, Cluster
 from deploy.local.ray.order import Order
 from deploy.local.ray.plan import Fleet, lacking, paths_needed, plan
 from deploy.local.ray.watch import (
     ActorReport,
+    AddOrder,
     Create,
     Drain,
     Drained,
@@ -27,8 +31,9 @@ from deploy.local.ray.watch import (
     Watch,
 )
 from deploy.local.stack.announce import health, say_ready, state_flag
+from deploy.local.stack.scale import ScaledWorkers
 from deploy.local.stack.stack import Launch, UpOptions
-from deploy.local.stack.supervise import AllEnded, Kill, Program, Stop, Tick
+from deploy.local.stack.supervise import AllEnded, Kill, Program, Remove, Stop, Tick
 from deploy.local.stack.up import prepare
 from deploy.local.state import StateDirectory
 from deploy.local.terminal import Terminal
@@ -52,7 +57,7 @@ def up_on_ray(options: UpOptions, cluster: Cluster, state_dir: StateDirectory, t
     cluster.reserve(fleet.orders)
     prepare({state_dir.fleet: fleet.text}, state_dir)
     try:
-        return asyncio.run(_Shell(fleet, cluster, state_dir, terminal).run())
+        return asyncio.run(_Shell(fleet, cluster, state_dir, terminal).run(ScaledWorkers(options, anywhere=True)))
     finally:
         state_dir.record.unlink(missing_ok=True)
 
@@ -69,12 +74,13 @@ class _Shell:
         self._reports: dict[str, ActorReport] = {}
         self._status: int | None = None
 
-    async def run(self) -> int:
-        """Run until every program has ended; return the exit status of `up`."""
+    async def run(self, scaled: ScaledWorkers) -> int:
+        """Run until every program has ended, with as many workers as are asked for; return the exit status of `up`."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop)
         async with self._tasks:
+            self._tasks.create_task(scaled.serve(self, self._state_dir.scale))
             while self._status is None:
                 self._on(Tick())
                 self._record()
@@ -82,6 +88,32 @@ class _Shell:
             for name in list(self._follows):
                 self._forget(name)
         return self._status
+
+    @property
+    def stopping(self) -> bool:
+        """True once no program will be started again."""
+        return self._watch.stopping
+
+    def add_worker(self, name: str, role: str, _place: int, /) -> bool:
+        """Have Ray find a node for one more worker, wherever there is room."""
+        self._on(AddOrder(replace(self._fleet.workers[role], name=name)))
+        return True
+
+    def remove(self, name: str) -> None:
+        """Drain a program. It is there until it has ended."""
+        self._on(Remove(name))
+
+    def knows(self, name: str) -> bool:
+        """Return whether a program is there, even if it drains."""
+        return self._watch.state(name) != "ended"
+
+    def given_up(self, name: str) -> str:
+        """Return why a program cannot work as configured. Empty if it can."""
+        return self._watch.wrong(name)
+
+    def pids(self) -> Mapping[str, int]:
+        """Return the process ids of the programs that have reported."""
+        return {name: report.pid for name, report in self._reports.items()}
 
     def _stop(self) -> None:
         if not self._watch.stopping:

@@ -7,6 +7,8 @@
                                             ▼
                        ended ◀─Drained─ draining       what has never reported is killed at once
 
+A worker may be added, and removed: it is *leaving* until it has drained, and then forgotten.
+
 A kvbm is added for each node from which a worker reports. It is forgotten when Ray has given it up, and added again
 with the next report. Stages drain as supervise.py's do.
 """
@@ -22,7 +24,7 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from deploy.local.ray.order import Order
-from deploy.local.stack.supervise import CONFIG_STATUS, AllEnded, Kill, Stop, Tick
+from deploy.local.stack.supervise import CONFIG_STATUS, AllEnded, Kill, Remove, Stop, Tick
 
 RETRY_S = 5.0
 """Seconds until Ray is asked for a program again that it has given up."""
@@ -78,7 +80,13 @@ class Drained(Struct, frozen=True):
     name: str
 
 
-Event = Reported | Silent | Lost | Drained | Stop | Tick
+class AddOrder(Struct, frozen=True):
+    """One more program is wanted. None of its name may be there."""
+
+    order: Order
+
+
+Event = Reported | Silent | Lost | Drained | AddOrder | Remove | Stop | Tick
 
 # --- actions
 
@@ -110,7 +118,7 @@ Action = Create | Drain | Kill | Notice | SayReady | AllEnded
 # --- the machine
 
 _PERCENT = re.compile(r": \d+ %$")
-State = Literal["waiting", "asked", "running", "draining", "ended"]
+State = Literal["waiting", "asked", "running", "leaving", "draining", "ended"]
 
 
 @dataclass(slots=True)
@@ -128,6 +136,9 @@ class _Child:
     """The last process whose end was said."""
     reason: str = ""
     """What was said of it last."""
+    wrong: str = ""
+    """Why it cannot work as configured, if it was added. Empty if it can."""
+    added: bool = False
 
 
 class Watch:
@@ -160,7 +171,13 @@ class Watch:
             case Lost(name, why):
                 actions += self._lost(self._children[name], why, now_s)
             case Drained(name):
-                self._children[name].state = "ended"  # it may have been killed meanwhile
+                self._drained(name)
+            case AddOrder(order):
+                if not self._stopping:
+                    assert order.name not in self._children, "programs have distinct names"
+                    self._children[order.name] = _Child(order, since_s=now_s, added=True)
+            case Remove(name):
+                actions += self._remove(name)
             case Stop():
                 if self._stopping:
                     actions += self._kill(self._alive())
@@ -177,8 +194,12 @@ class Watch:
         return self._stopping
 
     def state(self, name: str) -> State:
-        """Return the state of a program."""
-        return self._children[name].state
+        """Return the state of a program. One that is not known has ended."""
+        return self._children[name].state if name in self._children else "ended"
+
+    def wrong(self, name: str) -> str:
+        """Return why a program that was added cannot work as configured. Empty if it can."""
+        return self._children[name].wrong if name in self._children else ""
 
     def validate(self) -> None:
         """Assert every invariant."""
@@ -191,6 +212,24 @@ class Watch:
             assert "draining" not in states
         nodes = [child.order.node for child in self._children.values() if child.order.service == "kvbm"]
         assert len(nodes) == len(set(nodes)), "a node has one kvbm"
+
+    def _drained(self, name: str) -> None:
+        child = self._children.get(name)
+        if child is not None and child.state == "leaving":
+            del self._children[name]
+        elif child is not None:
+            child.state = "ended"  # it may have been killed meanwhile
+
+    def _remove(self, name: str) -> list[Action]:
+        """Let a program leave. What has never reported is killed: Ray may never find a node for it."""
+        child = self._children.get(name)
+        if child is None or self._stopping or child.state == "leaving":
+            return []
+        if child.known and child.state in ("asked", "running"):
+            child.state = "leaving"
+            return [Drain(child.order)]
+        del self._children[name]
+        return [Kill(name)] if child.state == "asked" else []
 
     def _alive(self) -> Sequence[_Child]:
         return [child for child in self._children.values() if child.state != "ended"]
@@ -206,7 +245,7 @@ class Watch:
         child.state, child.since_s, child.known = "running", now_s, True
         if report.status is not None:
             return self._ended_by_itself(child, report)
-        child.pid = child.pid or report.pid
+        child.pid, child.wrong = child.pid or report.pid, ""
         actions: list[Action] = []
         if event.healthy and not child.ready:
             child.ready = True
@@ -240,6 +279,7 @@ class Watch:
         child.ended_pid, child.ready = report.pid, False
         assert report.status is not None
         said = "".join(report.said[-1:])
+        child.wrong = said or "it ended without a word" if child.added and report.status == CONFIG_STATUS else ""
         if report.status == CONFIG_STATUS and not self._served and child.order.needed:
             self._stopping, self._reason = True, f"error: {name}: {said}"
             lines = "\n  ".join([f"error: {name} at {report.host} cannot work as configured:", *report.said])
@@ -289,7 +329,7 @@ class Watch:
         if unknown := [child for child in turn if not child.known]:  # Ray may never find a node for it
             return self._kill(unknown) + self._drain()
         for child in turn:
-            if child.state != "draining":
+            if child.state not in ("leaving", "draining"):
                 child.state = "draining"
                 actions.append(Drain(child.order))
         return actions

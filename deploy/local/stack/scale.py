@@ -3,7 +3,7 @@
     {"workers": {"aggregated": 3}, "first": [4711]}  ─▶  {"failed": ""}      one line each, one question a connection
 
 What was asked for last holds until something else is asked for. A worker that is one too many drains, then stops. Where
-workers have GPUs, a new one waits until one of the places that `up` began with is free.
+this machine's workers have GPUs, a new one waits until one of the places that `up` began with is free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
@@ -78,10 +79,77 @@ def leaving_order(
     return sorted(names, key=lambda name: (order.get(pids.get(name, 0), -1), -there[name][1]))
 
 
+class WorkerLauncher(Protocol):
+    """What runs the workers of one `up`: this machine, or Ray."""
+
+    @property
+    def stopping(self) -> bool:
+        """True once nothing will be started again."""
+        ...
+
+    def add_worker(self, name: str, role: str, place: int, /) -> bool:
+        """Start a worker; the role is empty if it does all. Return False if that must be tried again."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Drain a worker. It is there until it has ended."""
+        ...
+
+    def knows(self, name: str) -> bool:
+        """Return whether a worker is there, even if it drains."""
+        ...
+
+    def given_up(self, name: str) -> str:
+        """Return why an added worker cannot work as configured. Empty if it can."""
+        ...
+
+    def pids(self) -> Mapping[str, int]:
+        """Return the process ids of the workers that run."""
+        ...
+
+
+class LocalLauncher:
+    """The processes of this machine."""
+
+    def __init__(self, options: UpOptions, shell: Shell) -> None:
+        self._options, self._shell = options, shell
+        self.remove, self.given_up, self.pids = shell.remove, shell.given_up, shell.pids
+
+    @property
+    def stopping(self) -> bool:
+        """True once no program will be started again."""
+        return self._shell.stopping
+
+    def knows(self, name: str) -> bool:
+        """Return whether a program of this name is there."""
+        return self._shell.find(name) is not None
+
+    def add_worker(self, name: str, role: str, place: int, /) -> bool:
+        """Start a worker at a free port. Return False if none is free now."""
+        try:
+            (port,) = servers.free_ports(1)
+        except ConfigError:
+            return False
+        launch, files = plan_worker(
+            self._options,
+            self._shell.stack,
+            self._shell.state_dir,
+            name,
+            port,
+            python=sys.executable,
+            index=place,
+            role=role,
+            cores=usable_processors(),
+        )
+        self._shell.add(launch, files)
+        return True
+
+
 class ScaledWorkers:
     """The workers of one `up`, in the number that was asked for last."""
 
-    def __init__(self, options: UpOptions) -> None:
+    def __init__(self, options: UpOptions, *, anywhere: bool = False) -> None:
+        """`anywhere` says that GPUs are found for a worker when it starts."""
         self._options = options
         self._there = {name: (role or "aggregated", index) for index, (name, role) in enumerate(named_workers(options))}
         """Worker → its role and its place."""
@@ -91,35 +159,41 @@ class ScaledWorkers:
         self._failed = ""
         """Why a worker that was added cannot work, until that is said."""
         bound = options.gpus is not None or options.vllm_gpus
-        self._places = options.workers if bound else MOST
+        self._places = options.workers if bound and not anywhere else MOST
 
     async def keep(self, shell: Shell) -> None:
-        """Answer questions, and add and remove workers, until the stack stops."""
+        """Scale the workers of this machine, until the stack stops."""
+        await self.serve(LocalLauncher(self._options, shell), shell.state_dir.scale)
+
+    async def serve(self, launcher: WorkerLauncher, socket: Path) -> None:
+        """Answer questions at a socket, and add and remove workers, until the launcher stops."""
         with ExitStack() as opened:
-            path = reachable(str(shell.state_dir.scale), opened)
-            answer = partial(self._answer, shell)
+            path = reachable(str(socket), opened)
+            answer = partial(self._answer, launcher)
             async with await asyncio.start_unix_server(answer, path, limit=LINE_BYTES):
-                while not shell.stopping:
+                while not launcher.stopping:
                     if self._wanted is not None:
-                        self._carry_out(shell, self._wanted)
+                        self._carry_out(launcher, self._wanted)
                     await asyncio.sleep(LOOK_S)
 
-    async def _answer(self, shell: Shell, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, launcher: WorkerLauncher, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(QUESTION_LIMIT_S):
                 line = await reader.readline()
-                writer.write(msgspec.json.encode(ScaleAnswer(self._asked(shell, line))) + b"\n")
+                writer.write(msgspec.json.encode(ScaleAnswer(self._asked(launcher, line))) + b"\n")
                 await writer.drain()
         writer.close()
 
-    def _asked(self, shell: Shell, line: bytes) -> str:
+    def _asked(self, launcher: WorkerLauncher, line: bytes) -> str:
         """Take up what is asked for. Return why that cannot be."""
         try:
             wanted = msgspec.json.decode(line, type=WantedWorkers)
         except msgspec.MsgspecError as wrong:
             return f"not a question: {wrong}"
         total = sum(wanted.workers.values())
-        if shell.stopping:
+        if launcher.stopping:
             return "`up` is about to end"
         if self._options.engine == "attached":
             return "an attached server is one worker"
@@ -131,37 +205,22 @@ class ScaledWorkers:
         self._wanted = self._wanted if failed else wanted
         return failed
 
-    def _carry_out(self, shell: Shell, wanted: WantedWorkers) -> None:
-        for name in [name for name in self._leaving if shell.find(name) is None]:
+    def _carry_out(self, launcher: WorkerLauncher, wanted: WantedWorkers) -> None:
+        for name in [name for name in self._leaving if not launcher.knows(name)]:
             self._leaving.discard(name)
             del self._there[name]
-        for name in [name for name in self._there if name not in self._leaving and shell.given_up(name)]:
-            self._failed, self._wanted = f"{name} cannot work as configured: {shell.given_up(name)}", None
+        for name in [name for name in self._there if name not in self._leaving and launcher.given_up(name)]:
+            self._failed, self._wanted = f"{name} cannot work as configured: {launcher.given_up(name)}", None
             self._leaving.add(name)
-            shell.remove(name)
+            launcher.remove(name)
             return
         names = [name for name in self._there if name not in self._leaving]
-        staying = leaving_order(names, self._there, shell.pids(), wanted.first)
+        staying = leaving_order(names, self._there, launcher.pids(), wanted.first)
         added, removed = changes(wanted.workers, self._there, staying, self._places)
         for name in removed:
             self._leaving.add(name)
-            shell.remove(name)
+            launcher.remove(name)
         for name, role, place in added:
-            try:
-                (port,) = servers.free_ports(1)
-            except ConfigError:
-                return  # all ports are taken now: the next look tries again
+            if not launcher.add_worker(name, "" if role == "aggregated" else role, place):
+                return  # the next look tries again
             self._there[name] = role, place
-            shell.add(
-                *plan_worker(
-                    self._options,
-                    shell.stack,
-                    shell.state_dir,
-                    name,
-                    port,
-                    python=sys.executable,
-                    index=place,
-                    role="" if role == "aggregated" else role,
-                    cores=usable_processors(),
-                )
-            )

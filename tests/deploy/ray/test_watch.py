@@ -15,6 +15,7 @@ from deploy.local.ray.watch import (
     RETRY_S,
     Action,
     ActorReport,
+    AddOrder,
     Create,
     Drain,
     Drained,
@@ -25,7 +26,7 @@ from deploy.local.ray.watch import (
     Silent,
     Watch,
 )
-from deploy.local.stack.supervise import AllEnded, Kill, Stop, Tick
+from deploy.local.stack.supervise import AllEnded, Kill, Remove, Stop, Tick
 
 FRONTEND = Order("frontend", (), {}, 0, 40.0, node="head", service="frontend")
 WORKERS = [Order(f"worker-{index}", (), {}, 1, 40.0, cpus=1, service="worker") for index in range(2)]
@@ -162,6 +163,57 @@ def test_a_kvbm_that_is_not_needed_is_left_out_for_good_where_it_cannot_work() -
     assert watch.on(report("worker-0", "other"), 4.0) == []
 
 
+EXTRA = replace(WORKERS[0], name="worker-2")
+
+
+def test_a_worker_that_is_added_is_created_and_one_that_is_removed_drains_and_is_forgotten() -> None:
+    watch = running(None)
+    assert watch.on(AddOrder(EXTRA), 2.0) == []
+    assert watch.on(Tick(), 2.1) == [Create(EXTRA)]
+    watch.on(report("worker-2", "other"), 3.0)
+    assert watch.on(Remove("worker-2"), 4.0) == [Drain(EXTRA)]
+    assert watch.state("worker-2") == "leaving"
+    assert watch.on(Remove("worker-2"), 4.1) == [], "it leaves already"
+    assert watch.on(Silent("worker-2"), 4.2) == []
+    watch.on(Drained("worker-2"), 5.0)
+    assert watch.state("worker-2") == "ended"
+    watch.on(AddOrder(EXTRA), 6.0)
+    assert watch.on(Tick(), 6.1) == [Create(EXTRA)], "its name is free again"
+
+
+def test_an_added_worker_for_which_ray_finds_no_node_is_killed_when_it_is_removed() -> None:
+    watch = running(None)
+    watch.on(AddOrder(EXTRA), 2.0)
+    watch.on(Tick(), 2.0)
+    assert watch.on(Remove("worker-2"), 3.0) == [Kill("worker-2")]
+    watch.on(AddOrder(EXTRA), 4.0)
+    assert watch.on(Remove("worker-2"), 4.0) == [], "Ray was not asked yet"
+    assert watch.on(Tick(), 5.0) == []
+
+
+def test_why_an_added_worker_cannot_work_is_known_until_it_can() -> None:
+    watch = running(None)
+    watch.on(AddOrder(EXTRA), 2.0)
+    watch.on(Tick(), 2.0)
+    watch.on(report("worker-2", "other", 8, 2, "no such model"), 3.0)
+    watch.on(report("worker-0", "other", 7, 2, "no such model"), 3.0)
+    assert watch.wrong("worker-2") == "no such model"
+    assert watch.wrong("worker-0") == "", "it was not added: Ray starts it again"
+    watch.on(report("worker-2", "other", 9), 4.0)
+    assert watch.wrong("worker-2") == ""
+    assert not watch.stopping
+
+
+def test_a_worker_that_leaves_while_all_stop_does_not_hold_up_the_stages() -> None:
+    watch = running(None)
+    watch.on(Remove("worker-0"), 2.0)
+    assert watch.on(Stop(), 2.1) == [Drain(FRONTEND)]
+    assert watch.on(AddOrder(EXTRA), 2.2) == [], "nothing is added any more"
+    watch.on(Drained("worker-0"), 2.3)
+    watch.validate()
+    assert watch.on(Drained("frontend"), 3.0) == [Drain(WORKERS[1])]
+
+
 def end_all(watch: Watch, actions: list[Action]) -> list[Action]:
     """Let all that drains end, and return the actions of the last end."""
     while drained := [action.order.name for action in actions if isinstance(action, Drain)]:
@@ -251,6 +303,13 @@ class Watching(RuleBasedStateMachine):
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
         self.do(self.watch.on(Tick(), self.now_s))
+
+    @rule(name=st.sampled_from(("worker-0", "worker-1", "worker-2", "worker-3")), more=st.booleans())
+    def another_number_of_workers_is_wanted(self, name: str, more: bool) -> None:
+        if more and self.watch.state(name) == "ended" and not self.watch.stopping:
+            self.do(self.watch.on(AddOrder(replace(EXTRA, name=name)), self.now_s))
+        elif not more:
+            self.do(self.watch.on(Remove(name), self.now_s))
 
     @rule()
     def the_user_stops(self) -> None:
