@@ -93,7 +93,10 @@ class PoolGeometry(Struct, frozen=True):
         arena_bytes = (self.file_bytes - self.slots_at) // count // ALIGN_BYTES * ALIGN_BYTES
         slot_bytes = _up(block_bytes, PAGE_BYTES)
         if slot_bytes > arena_bytes:
-            raise PoolUnfit(f"a block of {block_bytes} bytes is larger than an arena of {arena_bytes}")
+            raise PoolUnfit(
+                f"a block of {block_bytes} bytes is larger than an arena of {arena_bytes}: give kvbm a larger"
+                " pool.size_bytes, or fewer pool.arenas"
+            )
         start = index * arena_bytes
         return Arena(
             offset=self.slots_at + start,

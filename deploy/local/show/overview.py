@@ -221,7 +221,7 @@ def _role_notes(cards: Sequence[ModelCard], catalogue: Catalogue) -> list[str]:
     ]
     apart = [
         f"worker {card.instance} has the role prefill, but no worker that decodes {card.model} can get its blocks: they"
-        " need one kvbm, or kvbms that read each other (peers.listen)"
+        f" need {_lacking(card, cards)}"
         for card in cards
         if card.role == "prefill" and card.kvbm and card.model in decoded and not _reached(card, cards, catalogue)
     ]
@@ -242,6 +242,17 @@ def _fed(encode: ModelCard, cards: Sequence[ModelCard]) -> bool:
         and (card.model, card.kvbm, card.kvbm_layout) == (encode.model, encode.kvbm, encode.kvbm_layout)
         for card in cards
     )
+
+
+def _lacking(prefill: ModelCard, cards: Sequence[ModelCard]) -> str:
+    """Return what this worker and those that decode need, if blocks of it come to none of them."""
+    layouts = {card.kvbm_layout for card in cards if card.decodes and card.model == prefill.model and card.kvbm}
+    if layouts and prefill.kvbm_layout not in layouts:
+        return (
+            f"one layout of blocks, not {prefill.kvbm_layout} here and {', '.join(sorted(layouts))} there: the same"
+            " engine, version of vLLM, files of the model, type (dtype, kv_dtype) and number of vLLM's ranks"
+        )
+    return "one kvbm, or kvbms that read each other (peers.listen)"
 
 
 def _reached(prefill: ModelCard, cards: Sequence[ModelCard], catalogue: Catalogue) -> bool:

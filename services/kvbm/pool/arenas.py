@@ -64,7 +64,10 @@ class Arenas:
                 index = self._index.pop(other)
                 self._index[layout] = index
                 return AssignedArena(index, former_layout=other)
-        raise NoArena(f"all {self.count} arenas of the pool are in use by the layouts {', '.join(self._index)}")
+        raise NoArena(
+            f"all {self.count} arenas of the pool are in use by the layouts {', '.join(self._index)}; another model,"
+            " element type or kind of engine needs one more: pool.arenas of kvbm"
+        )
 
     def undo_assign(self, layout: str, given: AssignedArena) -> None:
         """Undo the last `assign`, because the layout could not use its arena: the former layout has it again."""

@@ -59,6 +59,7 @@ from services.worker.vllm.probe import Prober
 from services.worker.vllm.prompt_logprobs import prompt_pieces
 from services.worker.vllm.ranks import MOST_EMBEDDED_BYTES, EngineRank, EngineRanks
 from services.worker.vllm.sampling import first_token, to_pooling_params, to_sampling_params
+from services.worker.vllm.weights import LoadedWeights
 from shared.errors import Unavailable
 from shared.hashing import token_array
 from shared.messages.frames import UNFOLLOWABLE
@@ -91,6 +92,7 @@ class VllmEngine:
         readers: Sequence[EventReader],
         metrics: Callable[[], str],
         images: ImagePrompts | None,
+        weights: LoadedWeights,
     ) -> None:
         """`readers` read the events of each rank; `metrics` returns vLLM's own metrics as text; `images` is None if the
         model takes none."""
@@ -124,6 +126,7 @@ class VllmEngine:
         self._prefetches = Prefetches(llm)
         self._prober = Prober(llm, self._config.health, pooling=self._pooling, report=channel.send)
         self._images = images
+        self._weights = weights
         self._metrics = metrics
         self._sent_metrics = ""
         self._metrics_due_s = 0.0
@@ -309,6 +312,8 @@ class VllmEngine:
             case "wake":
                 if not self._sleep_level:
                     return "wake: the engine is awake"
+                if self._sleep_level == 2 and (fault := self._weights.fault()):
+                    return f"wake: {fault}"
                 await self._llm.wake_up()
                 if self._sleep_level == 2:
                     await self._llm.collective_rpc("reload_weights")

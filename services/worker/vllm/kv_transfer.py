@@ -19,6 +19,9 @@ STORED = "stored"
 """The entry of our statistics that has the attempts whose blocks are stored, for another worker to go on with."""
 PREFETCHED = "prefetched_blocks"
 """The entry of our statistics that has how many blocks were loaded for expected prompts, since the start."""
+BY_PARAMS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")
+"""vLLM's connectors that move blocks only for requests with `kv_transfer_params` of theirs, which none of a worker's
+has."""
 _EXPECTED = "headrace_expected"
 """The entry of `kv_transfer_params` of a request that stands for an expected prompt."""
 _HAND_OVER = "headrace_hand_over"
@@ -110,6 +113,15 @@ def ec_transfer(config: WorkerConfig) -> dict[str, Any] | None:
             "timeout_s": config.kvbm.timeout_s,
         },
     }
+
+
+def by_params(connector: str | None, settings: Mapping[str, Any]) -> str:
+    """Return the first connector of a user's KVTransferConfig, alone or in a chain, that would never move a block.
+    Empty if there is none."""
+    chain = settings.get("connectors")
+    links = [each for each in chain if isinstance(each, Mapping)] if isinstance(chain, list) else []
+    names = (connector, *(each.get("kv_connector") for each in links))
+    return next((name for name in names if name in BY_PARAMS), "")
 
 
 def expected_params() -> dict[str, bool]:

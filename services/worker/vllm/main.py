@@ -125,11 +125,12 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     from services.worker.vllm.images import ImagePrompts
     from services.worker.vllm.own_metrics import KeptMetrics, unknown_name
     from services.worker.vllm.stat_logger import StatLogger
+    from services.worker.vllm.weights import LoadedWeights
 
     settings = replace(config.worker, model=str(_prepared(config, channel)))
     args = _engine_args(settings, directory)
     channel.send(Loading("starting vLLM", 0.1))
-    logger, noted = StatLogger(), directory / "cause"
+    logger, noted, weights = StatLogger(), directory / "cause", LoadedWeights(Path(settings.model))
     os.environ[VARIABLE] = str(noted)
     readers: list[EventReader] = []
     try:
@@ -154,7 +155,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
             return Failed(reason=f"engine_metrics: this vLLM has no metric {unknown}", model=True)
         own_metrics = KeptMetrics(registry, settings.engine_metrics)
         engine = VllmEngine(
-            *(config, llm, channel, connection, readers, lambda: generate_latest(own_metrics).decode(), images)
+            *(config, llm, channel, connection, readers, lambda: generate_latest(own_metrics).decode(), images, weights)
         )
         logger.record_step = engine.record_step
         channel.send(Loading(FIRST_TOKENS, 0.9))

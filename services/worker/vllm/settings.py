@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from services.worker.config import WorkerConfig
+from services.worker.vllm.kv_transfer import by_params
 from services.worker.vllm.sizes import sizes_fault
 from shared.errors import ConfigError, ModelError
 from shared.model_files.config_json import read_config_json
@@ -85,11 +86,29 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
     loras, kept = given.get("max_loras"), given.get("max_cpu_loras")
     if loras and kept and kept < loras:
         return f"{source['max_cpu_loras']}.max_cpu_loras: {kept}, but max_loras is {loras}; it must be at least as many"
+    if fault := _connector_fault(given, config, source):
+        return fault
     defaults = WorkerConfig(model="")
     for name, setting in (("block_size", "block_size"), ("max_num_seqs", "max_running")):
         own = getattr(config, setting)
         if name in given and own != getattr(defaults, setting) and given[name] != own:
             return f"{source[name]}.{name}: {given[name]}, but the worker's {setting} is {own}"
+    return ""
+
+
+def _connector_fault(given: Mapping[str, Any], config: WorkerConfig, source: Mapping[str, str]) -> str:
+    """Return why connectors that the user sets do not work here. Empty if they may. *Pure.*"""
+    shares_images = config.kvbm.pool and config.kvbm.embeddings
+    for name, setting, ours in (
+        ("kv_transfer_config", "kvbm.pool", config.kvbm.pool),
+        ("ec_transfer_config", "kvbm.embeddings", shares_images),
+    ):
+        if name in given and ours:
+            return f"{source[name]}.{name} is set, and so is {setting}; set one of them"
+    transfer = given.get("kv_transfer_config")
+    if transfer and (name := by_params(transfer.kv_connector, transfer.kv_connector_extra_config)):
+        where = f"{source['kv_transfer_config']}.kv_transfer_config"
+        return f"{where}: {name}: not allowed: it needs kv_transfer_params, which no request has; set kvbm.pool instead"
     return ""
 
 

@@ -329,7 +329,9 @@ CONNECTOR: Table = {
             "compilation_config",
         )
     ),
-    "vllm.config:KVTransferConfig": Used(reads=("kv_role", "kv_load_failure_policy", "kv_connector_extra_config")),
+    "vllm.config:KVTransferConfig": Used(
+        reads=("kv_connector", "kv_role", "kv_load_failure_policy", "kv_connector_extra_config")
+    ),
     "vllm.config.model:ModelConfig": Used(
         reads=(
             "dtype",

@@ -355,7 +355,7 @@ def test_a_worker_with_a_role_that_found_no_kvbm_is_in_the_notes() -> None:
 
 def test_a_prefill_worker_whose_blocks_reach_no_worker_that_decodes_is_in_the_notes() -> None:
     workers = (instance("worker", "w1"), instance("worker", "w2"), card("w2", role="prefill", kvbm="k2"))
-    decode, other = card("w1", role="decode", kvbm="k1"), card("w1", role="decode", kvbm="k1", kvbm_layout="other")
+    decode = card("w1", role="decode", kvbm="k1")
     silent = tuple(instance("kvbm", name) for name in ("k1", "k2"))
     listening = tuple(instance("kvbm", name, peers=f"{name}:7") for name in ("k1", "k2"))
     (note,) = look(*workers, decode, *silent).notes
@@ -363,9 +363,18 @@ def test_a_prefill_worker_whose_blocks_reach_no_worker_that_decodes_is_in_the_no
         "worker w2 has the role prefill, but no worker that decodes m.x can get its blocks: they need"
     )
     assert look(*workers, decode, listening[0], silent[1]).notes == (note,)
-    assert look(*workers, other, *listening).notes == (note,)
     assert look(*workers, decode, *listening).notes == ()
     assert look(*workers, card("w1", role="decode", kvbm="k2"), *silent).notes == ()
+
+
+def test_a_prefill_worker_whose_blocks_have_another_layout_is_in_the_notes_with_what_must_be_equal() -> None:
+    workers = (instance("worker", "w1"), instance("worker", "w2"), card("w2", role="prefill", kvbm="k1"))
+    other, alone = card("w1", role="decode", kvbm="k1", kvbm_layout="other"), card("w1")
+    (note,) = look(*workers, other, instance("kvbm", "k1")).notes
+    assert "they need one layout of blocks, not l here and other there: the same engine, version of vLLM" in note
+    assert "\n" not in note
+    (note,) = look(*workers, alone, instance("kvbm", "k1")).notes
+    assert note.endswith("they need one kvbm, or kvbms that read each other (peers.listen)")
 
 
 def test_nothing_alive_is_said_in_words() -> None:

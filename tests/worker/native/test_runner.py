@@ -6,6 +6,7 @@ import json
 import math
 import select
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from services.worker.contracts.mover import Copied, Copy, Mover
 from services.worker.contracts.runner import Runner
 from services.worker.limits import SchedulerLimits
 from services.worker.native.config import read_config
+from services.worker.native.parallel.group import GroupTerms
 from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner, load_native
 from services.worker.native.tensor_file import write_tensors
@@ -64,8 +66,22 @@ def ended(mover: Mover) -> Copied:
     return copied
 
 
-def test_smollm2_answers_as_with_transformers_all_prompts_at_once(smollm2: Path) -> None:
-    runner = NativeRunner(smollm2, capacity_blocks=64)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_smollm2_answers_as_with_transformers_all_prompts_at_once_in_one_process_and_in_two(
+    smollm2: Path, ranks: int
+) -> None:
+    group = None if ranks == 1 else GroupTerms(ranks, limit_s=240.0, start_limit_s=240.0, weights_file=None)
+    with closing(NativeRunner(smollm2, capacity_blocks=64, group=group)) as runner:
+        histories = continued(runner)
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    for history, answer in zip(histories, ANSWERS, strict=True):
+        output = history[len(answer.prompt) :]
+        assert tokenizer.decode(output, skip_special_tokens=False) == answer.answer
+        assert output == answer.output
+
+
+def continued(runner: NativeRunner) -> list[list[int]]:
+    """Return the prompts of all answers, each with as many tokens as its answer has."""
     histories = [list(answer.prompt) for answer in ANSWERS]
     blocks = [list(range(16 * number, 16 * number + 16)) for number in range(len(ANSWERS))]
     starts = [0] * len(ANSWERS)
@@ -80,11 +96,7 @@ def test_smollm2_answers_as_with_transformers_all_prompts_at_once(smollm2: Path)
         for history, drawn in zip(histories, runner.step(works), strict=True):
             assert drawn is not None
             history.append(drawn.token)
-    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-    for history, answer in zip(histories, ANSWERS, strict=True):
-        output = history[len(answer.prompt) :]
-        assert tokenizer.decode(output, skip_special_tokens=False) == answer.answer
-        assert output == answer.output
+    return histories
 
 
 def test_smollm2_alone_computes_the_logits_of_transformers(smollm2: Path) -> None:

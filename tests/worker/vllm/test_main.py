@@ -87,6 +87,10 @@ async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[
             {"block_size": 32, "tensor_parallel_size": 4},
             "tensor_parallel_size: 4 does not divide the model's 2 attention heads",
         ),
+        (
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+            "vllm.kv_transfer_config: NixlConnector: not allowed: it needs kv_transfer_params",
+        ),
     ],
 )
 async def test_settings_that_vllm_refuses_are_fatal_and_named(

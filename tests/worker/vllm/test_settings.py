@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from services.worker.config import WorkerConfig
+from services.worker.config import KVConnectorConfig, WorkerConfig
+from services.worker.vllm.kv_transfer import BY_PARAMS
 from services.worker.vllm.settings import (
     IN_CORE,
     SPREADING,
@@ -106,6 +107,33 @@ def test_ranks_that_others_start_are_refused(name: str, value: object, said: str
 def test_an_executor_whose_ranks_end_with_the_worker_can_be_chosen(value: str) -> None:
     given, source = {"distributed_executor_backend": value}, {"distributed_executor_backend": "vllm"}
     assert contradiction(given, WorkerConfig(model="m"), source) == ""
+
+
+class Transfer(NamedTuple):
+    """What is read of vLLM's KVTransferConfig."""
+
+    kv_connector: str
+    kv_connector_extra_config: dict[str, Any]
+
+
+@pytest.mark.parametrize(("name", "setting"), [("kv_transfer_config", "pool"), ("ec_transfer_config", "embeddings")])
+def test_connectors_in_the_file_next_to_a_kvbm_are_refused(name: str, setting: str) -> None:
+    kvbm = KVConnectorConfig(pool="/dev/shm/p", embeddings=setting == "embeddings")
+    given, source = {name: Transfer("OffloadingConnector", {})}, {name: "vllm_args"}
+    refused = contradiction(given, WorkerConfig(model="m", engine="vllm", kvbm=kvbm), source)
+    assert refused == f"vllm_args.{name} is set, and so is kvbm.{setting}; set one of them"
+    assert contradiction(given, WorkerConfig(model="m", engine="vllm"), source) == ""
+
+
+@pytest.mark.parametrize("name", BY_PARAMS)
+def test_connectors_that_would_never_move_a_block_are_refused_alone_and_in_a_chain(name: str) -> None:
+    config, source = WorkerConfig(model="m", engine="vllm"), {"kv_transfer_config": "vllm"}
+    chain = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": name}, "nonsense"]
+    for transfer in (Transfer(name, {}), Transfer("MultiConnector", {"connectors": chain})):
+        refused = contradiction({"kv_transfer_config": transfer}, config, source)
+        assert refused.startswith(f"vllm.kv_transfer_config: {name}: not allowed: it needs kv_transfer_params, which")
+    others = Transfer("MultiConnector", {"connectors": chain[:1]})
+    assert contradiction({"kv_transfer_config": others}, config, source) == ""
 
 
 def test_fewer_loras_in_memory_than_in_a_batch_are_refused() -> None:
