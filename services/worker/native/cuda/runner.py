@@ -338,11 +338,16 @@ class CudaRunner:
             else:
                 drawn = []
                 self._drawing.wait()
-            if self._exchange is not None:
-                self._exchange.check()
+            self._check_ranks()
             prompts = [self._score(rows) for rows in scored_rows(works)]
+            self._check_ranks()  # scores are exchanged too
         results = step_results(works, drawn, self._pooling.sums(spans))
         return with_prompt_logprobs(works, results, prompts) if prompts else results
+
+    def _check_ranks(self) -> None:
+        """Raise RankLost if another rank was lost in the work that has ended."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     def _score(self, rows: ScoredRows) -> PromptLogprobs | None:
         """Return log-probabilities of a prompt from the hidden states of the step, as `score_rows` does."""
