@@ -50,7 +50,13 @@ from services.worker.native.cuda.sampler import CudaSampler
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.splits import SplitPlanner
 from services.worker.native.cuda.vision_tower import CudaVisionTower, OneByOne
-from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights, move_weights
+from services.worker.native.cuda.weights import (
+    DTYPES,
+    CudaWeights,
+    load_cuda_weights,
+    weights_on_device,
+    weights_on_host,
+)
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.linear import Array
@@ -436,7 +442,7 @@ class CudaRunner:
         self.stream.synchronize()
         if level == 1:
             try:
-                kept = move_weights(self._weights, cp.asnumpy) if self._shared is None else None
+                kept = weights_on_host(self._weights) if self._shared is None else None
                 self._loras.move(cp.asnumpy)
             except MemoryError:
                 return "sleep: no host memory is left for the weights; sleep at level 2"
@@ -478,7 +484,7 @@ class CudaRunner:
     def _weights_again(self) -> CudaWeights:
         """Return the weights on the device. Raise ModelError if they are not the same any longer."""
         if self._kept is not None:
-            return move_weights(self._kept, cp.asarray)
+            return weights_on_device(self._kept)
         directory = Path(self._facts.path)
         check_digest(directory, self._config, self._digest)
         if self._shared is not None:
