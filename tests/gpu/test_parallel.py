@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +26,11 @@ from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.parallel.peers import RankLost
+from services.worker.native.prompt_logprobs import ScoredRows
 from services.worker.native.weights import load_weights
 from shared.errors import ConfigError
 from shared.messages.cards import KvLayout
+from shared.messages.frames import PromptLogprobs
 from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.process_tree import children
@@ -211,6 +214,28 @@ def test_a_rank_that_ends_between_two_steps_is_named(tmp_path: Path) -> None:
         os.kill(runner._group.pids[0], signal.SIGKILL)
         with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 was killed by signal 9 \(SIGKILL\)$"):
             runner.step(works)
+
+
+def test_a_rank_that_stands_still_while_a_prompt_is_scored_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before the scores has ended well, and one exchange has them all: nothing that follows fails."""
+    config = config_of(tmp_path, 2, **SHAPES["head of 64, 4 share"])
+    scored = work(PROMPT[:8], [0], sampling=Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=2))
+    with runner_of(config) as runner:
+        place, group, score = runner._place, runner._group, runner._score
+        assert place is not None
+        assert group is not None
+
+        def score_without_rank_1(rows: ScoredRows) -> PromptLogprobs | None:
+            [(_, connection)] = place.peers.connections
+            connection.recv(1, socket.MSG_PEEK)  # it awaits the next order
+            os.kill(group.pids[0], signal.SIGSTOP)
+            return score(rows)
+
+        monkeypatch.setattr(runner, "_score", score_without_rank_1)
+        with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 did not answer in 10 s: it stands still$"):
+            runner.step([scored])
 
 
 def test_what_is_not_built_for_ranks_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_what_was_packed_is_unpacked_where_python_finds_it(tmp_path: Path, monke
         archive.writestr("thing/__init__.py", "VALUE = 3\n")
         archive.writestr("thing/code.so", b"host" + fat(entry(ELF, 80, b"A" * 40)))
         archive.writestr("thing-1.data/scripts/thing", "#!/bin/sh\n")
+        archive.writestr("tvm_ffi/3rdparty/notes.txt", "sources of others\n")
     monkeypatch.setattr(kit, "ARCHIVES", tmp_path)
     monkeypatch.setattr(kit, "ENVIRONMENTS", {name: tmp_path / name for name in kit.ENVIRONMENTS})
     for name in kit.ENVIRONMENTS:
@@ -78,5 +79,6 @@ def test_what_was_packed_is_unpacked_where_python_finds_it(tmp_path: Path, monke
     for name, directory in kit.ENVIRONMENTS.items():
         packages = directory / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         assert (packages / "thing" / "__init__.py").read_text() == "VALUE = 3\n"
+        assert not (packages / "tvm_ffi").exists(), "it is left out"
         assert b"A" not in (packages / "thing" / "code.so").read_bytes()
         assert (directory / "bin" / "thing").stat().st_mode & 0o111, name

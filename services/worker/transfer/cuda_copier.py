@@ -113,6 +113,7 @@ class CudaCopier:
     def detach(self) -> None:
         pinned, self._pinned, self._pool, self._slots = self._pinned, None, None, None
         if pinned is not None:
+            use_device(self._device)  # a thread that has copied nothing would take memory of the first GPU
             pinned.unpin_all()
 
     def prepare(self) -> bool:

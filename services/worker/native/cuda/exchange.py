@@ -22,6 +22,7 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 
 from services.worker.native.cuda.buffers import kernel_address, pinned_array
 from services.worker.native.linear import Array
@@ -72,9 +73,9 @@ class DeviceExchange:
             self._state = cp.zeros(_STATE_WORDS, cp.uint64)
             self._host = pinned_array(2, np.int32)
             self._host[:] = 0
-            with cp.cuda.Stream(non_blocking=True) as filling:
-                own.array()[...] = 0xFF
-                filling.synchronize()
+            stream = cp.cuda.get_current_stream()
+            runtime.memsetAsync(own.address, 0xFF, own.size_bytes, stream.ptr)
+            stream.synchronize()
             self._rooms = {rank: own.address}
             self._map(own, device, opened)
             peers.meet()  # all rooms are empty

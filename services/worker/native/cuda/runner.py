@@ -50,7 +50,13 @@ from services.worker.native.cuda.sampler import CudaSampler
 from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.splits import SplitPlanner
 from services.worker.native.cuda.vision_tower import CudaVisionTower, OneByOne
-from services.worker.native.cuda.weights import DTYPES, CudaWeights, load_cuda_weights, move_weights
+from services.worker.native.cuda.weights import (
+    DTYPES,
+    CudaWeights,
+    load_cuda_weights,
+    weights_on_device,
+    weights_on_host,
+)
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.linear import Array
@@ -338,11 +344,16 @@ class CudaRunner:
             else:
                 drawn = []
                 self._drawing.wait()
-            if self._exchange is not None:
-                self._exchange.check()
+            self._check_ranks()
             prompts = [self._score(rows) for rows in scored_rows(works)]
+            self._check_ranks()  # scores are exchanged too
         results = step_results(works, drawn, self._pooling.sums(spans))
         return with_prompt_logprobs(works, results, prompts) if prompts else results
+
+    def _check_ranks(self) -> None:
+        """Raise RankLost if another rank was lost in the work that has ended."""
+        if self._exchange is not None:
+            self._exchange.check()
 
     def _score(self, rows: ScoredRows) -> PromptLogprobs | None:
         """Return log-probabilities of a prompt from the hidden states of the step, as `score_rows` does."""
@@ -431,7 +442,7 @@ class CudaRunner:
         self.stream.synchronize()
         if level == 1:
             try:
-                kept = move_weights(self._weights, cp.asnumpy) if self._shared is None else None
+                kept = weights_on_host(self._weights) if self._shared is None else None
                 self._loras.move(cp.asnumpy)
             except MemoryError:
                 return "sleep: no host memory is left for the weights; sleep at level 2"
@@ -473,7 +484,7 @@ class CudaRunner:
     def _weights_again(self) -> CudaWeights:
         """Return the weights on the device. Raise ModelError if they are not the same any longer."""
         if self._kept is not None:
-            return move_weights(self._kept, cp.asarray)
+            return weights_on_device(self._kept)
         directory = Path(self._facts.path)
         check_digest(directory, self._config, self._digest)
         if self._shared is not None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,12 @@ from services.worker.config import Dtype
 from services.worker.native.bfloat16 import to_bfloat16
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.pieces import Piece, PiecesOfLayers
+from services.worker.native.cuda.staged_copies import ROOM_BYTES, ROOMS, Bytes, StagedCopies, bytes_of
 from services.worker.native.linear import Array
 from services.worker.native.parallel.shares import Share
 from services.worker.native.tensor_file import Floats
 from services.worker.native.weights import EMBEDDING, HEAD, NORM_NAMES, Checkpoint
+from services.worker.transfer.cuda import ANYWHERE, ERRORS, sleeping_event, use_device
 
 _STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPES: dict[Dtype, type[np.generic]] = {
@@ -101,7 +105,7 @@ def load_cuda_weights(
         first = 0
         for part, (height, _) in zip(parts, shapes, strict=True):
             if fills:
-                _fill(joined[first : first + height], checkpoint, part, element_type)
+                _fill(joined[first : first + height], checkpoint, part, element_type, copies)
             first += height
             count(part.name)
         return joined
@@ -138,14 +142,15 @@ def load_cuda_weights(
             fed_norm=norms.get("fed_norm"),
         )
 
-    embedding = matrix(Piece(EMBEDDING))
     vocab = slice(None) if share is None else share.vocab
-    return CudaWeights(
-        embedding=embedding,
-        layers=tuple(layer(number) for number in range(config.layers)),
-        norm=vector(Piece("model.norm.weight"), read=checkpoint.norm),
-        head=(embedding if share is None else embedding[vocab]) if checkpoint.tied else matrix(Piece(HEAD, vocab)),
-    )
+    with staged_copies() if fills else nullcontext() as copies:
+        embedding = matrix(Piece(EMBEDDING))
+        return CudaWeights(
+            embedding=embedding,
+            layers=tuple(layer(number) for number in range(config.layers)),
+            norm=vector(Piece("model.norm.weight"), read=checkpoint.norm),
+            head=(embedding if share is None else embedding[vocab]) if checkpoint.tied else matrix(Piece(HEAD, vocab)),
+        )
 
 
 def move_weights(weights: CudaWeights, move: Callable[[Array], Array]) -> CudaWeights:
@@ -166,7 +171,56 @@ def move_weights(weights: CudaWeights, move: Callable[[Array], Array]) -> CudaWe
     )
 
 
-def _fill(matrix: Array, checkpoint: Checkpoint, part: Piece, element_type: Dtype) -> None:
+def weights_on_host(weights: CudaWeights) -> CudaWeights:
+    """Return a copy of weights in host memory, which is made on the current stream. Raise MemoryError."""
+    with staged_copies() as copies:
+
+        def copied(array: Array) -> Array:
+            host = np.empty(array.shape, array.dtype)
+            copies.to_host(bytes_of(host), array.data.ptr)
+            return host
+
+        return move_weights(weights, copied)
+
+
+def weights_on_device(weights: CudaWeights) -> CudaWeights:
+    """Return a copy on the device of what `weights_on_host` returned. Raise DeviceMemoryExhausted."""
+    with staged_copies() as copies:
+
+        def copied(array: Array) -> Array:
+            device = cp.empty(array.shape, array.dtype)
+            copies.to_device(device.data.ptr, bytes_of(array))
+            return device
+
+        return move_weights(weights, copied)
+
+
+def staged_copies() -> StagedCopies:
+    """Return copies on the current stream, through memory that is pinned for as long as they take."""
+    stream = cp.cuda.get_current_stream()
+
+    def begin(to: int, source: int, size_bytes: int) -> Callable[[], None]:
+        cp.cuda.runtime.memcpyAsync(to, source, size_bytes, ANYWHERE, stream.ptr)
+        event = sleeping_event()
+        event.record(stream)
+        synchronize: Callable[[], None] = event.synchronize
+        return synchronize
+
+    return StagedCopies(_rooms(), begin, prepare=partial(use_device, cp.cuda.Device().id))
+
+
+def _rooms() -> list[Bytes]:
+    """Return pinned rooms. They are not CuPy's, which would keep the memory; and they are not pinned, which is slow, if
+    the system pins no more."""
+    size_bytes = ROOMS * ROOM_BYTES
+    try:
+        memory: Any = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(size_bytes), 0)
+    except ERRORS:
+        memory = np.empty(size_bytes, np.uint8)
+    return list(np.frombuffer(memory, np.uint8, size_bytes).reshape(ROOMS, ROOM_BYTES))
+
+
+def _fill(matrix: Array, checkpoint: Checkpoint, part: Piece, element_type: Dtype, copies: StagedCopies | None) -> None:
     """Copy a part of one tensor: unchanged if it is stored in the element type, otherwise through float32.
 
     It is copied in pieces, so that a conversion needs little additional memory.
@@ -182,7 +236,8 @@ def _fill(matrix: Array, checkpoint: Checkpoint, part: Piece, element_type: Dtyp
     for first in range(0, matrix.shape[0], height):
         piece, to = np.ascontiguousarray(source[first : first + height]), matrix[first : first + height]
         if same:
-            to.set(piece)
+            assert copies is not None, "a matrix that is filled"
+            copies.to_device(to.data.ptr, bytes_of(piece))
         elif element_type == "bfloat16":
             to[...] = to_bfloat16(cp, cp.asarray(piece))
         else:
