@@ -16,9 +16,11 @@ async def test_a_program_runs_in_it_with_its_own_clients(run_program: Run) -> No
     versions = dict(line.split() for line in (await run_program("versions.py")).splitlines())
     assert versions.keys() == {
         "anthropic",
+        "dspy",
         "instructor",
         "langchain-openai",
         "litellm",
+        "llama-index-llms-openai-like",
         "llm",
         "ollama",
         "openai",
