@@ -15,7 +15,7 @@ from tests.clients.served import ECHO, SPEAKER, Served
 
 pytestmark = pytest.mark.timeout(1200)
 ACCURACY = {"texts": 0.75, "calls": 1.0}
-"""Of the model that says the last message back."""
+"""How much of each task the model that says the last message back gets right."""
 ASKED = {"texts": 4, "calls": 2}
 """The requests of each task to that model."""
 

@@ -37,6 +37,6 @@ def texts() -> Task:
 
 @task
 def calls() -> Task:
-    """The model calls the tool and is told what it returned."""
+    """The model calls the tool, and its next answer is what the tool returned."""
     samples = [Sample(input=CALL, target="42")]
     return Task(dataset=samples, solver=[use_tools(multiply()), generate()], scorer=includes())
