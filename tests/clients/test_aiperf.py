@@ -38,7 +38,7 @@ async def test_a_sweep_of_aiperf_counts_what_the_frontend_counts(stack: Served, 
         assert one["request_count"]["avg"] == REQUESTS
         assert not one.get("error_request_count", {}).get("avg")
         assert one["output_sequence_length"]["avg"] == TOKENS
-    prompts = sum(REQUESTS * one["input_sequence_length"]["avg"] for one in found)
+    prompts = sum(one["input_sequence_length"]["sum"] for one in found)
     assert len(proxy.asked) == len(LOADS) * REQUESTS
     assert tokens(proxy.asked) == {"prompt_tokens": prompts, "completion_tokens": len(proxy.asked) * TOKENS}
     assert {(one.path, one.status, one.ignored) for one in proxy.asked} == {("/v1/chat/completions", 200, ())}

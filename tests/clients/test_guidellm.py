@@ -42,7 +42,7 @@ async def test_a_sweep_of_guidellm_counts_what_the_frontend_counts(stack: Served
             [
                 *(str(python.with_name("guidellm")), "run", "--disable-console"),
                 *("--backend", f"kind=openai_http,target={proxy.url},model={SPEAKER}"),
-                *("--profile", "kind=concurrent", "--override", "profile.streams", ",".join(map(str, LOADS))),
+                *("--profile", "kind=concurrent,streams=1", "--override", "profile.streams", ",".join(map(str, LOADS))),
                 *("--constraint", f"kind=max_requests,count={REQUESTS}"),
                 *("--tokenizer", f"kind=huggingface_auto,model={smollm2()}"),
                 *("--data", f"kind=synthetic_text,prompt_tokens=24,output_tokens={TOKENS}"),
