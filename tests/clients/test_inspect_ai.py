@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.clients.recorder import Exchange, recorder, tokens
 from tests.clients.served import ECHO, SPEAKER, Served
 
 pytestmark = pytest.mark.timeout(1200)
+TASKS = os.path.relpath(environment.PROGRAMS / "inspect_tasks.py")
+"""inspect_ai looks for files below the working directory."""
 ACCURACY = {"texts": 0.75, "calls": 1.0}
 """How much of each task the model that says the last message back gets right."""
 ASKED = {"texts": 4, "calls": 2}
@@ -28,7 +31,7 @@ async def test_an_evaluation_logs_the_frontends_answers(provider: str, stack: Se
         address = {"HEADRACE_BASE_URL": f"{proxy.url}/v1", "VLLM_BASE_URL": f"{proxy.url}/v1"}
         await run_to_its_end(
             [
-                *(str(python.with_name("inspect")), "eval", str(environment.PROGRAMS / "inspect_tasks.py")),
+                *(str(python.with_name("inspect")), "eval", TASKS),
                 *("--model", ",".join(models), "--temperature", "0", "--max-tokens", "100", "--max-connections", "4"),
                 *("--log-format", "json", "--log-dir", str(tmp_path), "--display", "plain"),
             ],
