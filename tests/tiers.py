@@ -120,8 +120,8 @@ FILES: Mapping[str, Tier] = {
 CLIENTS = "tests/clients/"
 """Other projects' clients: a third of the files below belongs to `all` each day, and the rest to `long`."""
 THIRDS: tuple[tuple[str, ...], ...] = (
-    ("agents", "instructor", "lm_eval", "ollama", "openapi"),
-    ("anthropic", "documents", "llm", "terminal_agents"),
+    ("agents", "aiperf", "guidellm", "instructor", "lm_eval", "ollama", "openapi"),
+    ("anthropic", "documents", "dspy", "inspect_ai", "llama_index", "llm", "terminal_agents"),
     ("langchain", "litellm", "litellm_proxy", "npm", "outlines", "pydantic_ai", "responses"),
 )
 """The names between `test_` and `.py`. A file of tests/clients that is in none of them runs each day."""

@@ -8,12 +8,15 @@ our .venv. Node's is made from npm/package-lock.json, with the Node.js and npm t
                               They are written last, so that they are there exactly if the environment is whole
     .headrace/clients-npm/    Node's: node_modules, and programs/, a link to PROGRAMS; node_modules are found from there
     .headrace/clients-agents/ another of Node's, of agents/package-lock.json: coding agents
-    .headrace/clients-harness/ another of Python's, of harness/requirements.lock: lm-evaluation-harness
+    .headrace/clients-harness/ another of Python's, of harness/requirements.lock: lm-evaluation-harness, AIPerf, and
+                              GuideLLM without torch
+    .headrace/clients-inspect/ another of Python's, of inspect/requirements.lock: inspect_ai, which wants a newer
+                              client of OpenAI's than LiteLLM takes
     .headrace/NAME.lock       held (flock) by the process that makes it; the kernel drops it with its holder
 
 Each requirements.lock is made of the requirements.in next to it: `uv pip compile --universal --generate-hashes -p 3.11
-requirements.in -o requirements.lock`; package-lock.json of package.json: `npm install --package-lock-only
---ignore-scripts` in npm/ and in agents/.
+requirements.in -o requirements.lock`, in harness/ with `--override overrides.txt`; package-lock.json of package.json:
+`npm install --package-lock-only --ignore-scripts` in npm/ and in agents/.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ PLACE = HERE.parents[1] / ".headrace" / "clients"
 NPM_PLACE = PLACE.with_name("clients-npm")
 HARNESS_LOCK = HERE / "harness" / "requirements.lock"
 HARNESS_PLACE = PLACE.with_name("clients-harness")
+INSPECT_LOCK = HERE / "inspect" / "requirements.lock"
+INSPECT_PLACE = PLACE.with_name("clients-inspect")
 AGENTS = HERE / "agents"
 AGENTS_PLACE = PLACE.with_name("clients-agents")
 PROGRAMS = HERE / "programs"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, web
@@ -19,7 +19,7 @@ CUT_AFTER_BYTES = 400
 
 
 class Exchange(Struct):
-    """One request and the beginning of its answer."""
+    """One request and its answer."""
 
     path: str
     body: dict[str, Any]
@@ -29,6 +29,21 @@ class Exchange(Struct):
     """The fields that the frontend ignored."""
     error: str
     """The answer's text if its status is an error."""
+    answer: bytearray
+    """What came of the answer; empty if its status is an error."""
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The answer's last `usage`; empty if it has none."""
+        _, mark, text = self.answer.decode(errors="replace").rpartition('"usage":{')
+        found: dict[str, Any] = json.JSONDecoder().raw_decode("{" + text)[0] if mark else {}
+        return found
+
+
+def tokens(exchanges: Iterable[Exchange]) -> dict[str, int]:
+    """Return how many tokens of prompts and of completions the answers say there were; vectors are left out."""
+    said = [one.usage for one in exchanges if "completion_tokens" in one.usage]
+    return {name: sum(usage[name] for usage in said) for name in ("prompt_tokens", "completion_tokens")}
 
 
 class Recorder:
@@ -65,9 +80,8 @@ class Recorder:
             named = answer.headers.get("X-Headrace-Ignored", "")
             error = "" if answer.status < 400 else (await answer.read()).decode(errors="replace")
             fields = tuple(filter(None, named.split(", ")))
-            self.exchanges.append(
-                Exchange(request.path, json.loads(body) if body else {}, answer.status, fields, error)
-            )
+            one = Exchange(request.path, json.loads(body) if body else {}, answer.status, fields, error, bytearray())
+            self.exchanges.append(one)
             dropped = ("content-length", "transfer-encoding", "connection")
             headers = {name: value for name, value in answer.headers.items() if name.lower() not in dropped}
             reply = web.StreamResponse(status=answer.status, headers=headers)
@@ -79,6 +93,7 @@ class Recorder:
             self.cuts -= is_cut
             sent = 0
             async for piece in answer.content.iter_any():
+                one.answer += piece
                 await reply.write(piece[: CUT_AFTER_BYTES - sent] if is_cut else piece)
                 sent += len(piece)
                 if is_cut and sent >= CUT_AFTER_BYTES:

@@ -87,11 +87,16 @@ def served(folder: Path, nats_url: str) -> Iterator[Served]:
         yield Served(f"{open_one.url}/v1", f"{guarded.url}/v1")
 
 
+def smollm2() -> Path:
+    """The default model's directory."""
+    models = ROOT / ".headrace" / "models"
+    return prepare(fetch_default(models, lambda what, share: None), models, lambda loading: None)
+
+
 def smollm2_with_tools(folder: Path) -> Path:
     """The default model in a directory of its own, with a template that knows tools."""
-    models = ROOT / ".headrace" / "models"
     folder.mkdir()
-    for file in prepare(fetch_default(models, lambda what, share: None), models, lambda loading: None).iterdir():
+    for file in smollm2().iterdir():
         (folder / file.name).symlink_to(file)
     (folder / "chat_template.jinja").write_text(HERMES)
     return folder

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.clients import environment
 from tests.clients.conftest import Run
+from tests.integration.stack import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -16,9 +19,11 @@ async def test_a_program_runs_in_it_with_its_own_clients(run_program: Run) -> No
     versions = dict(line.split() for line in (await run_program("versions.py")).splitlines())
     assert versions.keys() == {
         "anthropic",
+        "dspy",
         "instructor",
         "langchain-openai",
         "litellm",
+        "llama-index-llms-openai-like",
         "llm",
         "ollama",
         "openai",
@@ -27,6 +32,21 @@ async def test_a_program_runs_in_it_with_its_own_clients(run_program: Run) -> No
         "pydantic-ai-slim",
         "schemathesis",
     }
+
+
+def test_the_page_of_clients_says_which_versions_run() -> None:
+    locked = {
+        (name, version)
+        for file in (environment.LOCK, environment.HARNESS_LOCK, environment.INSPECT_LOCK)
+        for name, version in re.findall(r"^([\w-]+)==(\S+)", file.read_text(), re.MULTILINE)
+    }
+    for folder in (environment.NPM, environment.AGENTS):
+        packages = json.loads((folder / "package-lock.json").read_text())["packages"]
+        locked |= {(path.removeprefix("node_modules/"), package.get("version")) for path, package in packages.items()}
+    page = (ROOT / "docs" / "clients.md").read_text().split("## Versions that tests run\n")[1].split("\n## ")[0]
+    said = re.findall(r"([@\w/-]+) (\d[\w.-]*\w)", page)
+    assert len(said) > 20
+    assert [one for one in said if one not in locked] == []
 
 
 def test_it_is_made_once_and_again_where_its_lock_file_is_another(tmp_path: Path) -> None:

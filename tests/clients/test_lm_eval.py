@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from deploy.local.stack.model import fetch_default
-from services.worker.native.prepare import prepare
 from services.worker.native.runner import NativeRunner
 from tests.clients import environment
 from tests.clients.conftest import run_to_its_end
-from tests.clients.served import SPEAKER, Served
-from tests.integration.stack import ROOT
+from tests.clients.served import SPEAKER, Served, smollm2
 from tests.worker.native.works import GREEDY, work
 
 pytestmark = pytest.mark.timeout(1200)
@@ -54,8 +51,7 @@ METRICS = {"choices": "acc", "continuations": "perplexity", "texts": "byte_perpl
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    models = ROOT / ".headrace" / "models"
-    return prepare(fetch_default(models, lambda what, share: None), models, lambda loading: None)
+    return smollm2()
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ from importlib.metadata import version
 
 CLIENTS = (
     "anthropic",
+    "dspy",
     "instructor",
     "langchain-openai",
     "litellm",
+    "llama-index-llms-openai-like",
     "llm",
     "ollama",
     "openai",
