@@ -30,6 +30,8 @@ _STATED = {
 """Each media type that may be stated, and the format that it means. Empty if it says nothing."""
 _SERVED = "PNG, JPEG, WebP and GIF are served"
 _SPACE = b" \t\r\n"
+_Size = tuple[int, int]
+"""Width and height."""
 
 
 class _Refused(Exception):
@@ -103,9 +105,28 @@ def _pixels(source: bytes, kind: str, wanted: ImageInput, pixels_limit: int) -> 
             why = f"is so narrow that it would have more than {pixels_limit} pixels (images.pixels)"
             raise _Refused(f"has {width} by {height} pixels, and {why} with a shorter side of {wanted.resize}")
         rgb = image if image.mode == "RGB" else image.convert("RGB")
-        resized = rgb.resize(size, Image.Resampling[wanted.filter])
-    left, top = (size[0] - wanted.width) // 2, (size[1] - wanted.height) // 2
-    return resized.crop((left, top, left + wanted.width, top + wanted.height)).tobytes()
+        return _middle(rgb, size, (wanted.width, wanted.height), Image.Resampling[wanted.filter]).tobytes()
+
+
+def _middle(image: Image.Image, size: _Size, kept: _Size, how: Image.Resampling) -> Image.Image:
+    """Return the middle of an image that is resized to `size`, which has about its shape."""
+    left, right, width = 0, image.width, size[0]
+    if image.width > image.height:  # with fewer columns of a tall one, Pillow may begin with the other side
+        left, right, width = _columns(image.width, size[0], kept[0])
+    resized = image.resize((width, size[1]), how, (left, 0, right, image.height))
+    left, top = (width - kept[0]) // 2, (size[1] - kept[1]) // 2
+    return resized.crop((left, top, left + kept[0], top + kept[1]))
+
+
+def _columns(length: int, size: int, kept: int) -> tuple[int, int, int]:
+    """Return the first column of the source that is resized, the one after the last, and how many they become.
+
+    They are those of what is kept, if it begins and ends between two columns of the source. Otherwise they are all:
+    Pillow rounds other ends, and its weights would not be those of the whole.
+    """
+    first = (size - kept) // 2
+    (begin, rest), (end, other) = divmod(first * length, size), divmod((first + kept) * length, size)
+    return (0, length, size) if first < 0 or rest or other else (begin, end, kept)
 
 
 def _key(source: bytes, wanted: ImageInput) -> bytes:

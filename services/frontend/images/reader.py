@@ -69,12 +69,13 @@ class ImageReader:
         """Return the images of a request, prepared. `key` is the name of its API key, `salt` that of its cached blocks.
         `waiting` counts the request while it waits, and raises Overloaded at a limit. Raise InvalidRequest; Unavailable
         if an image cannot be decoded now."""
-        found: dict[str, Prepared] = {}
+        urls = [source.url for source in sources]  # no keys of a dict: the hash of one with data takes a millisecond
+        found: list[Prepared] = []
         with waiting():
-            for number, source in enumerate(sources, 1):
-                if source.url not in found:
-                    found[source.url] = await self._read(source, number, wanted, key, salt)
-        return [found[source.url] for source in sources]
+            for at, source in enumerate(sources):
+                first = urls.index(source.url)
+                found.append(found[first] if first < at else await self._read(source, at + 1, wanted, key, salt))
+        return found
 
     async def aclose(self) -> None:
         """End the processes and wait until they have ended."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
+import itertools
 import json
+import random
 
 import pytest
 from msgspec.structs import replace
@@ -31,6 +34,37 @@ def test_pixels_are_those_of_transformers_byte_for_byte(case: str) -> None:
     assert not found.wrong
     assert len(found.pixels) == 3 * SHAPES[shape]["width"] * SHAPES[shape]["height"]
     assert hashlib.sha256(found.pixels).hexdigest() == GOLDEN[case]
+
+
+@pytest.mark.parametrize("filter_", ["BICUBIC", "BILINEAR", "LANCZOS"])
+def test_a_picture_of_any_shape_is_cut_as_if_all_of_it_had_been_resized(filter_: str) -> None:
+    """Only the columns that are kept are resized, where that leaves the bytes as they are."""
+    noise = Image.frombytes("RGB", (600, 400), random.Random(filter_).randbytes(720_000))
+    shapes = [
+        (600, 400),
+        (510, 340),
+        (500, 400),
+        (400, 300),
+        (600, 200),
+        (600, 338),
+        (401, 267),
+        (300, 400),
+        (150, 400),
+        (9, 400),
+    ]
+    in_part = 0
+    for (width, height), cut, more in itertools.product(shapes, (28, 42), (0, 2, 5)):
+        picture, file = noise.crop((0, 0, width, height)), io.BytesIO()
+        picture.save(file, "PNG")
+        shorter = cut + more
+        longer = int(shorter * max(width, height) / min(width, height))
+        size = (shorter, longer) if width <= height else (longer, shorter)
+        left, top = (size[0] - cut) // 2, (size[1] - cut) // 2
+        whole = picture.resize(size, Image.Resampling[filter_]).crop((left, top, left + cut, top + cut))
+        wanted = ImageInput(token_id=1, tokens=1, width=cut, height=cut, resize=shorter, filter=filter_)
+        assert prepare(asked(file.getvalue(), "", wanted)).pixels == whole.tobytes(), (width, height, cut, more)
+        in_part += left > 0 and width > height and left * width % size[0] == 0 == (left + cut) * width % size[0]
+    assert in_part >= 6
 
 
 def test_a_picture_is_not_turned_by_its_orientation_as_the_processor_does_not() -> None:
