@@ -356,6 +356,17 @@ async def test_an_image_that_a_request_shows_twice_is_decoded_once() -> None:
         assert second.key != first.key
 
 
+async def test_a_decoder_keeps_the_memory_of_an_image_for_the_next_one() -> None:
+    faults = list[int]()
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for number in range(4):
+            url = data_uri(picture("JPEG", (4000, 3000)) + bytes([number]), "image/jpeg")
+            await reader.read([ImageSource("messages[0].content[0]", url)], WANTED)
+            [decoder] = children("decoder_program")
+            faults.append(page_faults(decoder))
+    assert faults[-1] - faults[1] < 4 * 4000 * 3000 // 4096, "the pages of one of the two"
+
+
 async def test_an_image_is_found_again_whatever_white_space_its_base64_has() -> None:
     lines = f"data:image/png;base64,{base64.encodebytes(RED * 9).decode()}".replace("\n", " \t\r\n")
     async with aclosing(ImageReader(ImagesConfig())) as reader:
@@ -456,6 +467,11 @@ def children(program: str) -> list[int]:
     """Return the processes that this one has started of a program."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [int(pid) for pid in found if program in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def page_faults(pid: int) -> int:
+    """Return how many pages a process has taken since its start."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 async def test_an_answer_that_contains_the_images_token_can_be_sent_back_and_is_no_image(seeing: Path) -> None:
