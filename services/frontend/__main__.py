@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from services.frontend.config import FrontendConfig
+from services.frontend.freed_memory import keep_freed_memory
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
 from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
@@ -19,12 +18,6 @@ from shared.runtime.runtime import Runtime
 
 FORCED_END_S = 10.0
 """Seconds added to `drain_delay_s` and `drain_s` before the process is ended by force."""
-
-
-FREED_BYTES = 32 << 20
-"""Most bytes of freed memory that glibc keeps for later requests."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's names for parameters of its mallopt."""
 
 
 def drain_limit_s(config: FrontendConfig) -> float:
@@ -98,15 +91,6 @@ def main() -> None:
 def quieten_panics() -> None:
     """Have Rust write no backtraces: a text on which a tokenizer panics is an error of its request."""
     os.environ["RUST_BACKTRACE"] = "0"
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what requests free: otherwise the pages of each body of megabytes, such as one with an image, are
-    given back and taken again, which costs a fifth of such a request."""
-    with suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_TRIM_THRESHOLD, FREED_BYTES)
-        mallopt(_MMAP_THRESHOLD, FREED_BYTES)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import ssl
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -262,25 +261,3 @@ def test_the_check_names_each_file_that_the_frontend_cannot_use(tmp_path: Path) 
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             check_files(config)
-
-
-_REPEATED = """
-import resource
-from services.frontend.__main__ import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        bodies = [b"x" * (2 << 20) for _ in range(4)]
-        del bodies
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-keep_freed_memory()
-faults()
-print(faults())
-"""
-
-
-def test_memory_that_a_request_has_freed_serves_the_next_one() -> None:
-    done = subprocess.run([sys.executable, "-c", _REPEATED], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2048, "a single one of the ten has 2,048 pages"
