@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from services.frontend.config import FrontendConfig
+from services.frontend.freed_memory import keep_freed_memory
 from shared.api_keys import FILE_LIMIT_BYTES, read_keys
 from shared.errors import ConfigError, ModelError
 from shared.model_file import read_model_file
@@ -82,6 +83,7 @@ SERVICE = Service("frontend", FrontendConfig, _serve_loaded, drain_limit_s, clie
 def main() -> None:
     """Run the frontend until it is stopped."""
     quieten_panics()
+    keep_freed_memory()
     _load()  # alone in its process, it has nothing else to do
     run(SERVICE)
 

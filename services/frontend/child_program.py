@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from struct import Struct
 
+from services.frontend.freed_memory import keep_freed_memory
+
 FRAME = Struct("<I")
 
 
@@ -21,6 +23,7 @@ def run_program(answer: Callable[[bytes], bytes], *, cpu_limit_s: float, memory_
     """Answer questions from standard input until it ends."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    keep_freed_memory()
     given, out = sys.stdin.buffer, sys.stdout.buffer
     while len(head := given.read(FRAME.size)) == FRAME.size:
         [size] = FRAME.unpack(head)

@@ -1,11 +1,14 @@
 """What a frontend asks the program that decodes images, and the program's limits. Pure.
 
-Apart from the program, so that no frontend loads its library.
+Apart from the program, so that no frontend loads its library's decoders.
 """
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
+import PIL
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -21,13 +24,11 @@ class Prepare(Struct, frozen=True):
     """Decode an image and prepare it."""
 
     source: bytes
-    base64: bool
-    """Whether the source is in base64."""
+    key: bytes
+    """Its key, by `key_of`."""
     stated: str
     """The media type that its sender states. Empty if there is none."""
     wanted: ImageInput
-    bytes_limit: int
-    """The largest number of bytes of the file."""
     pixels_limit: int
     """The largest number of pixels, decoded or resized."""
 
@@ -45,6 +46,14 @@ class Prepared(Struct, frozen=True):
     """Its prepared pixels, in the form of `Image.pixels`."""
     wrong: str = ""
     """What is wrong with the image: the rest of a sentence. Empty if nothing is."""
+
+
+def key_of(source: bytes, wanted: ImageInput) -> bytes:
+    """Return the key of an image: of its file and of all that has prepared it."""
+    how = f"headrace 1, Pillow {PIL.__version__}, {wanted.width} {wanted.height} {wanted.resize} {wanted.filter}\n"
+    digest = hashlib.sha256(how.encode())
+    digest.update(source)
+    return digest.digest()
 
 
 PREPARE = msgspec.msgpack.Decoder(Prepare)

@@ -9,18 +9,17 @@ comes, whether another one with another salt had the image.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 
 from services.frontend.images.decoding import Prepare, Prepared
 
-ImageName = tuple[str, Prepare, bytes]
-"""The salt; the question without its source; the SHA-256 of that."""
+ImageName = tuple[str, Prepare]
+"""The salt; the question without its source, which has the image's key."""
 
 
 def name_of(asked: Prepare, salt: str) -> ImageName:
     """Return the name under which the answer to a question is kept for requests with this salt."""
-    return salt, asked.without_source(), hashlib.sha256(asked.source).digest()
+    return salt, asked.without_source()
 
 
 class PreparedImages:

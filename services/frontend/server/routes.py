@@ -14,6 +14,7 @@ server/middleware.py checks keys and adds the headers that all answers have.
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -211,16 +212,16 @@ class HttpApi(Struct):
             raise InvalidRequest("Expect: only 100-continue is supported", status=417)
         if "Expect" in request.headers and request.version >= HttpVersion11 and request.transport is not None:
             request.transport.write(_CONTINUE)
-        body = bytearray()
+        body = io.BytesIO()  # its value is no copy
         try:
             whole = request.content.is_eof()  # as most bodies are, and no time is limited then
             async with asyncio.timeout(None if whole else self.config.body_timeout_s):
                 while piece := await request.content.readany():
-                    if len(body) + len(piece) > BODY_LIMIT_BYTES:
+                    if body.tell() + len(piece) > BODY_LIMIT_BYTES:
                         raise body_too_large(None)
                     place.add_bytes(len(piece))
-                    body += piece
-            return bytes(body)
+                    body.write(piece)
+            return body.getvalue()
         except web.RequestPayloadError as wrong:
             raise InvalidRequest(f"the body cannot be read: {wrong}") from None
         except TimeoutError:

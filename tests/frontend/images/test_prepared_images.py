@@ -5,22 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.frontend.images.decoding import Prepare, Prepared
+from services.frontend.images.decoding import Prepare, Prepared, key_of
 from services.frontend.images.prepared_images import PreparedImages, name_of
 from shared.messages.cards import ImageInput
 
 WANTED = ImageInput(token_id=319, tokens=20, width=6, height=5, resize=6, filter="BICUBIC")
 
 
-def asked(source: bytes = b"file", *, base64: bool = False, stated: str = "", wanted: ImageInput = WANTED) -> Prepare:
-    return Prepare(source, base64, stated, wanted, 1 << 20, 1 << 20)
+def asked(source: bytes = b"file", *, stated: str = "", wanted: ImageInput = WANTED) -> Prepare:
+    return Prepare(source, key_of(source, wanted), stated, wanted, 1 << 20)
 
 
 def test_an_image_has_a_name_of_its_own_by_salt_and_by_all_that_is_asked() -> None:
     questions = [
         asked(),
         asked(b"other"),
-        asked(base64=True),
         asked(stated="image/png"),
         asked(wanted=ImageInput(token_id=319, tokens=20, width=6, height=5, resize=7, filter="BICUBIC")),
     ]

@@ -19,10 +19,11 @@ from msgspec.structs import replace
 from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
 from services.frontend.images.decoder_program import prepare
-from services.frontend.images.decoding import Prepare
+from services.frontend.images.decoding import Prepare, key_of
 from services.frontend.images.reader import ImageReader
 from services.frontend.protocol.parts import ImageSource
 from shared.config import NatsConfig
+from shared.errors import InvalidRequest
 from shared.hashing import image_extras, pack_hashes, sequence_hashes, unpack_tokens
 from shared.messages.cards import ImageInput
 from shared.messages.generate import Refused
@@ -74,7 +75,7 @@ def user(*parts: dict[str, Any]) -> list[Any]:
 
 
 def prepared(file: bytes) -> tuple[bytes, bytes]:
-    found = prepare(Prepare(file, False, "", WANTED, 1 << 20, 1 << 20))
+    found = prepare(Prepare(file, key_of(file, WANTED), "", WANTED, 1 << 20))
     return found.key, found.pixels
 
 
@@ -346,6 +347,74 @@ async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
         assert (len(reader.prepared), reader.prepared.hits) == (0, 0)
 
 
+async def test_an_image_that_a_request_shows_twice_is_decoded_once() -> None:
+    one, other = (ImageSource(f"messages[0].content[{at}]", data_uri(RED)) for at in range(2))
+    blue = ImageSource("messages[0].content[2]", data_uri(BLUE, "image/jpeg"))
+    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0))) as reader:
+        first, second, third = await reader.read([one, blue, other], WANTED)
+        assert third is first
+        assert second.key != first.key
+
+
+async def test_a_decoder_keeps_the_memory_of_an_image_for_the_next_one() -> None:
+    faults = list[int]()
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for number in range(4):
+            url = data_uri(picture("JPEG", (4000, 3000)) + bytes([number]), "image/jpeg")
+            await reader.read([ImageSource("messages[0].content[0]", url)], WANTED)
+            [decoder] = children("decoder_program")
+            faults.append(page_faults(decoder))
+    assert faults[-1] - faults[1] < 4 * 4000 * 3000 // 4096, "the pages of one of the two"
+
+
+async def test_an_image_is_found_again_whatever_white_space_its_base64_has() -> None:
+    lines = f"data:image/png;base64,{base64.encodebytes(RED * 9).decode()}".replace("\n", " \t\r\n")
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for url in (lines, data_uri(RED * 9)):
+            [found] = await reader.read([ImageSource("messages[0].content[0]", url)], WANTED)
+            assert (found.key, found.pixels) == prepared(RED * 9)
+        assert (len(reader.prepared), reader.prepared.hits) == (1, 1)
+
+
+async def _refused(reader: ImageReader, url: str) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        await reader.read([ImageSource("messages[0].content[0]", url)], WANTED)
+    return str(refused.value)
+
+
+NOT_BASE64 = [
+    "????",
+    "ab",
+    "abc",
+    "ab=c",
+    "aGk",
+    "aGk=x",
+    "-_==",
+    "====",
+    "a",
+    "aGl\xe4",
+    "aG\ud800=",
+    "aG\u2003k=",
+    "aGk=aGk=",
+]
+
+
+async def test_what_is_not_base64_is_said() -> None:
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for text in (*NOT_BASE64, base64.b64encode(RED)[:-1].decode(), base64.b64encode(RED).decode() + "AAAA"):
+            said = await _refused(reader, f"data:image/png;base64,{text}")
+            assert said == "messages[0].content[0]: image 1 has data that is not base64", text
+        twice = await _refused(reader, f"data:image/png;base64,{data_uri(RED)}")
+        assert twice.endswith("has data that is not base64; leave out what is before its data")
+
+
+async def test_a_file_with_more_bytes_than_the_setting_is_refused_by_its_name() -> None:
+    async with aclosing(ImageReader(ImagesConfig(bytes=len(RED)))) as reader:
+        assert await reader.read([ImageSource("messages[0].content[0]", data_uri(RED))], WANTED)
+        why = f"image 1 has {len(RED) + 1} bytes, more than the limit of {len(RED)} (images.bytes)"
+        assert why in await _refused(reader, data_uri(RED + b"x"))
+
+
 async def test_a_chat_with_another_salt_has_its_images_decoded_again(
     seeing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +467,11 @@ def children(program: str) -> list[int]:
     """Return the processes that this one has started of a program."""
     found = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [int(pid) for pid in found if program in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def page_faults(pid: int) -> int:
+    """Return how many pages a process has taken since its start."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
 
 
 async def test_an_answer_that_contains_the_images_token_can_be_sent_back_and_is_no_image(seeing: Path) -> None:
