@@ -1,11 +1,12 @@
 """Takes the pictures of the page at /ui and of `headrace top` for docs/images, from a real stack under load.
 
-    .venv/bin/python -m tests.screenshots [FOLDER [ui|top]]
+    .venv/bin/python -m tests.screenshots [FOLDER [ui|top|picture]]
 
 It starts `headrace up` with simulated workers and a block store, and one worker that computes a real model, for the
 chat. It asks the simulated ones as many clients would, and lets a headless Chromium look: ui-light.png, ui-dark.png
 and, on a phone, ui-phone.png. `top` runs in a terminal of its own, whose screen becomes a page for top.png; before that
-a worker is killed, so that there are migrations to see.
+a worker is killed, so that there are migrations to see. `picture` is the chat with a model that makes pictures, whose
+weights are random: it needs `./headrace install-diffusers`, and is taken only if it is asked for.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from PIL import Image
 from tests.chromium import Tab, browser, page, program
 from tests.integration.stack import ROOT, STOP_LIMIT_S, Up, running
 from tests.terminal_screen import TerminalScreen, terminal_screen
+from tests.worker.diffusers.environment import write_image_pipeline
 
 WORKERS = 5
 CLIENTS = 14
@@ -40,6 +42,7 @@ SIMULATED = "SmolLM2-135M-Instruct"
 REAL = "SmolLM2-135M-chat"
 SIZE = (1480, 1580)
 PHONE = (412, 915)
+PICTURE_SIZE = (1100, 700)
 SIZE_LIMIT_BYTES = 300_000
 TERMINAL = (100, 33)
 TERMINAL_SECONDS = (20.0, 12.0)
@@ -116,6 +119,23 @@ async def look(url: str, endpoint: str, folder: Path) -> None:
         await tab.resize(*PHONE, phone=True)
         await asyncio.sleep(1)
         await tab.picture(folder / "ui-phone.png")
+        assert tab.complaints == [], tab.complaints
+
+
+async def look_at_picture(url: str, endpoint: str, folder: Path) -> None:
+    """Ask for a picture in the chat, and take a picture of it."""
+    async with page(endpoint) as tab:
+        await tab.resize(*PICTURE_SIZE)
+        await tab.prefer(prefers_color_scheme="light")
+        await tab.open(f"{url}/ui")
+        await tab.until("document.querySelector('#chat-model option')?.value === 'tiny'")
+        await tab.type_text("#chat-text", "A mill at the river, at dusk")
+        await tab.press("Enter")
+        await tab.until("document.querySelector('img.picture')?.src.startsWith('data:image/png')")
+        await tab.until("/seed/.test(document.querySelector('.turn.model .meta').textContent)")
+        await tab.value("document.activeElement.blur()")
+        await tab.value("document.querySelector('#chat-form').scrollIntoView({block: 'end'})")
+        await tab.picture(folder / "picture.png")
         assert tab.complaints == [], tab.complaints
 
 
@@ -213,6 +233,22 @@ def main() -> None:
     if program() is None:
         sys.exit("error: no Chromium is installed; on Debian: apt-get install chromium")
     folder.mkdir(parents=True, exist_ok=True)
+    if "picture" in wanted:
+        with tempfile.TemporaryDirectory() as name:
+            model = write_image_pipeline(Path(name, "tiny"))
+            with (
+                running(Path(name), "--engine", "diffusers", "--model", str(model)) as up,
+                browser(Path(name)) as endpoint,
+            ):
+                asyncio.run(look_at_picture(up.url.removesuffix("/v1"), endpoint, folder))
+    if {"ui", "top"} & set(wanted):
+        look_at_stack(folder, wanted)
+    for picture in sorted(each for name in wanted for each in folder.glob(f"{name}*.png")):
+        shrink(picture)
+
+
+def look_at_stack(folder: Path, wanted: list[str]) -> None:
+    """Take the pictures of a stack under load."""
     with tempfile.TemporaryDirectory() as name:
         state = Path(name)
         store = ("--kvbm-bytes", "96M", "--kvbm-disk", str(state / "disk"), "--kvbm-disk-bytes", "1G")
@@ -223,8 +259,6 @@ def main() -> None:
                 asyncio.run(look(up.url.removesuffix("/v1"), endpoint, folder))
             if "top" in wanted:
                 asyncio.run(look_at_top(up, endpoint, folder))
-    for picture in sorted(each for name in wanted for each in folder.glob(f"{name}*.png")):
-        shrink(picture)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from services.frontend.server.port import Port
 from services.frontend.server.routes import HttpApi
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.dispatch import Dispatcher
+from services.frontend.serving.picture_edits import EditImages
 from services.frontend.serving.pictures import ServingPictures
 from services.frontend.serving.response_directory import ResponseDirectory
 from services.frontend.serving.text_proxy import TextProxy
@@ -82,9 +83,9 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         access = Authenticator(config.access, metrics)
         grammars, images = GrammarCompiler(), ImageReader(config.images)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
-        pictures = ServingPictures(service, models, MediaStore(config.media, lambda: http.url), runtime.draw)
-        directory = ResponseDirectory(runtime, config.responses, metrics)
-        dispatcher = Dispatcher(chat, directory, ServingVideos(pictures))
+        media, edits = MediaStore(config.media, lambda: http.url), EditImages(images, config.nats.payload_limit_bytes)
+        videos = ServingVideos(ServingPictures(service, models, media, edits, runtime.draw))
+        dispatcher = Dispatcher(chat, directory := ResponseDirectory(runtime, config.responses, metrics), videos)
         texts = TextProxy(runtime, service, models, metrics, config)
         port = Port(with_files(config.http), metrics)
         place = config.ui.place(keys=(keys := access.requires_key))

@@ -146,6 +146,19 @@ class ImageInput(Struct, frozen=True):
     """Pillow's name of a resampling filter, such as BICUBIC."""
 
 
+class PictureEdit(Struct, frozen=True):
+    """How a model makes pictures or videos from images."""
+
+    images: int = 1
+    """Most images that one is made from."""
+    strength: float = 0.0
+    """How much of an image is changed by a request that does not say it, up to 1 for all. 0 if the model takes none."""
+    guidance: bool = True
+    """Whether the model takes a guidance with images."""
+    negative: bool = True
+    """Whether the model takes a negative prompt with images."""
+
+
 class PictureOutput(Struct, frozen=True):
     """What a model makes that makes pictures or videos, and what a request may ask for."""
 
@@ -171,6 +184,16 @@ class PictureOutput(Struct, frozen=True):
     """Whether the model takes a guidance."""
     negative: bool = True
     """Whether the model takes a negative prompt."""
+    texts: bool = True
+    """Whether the model makes pictures from a text alone."""
+    edit: PictureEdit | None = None
+    """How it makes pictures from images. None if it does not."""
+    masked_edit: PictureEdit | None = None
+    """How it makes pictures from an image and a mask. None if it does not."""
+
+    def edit_of(self, *, masked: bool) -> PictureEdit | None:
+        """Return how a picture is made from images. None if it cannot be made."""
+        return self.masked_edit if masked else self.edit
 
     @property
     def kind(self) -> str:

@@ -78,7 +78,8 @@ FRAMES_PER_S = 16
 
 
 class Picture(Struct, frozen=True):
-    """A picture or a video to make from a text. The frontend has checked it against the card's `pictures`."""
+    """A picture or a video to make from a text, perhaps together with images. The frontend has checked it against the
+    card's `pictures`."""
 
     prompt: str
     width: int
@@ -98,6 +99,13 @@ class Picture(Struct, frozen=True):
     """The format of the file."""
     previews: int = 0
     """How many times (0 … 3) the unfinished picture is sent."""
+    images: tuple[bytes, ...] = ()
+    """The images that it is made from, each as a PNG file in RGB. One that is alone has this width and height."""
+    mask: bytes = b""
+    """Where the image is changed, as a PNG file in grey of the same width and height: white is made again, black stays.
+    Empty if there is none."""
+    strength: float | None = None
+    """How much of the image is changed, 0 < strength ≤ 1, at least one step. None if the pipeline takes none."""
 
 
 class Generate(Struct, frozen=True, tag="generate"):

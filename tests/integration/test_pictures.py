@@ -15,6 +15,7 @@ import pytest
 from openai import OpenAI
 
 from tests.chromium import browser, page, program
+from tests.frontend.images.samples import picture as png
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.process_tree import below
@@ -103,6 +104,30 @@ def test_a_picture_whose_engine_is_killed_is_made_elsewhere_and_is_the_same(serv
         os.kill(engine_of(services, name), signal.SIGKILL)
         assert again.result(LIMIT_S) == whole
     assert services.services[name].metric("headrace_engine_restarts_total") == 1
+    services.wait_ready()
+
+
+def test_a_picture_from_an_image_whose_engine_is_killed_is_made_elsewhere_and_is_the_same(
+    services: Fleet, client: OpenAI
+) -> None:
+    services.wait_ready()
+    image = png("PNG", (48, 96), 200)
+
+    def edited(**more: object) -> bytes:
+        answer = client.images.edit(**ASKED, image=image, extra_body={"seed": 11, "strength": 1.0, **more})
+        assert answer.data is not None
+        return b64decode(answer.data[0].b64_json or "")
+
+    whole = edited(steps=200)
+    services.wait_idle(*WORKERS)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        again = threads.submit(edited, steps=200)
+        eventually(lambda: bool(running(services)), limit_s=LIMIT_S, what="a worker has it")
+        [name] = running(services)
+        os.kill(engine_of(services, name), signal.SIGKILL)
+        assert again.result(LIMIT_S) == whole
+    masked = client.images.edit(**ASKED, image=image, mask=png("PNG", (48, 96), 0), extra_body={"steps": 2})
+    assert masked.data
     services.wait_ready()
 
 

@@ -3,8 +3,10 @@
     format by the first bytes ─▶ width and height ─▶ decoded ─▶ RGB ─▶ resized ─▶ cut ─▶ pixels
           └── other than stated      └── too many pixels
 
-The pixels are, byte for byte, those of transformers' CLIPImageProcessor on Pillow before it rescales and normalises.
-Like that processor, it does not turn a picture by its EXIF orientation.
+An image from which a picture is made becomes a PNG file: turned upright, RGB or a mask in grey, resized.
+
+The pixels that a model sees are, byte for byte, those of transformers' CLIPImageProcessor on Pillow before it rescales
+and normalises. Like that processor, it does not turn a picture by its EXIF orientation.
 
 Only the decoder of the format that the first bytes show is tried, and only the first picture of a file is decoded.
 """
@@ -14,10 +16,10 @@ from __future__ import annotations
 import io
 
 import msgspec
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from services.frontend.child_program import run_program
-from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, Prepare, Prepared
+from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, PictureShape, Prepare, Prepared
 from shared.messages.cards import ImageInput
 
 _STARTS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
@@ -42,7 +44,10 @@ def prepare(asked: Prepare) -> Prepared:
     """Return the image as its model takes it, or why there is none."""
     try:
         kind = _format(asked.source, asked.stated)
-        pixels = _pixels(asked.source, kind, asked.wanted, asked.pixels_limit)
+        if asked.shape is not None:
+            return _picture(asked, kind, asked.shape)
+        assert asked.wanted is not None
+        return Prepared(asked.key, _pixels(asked.source, kind, asked.wanted, asked.pixels_limit))
     except _Refused as wrong:
         return Prepared(wrong=str(wrong))
     except MemoryError:
@@ -51,7 +56,6 @@ def prepare(asked: Prepare) -> Prepared:
         return Prepared(wrong="cannot be decoded: its header is damaged")
     except Exception as wrong:  # noqa: BLE001  files may be anything, and so may what the library raises
         return Prepared(wrong=f"cannot be decoded: {' '.join(str(wrong).split())[:200] or type(wrong).__name__}")
-    return Prepared(asked.key, pixels)
 
 
 def _format(source: bytes, stated: str) -> str:
@@ -69,12 +73,8 @@ def _format(source: bytes, stated: str) -> str:
 
 def _pixels(source: bytes, kind: str, wanted: ImageInput, pixels_limit: int) -> bytes:
     """Return the prepared pixels, in RGB. Raise _Refused, and whatever Pillow raises."""
-    with Image.open(io.BytesIO(source), formats=[kind]) as image:
+    with _checked(source, kind, pixels_limit) as image:
         width, height = image.size
-        if width * height > pixels_limit:
-            raise _Refused(f"has {width} by {height} pixels, more than the limit of {pixels_limit} (images.pixels)")
-        if kind == "WEBP" and getattr(image, "is_animated", False):
-            raise _Refused("is an animated WebP; only still ones are served")
         size = wanted.width, wanted.height
         if wanted.resize:
             longer = int(wanted.resize * max(width, height) / min(width, height))
@@ -105,6 +105,33 @@ def _columns(length: int, size: int, kept: int) -> tuple[int, int, int]:
     first = (size - kept) // 2
     (begin, rest), (end, other) = divmod(first * length, size), divmod((first + kept) * length, size)
     return (0, length, size) if first < 0 or rest or other else (begin, end, kept)
+
+
+def _picture(asked: Prepare, kind: str, shape: PictureShape) -> Prepared:
+    """Return the image as a PNG file, from which a picture is made. Raise _Refused, and whatever Pillow raises."""
+    with _checked(asked.source, kind, asked.pixels_limit) as image:
+        upright = ImageOps.exif_transpose(image)
+        size = shape.size_of(*upright.size)
+        if not shape.is_mask:
+            resized = upright.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        elif upright.has_transparency_data:
+            resized = ImageOps.invert(upright.convert("RGBA").getchannel("A")).resize(size, Image.Resampling.NEAREST)
+        else:
+            resized = upright.convert("L").resize(size, Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    resized.save(file, format="PNG", compress_level=1)  # more takes many times as long, and saves little
+    return Prepared(asked.key, file.getvalue(), *size, upright.size)
+
+
+def _checked(source: bytes, kind: str, pixels_limit: int) -> Image.Image:
+    """Return an image that is not decoded yet. Raise _Refused, and whatever Pillow raises."""
+    image = Image.open(io.BytesIO(source), formats=[kind])
+    width, height = image.size
+    if width * height > pixels_limit:
+        raise _Refused(f"has {width} by {height} pixels, more than the limit of {pixels_limit} (images.pixels)")
+    if kind == "WEBP" and getattr(image, "is_animated", False):
+        raise _Refused("is an animated WebP; only still ones are served")
+    return image
 
 
 def main() -> None:

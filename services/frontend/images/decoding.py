@@ -6,6 +6,7 @@ Apart from the program, so that no frontend loads its library's decoders.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import msgspec
 import PIL
@@ -20,6 +21,35 @@ MEMORY_LIMIT_BYTES = 1 << 30
 """Bytes of address space; Python and the library take 100 MB of it."""
 
 
+class PictureShape(Struct, frozen=True):
+    """How an image is prepared from which a picture is made: turned upright, and resized."""
+
+    width: int
+    """The width in pixels. Together with `height` it only says how many pixels an image has that keeps its shape."""
+    height: int
+    multiple: int
+    """The width and height are multiples of it."""
+    most_side: int
+    """Most pixels of a side."""
+    keeps_shape: bool = False
+    """Whether the image keeps its shape, as far as `multiple` allows."""
+    is_mask: bool = False
+    """True if it becomes a mask: white where the file is transparent, or as the file if it has no transparency."""
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height of an image that has these before."""
+        if not self.keeps_shape:
+            return self.width, self.height
+        scale = math.sqrt(self.width * self.height / (width * height))
+        most = min(self.width * self.height, self.most_side * self.multiple) // self.multiple  # also of narrow images
+        most = most // self.multiple * self.multiple
+        across, down = (
+            min(most, max(self.multiple, int(side * scale) // self.multiple * self.multiple))
+            for side in (width, height)
+        )
+        return across, down
+
+
 class Prepare(Struct, frozen=True):
     """Decode an image and prepare it."""
 
@@ -28,9 +58,12 @@ class Prepare(Struct, frozen=True):
     """Its key, by `key_of`."""
     stated: str
     """The media type that its sender states. Empty if there is none."""
-    wanted: ImageInput
+    wanted: ImageInput | None
+    """How a model that sees takes it. None if a picture is made from it."""
     pixels_limit: int
     """The largest number of pixels, decoded or resized."""
+    shape: PictureShape | None = None
+    """How a picture is made from it."""
 
     def without_source(self) -> Prepare:
         """Return what is asked, of an empty source."""
@@ -43,14 +76,21 @@ class Prepared(Struct, frozen=True):
     key: bytes = b""
     """The image's key, which `Image.key` of `shared.messages.generate` explains."""
     pixels: bytes = b""
-    """Its prepared pixels, in the form of `Image.pixels`."""
+    """Its prepared pixels, in the form of `Image.pixels`; or a PNG file, as `Picture.images` and `Picture.mask`."""
+    width: int = 0
+    """The width of that file in pixels."""
+    height: int = 0
+    shape: tuple[int, int] = (0, 0)
+    """The width and height that the source had, upright."""
     wrong: str = ""
     """What is wrong with the image: the rest of a sentence. Empty if nothing is."""
 
 
-def key_of(source: bytes, wanted: ImageInput) -> bytes:
+def key_of(source: bytes, wanted: ImageInput | PictureShape) -> bytes:
     """Return the key of an image: of its file and of all that has prepared it."""
-    how = f"headrace 1, Pillow {PIL.__version__}, {wanted.width} {wanted.height} {wanted.resize} {wanted.filter}\n"
+    how = f"{wanted}\n"
+    if isinstance(wanted, ImageInput):
+        how = f"headrace 1, Pillow {PIL.__version__}, {wanted.width} {wanted.height} {wanted.resize} {wanted.filter}\n"
     digest = hashlib.sha256(how.encode())
     digest.update(source)
     return digest.digest()

@@ -16,7 +16,15 @@ import msgspec
 from services.frontend.auth.turnstile import Turnstile
 from services.frontend.child_processes import ChildProcesses
 from services.frontend.config import ImagesConfig
-from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARED, Prepare, Prepared, key_of
+from services.frontend.images.decoding import (
+    CPU_LIMIT_S,
+    MEMORY_LIMIT_BYTES,
+    PREPARED,
+    PictureShape,
+    Prepare,
+    Prepared,
+    key_of,
+)
 from services.frontend.images.fetcher import FetchFailed, ImageFetcher
 from services.frontend.images.prepared_images import PreparedImages, name_of
 from services.frontend.protocol.errors import field_error
@@ -61,7 +69,7 @@ class ImageReader:
     async def read(
         self,
         sources: Sequence[ImageSource],
-        wanted: ImageInput,
+        wanted: ImageInput | PictureShape,
         *,
         key: str = "",
         salt: str = "",
@@ -82,7 +90,9 @@ class ImageReader:
         """End the processes and wait until they have ended."""
         await self._processes.aclose()
 
-    async def _read(self, source: ImageSource, number: int, wanted: ImageInput, key: str, salt: str) -> Prepared:
+    async def _read(
+        self, source: ImageSource, number: int, wanted: ImageInput | PictureShape, key: str, salt: str
+    ) -> Prepared:
         if source.url[: len(_DATA)].lower() == _DATA:
             body, stated = self._data(source, number)
             return await self._prepare(source, number, self._question(body, stated, wanted), key, salt)
@@ -109,8 +119,9 @@ class ImageReader:
             raise _refusal(source, number, why)
         return body, stated
 
-    def _question(self, data: bytes, stated: str, wanted: ImageInput) -> Prepare:
-        return Prepare(data, key_of(data, wanted), stated, wanted, self._config.pixels)
+    def _question(self, data: bytes, stated: str, wanted: ImageInput | PictureShape) -> Prepare:
+        seen, shape = (None, wanted) if isinstance(wanted, PictureShape) else (wanted, None)
+        return Prepare(data, key_of(data, wanted), stated, seen, self._config.pixels, shape)
 
     async def _prepare(self, source: ImageSource, number: int, asked: Prepare, key: str, salt: str) -> Prepared:
         name = name_of(asked, salt)
@@ -149,4 +160,4 @@ def _from_base64(text: str) -> bytes | None:
 
 
 def _refusal(source: ImageSource, number: int, wrong: str) -> InvalidRequest:
-    return field_error(source.where, f"image {number} {wrong}")
+    return field_error(source.where, f"{source.name or f'image {number}'} {wrong}")

@@ -7,6 +7,7 @@ queued ──▶ in_progress ──▶ completed        its file is there
 video_ID.json      the job; its owner alone writes it
 video_ID.lock      held (flock) by the frontend that owns the job, for as long as the job is not over
 video_ID.cancel    written by any frontend: the job is not wanted any longer
+video_ID.png       the image that it is made from, if there is one, until the job is over
 video_ID.mp4       the video
 """
 
@@ -31,6 +32,7 @@ class VideoJob(Struct, frozen=True, kw_only=True):
     """The name of the API key that made it. Empty without keys."""
     model: str
     picture: Picture
+    """The video, without its image."""
     priority: int
     created_s: float
     """Seconds since 1970, as the other times."""

@@ -28,7 +28,15 @@ from services.frontend.protocol.chat_chunks import (
 from services.frontend.protocol.completions import CompletionRequest
 from services.frontend.protocol.embeddings import EmbeddingAnswer, EmbeddingRequest
 from services.frontend.protocol.operations import ForeignOperation, Operation
-from services.frontend.protocol.pictures import CompletedPicture, PartialPicture, PictureAnswer, PictureRequest
+from services.frontend.protocol.pictures import (
+    CompletedEdit,
+    CompletedPicture,
+    PartialEdit,
+    PartialPicture,
+    PictureAnswer,
+    PictureEditRequest,
+    PictureRequest,
+)
 from services.frontend.protocol.responses_events import Response, ResponseEvent
 from services.frontend.protocol.responses_items import INPUT_ITEMS
 from services.frontend.protocol.responses_request import ResponseRequest
@@ -167,6 +175,8 @@ encoding_format: an input is not empty and fits into the context; a list holds t
 most 2,048 inputs; all inputs have at most 1 Mi tokens together
 partial_images: the size, the steps, `guidance` and `negative_prompt` are what the model takes; `partial_images` needs \
 `stream`, which has one picture, as base64; `response_format: url` needs a server that keeps files
+strength: images are PNG, JPEG, WebP or GIF, within the server's limits, and as many as the model takes; a mask has \
+the image's width and height, and some models need or refuse it; `strength` of the steps is at least one step
 dimensions: `dimensions` is at most the model's; some workers compute no embeddings
 response_format text: one constraint applies to an answer: `response_format`, exactly one member of \
 `structured_outputs`, or calls; together with tools, `response_format` is allowed only for models that write calls as \
@@ -221,6 +231,9 @@ DESCRIPTIONS: Mapping[Operation | ForeignOperation, OperationDescription] = {
     "embeddings": OperationDescription("Return texts as vectors of their meaning", EmbeddingRequest, EmbeddingAnswer),
     "pictures": OperationDescription(
         "Make pictures from a text", PictureRequest, PictureAnswer, (PartialPicture, CompletedPicture)
+    ),
+    "picture_edits": OperationDescription(
+        "Make pictures from images and a text", PictureEditRequest, PictureAnswer, (PartialEdit, CompletedEdit)
     ),
     "videos": OperationDescription("Make a video from a text", VideoRequest, Video),
     "tokenize": OperationDescription("Return the tokens of a prompt or of messages", TokenizeRequest, Tokenized),

@@ -139,13 +139,20 @@ R = TypeVar("R")
 _decoder: Callable[[Any], Any] = cache(msgspec.json.Decoder)
 
 
-def decode_body(kind: type[R], body: bytes, ignored: IgnoredFields = REFUSE, where: str = "") -> R:
+def decode_body(
+    kind: type[R],
+    body: bytes,
+    ignored: IgnoredFields = REFUSE,
+    where: str = "",
+    *,
+    limit_bytes: int = BODY_LIMIT_BYTES,
+) -> R:
     """Decode a JSON body, without the fields that it may ignore; `where` is its own place, if it is part of another. A
     byte order mark before it is skipped, and 8.0 is an integer.
 
     Raise InvalidRequest, naming the field."""
     body = body.removeprefix(codecs.BOM_UTF8)
-    if len(body) > BODY_LIMIT_BYTES:
+    if len(body) > limit_bytes:
         raise body_too_large(len(body))
     # 4 MiB of brackets are 1.4 million lists, which the collector would scan repeatedly: 0.8 s instead of 0.3.
     paused = len(body) > LARGE_BODY_BYTES and gc.isenabled()

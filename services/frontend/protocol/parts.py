@@ -112,6 +112,8 @@ class ImageSource(Struct, frozen=True):
     """Its place in the body."""
     url: str
     """A data URI, or a URL."""
+    name: str = ""
+    """What errors call it. Empty if that is its number."""
 
 
 def image_of(part: ImagePart, where: str) -> ImageSource:

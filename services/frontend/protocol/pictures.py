@@ -1,26 +1,31 @@
-"""The body of /v1/images/generations and its answer, as OpenAI has them, with fields of our own. Pure."""
+"""The bodies of /v1/images/generations and /v1/images/edits and their answer, as OpenAI has them, with fields of our
+own. Pure."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.frontend.protocol.chat import Priority, Seconds
-from services.frontend.protocol.decoding import Harmless, NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
 from services.frontend.protocol.parts import Unread
-from shared.messages.cards import PictureOutput
+from shared.messages.cards import PictureEdit, PictureOutput
 from shared.messages.generate import Picture
 
 PROMPT_CHARACTERS = 32_000
 PICTURES_LIMIT = 10
 """OpenAI's limit of pictures in one request."""
+EDIT_IMAGES_LIMIT = 16
+"""OpenAI's limit of images that pictures are made from."""
 SIZE_CHARACTERS = 16
 MOST_SIDE = 16_383
 """Most pixels of a side: WebP files have no longer ones, and JPEG's end at 65,500."""
+FORM_LIMIT_BYTES = 2 * BODY_LIMIT_BYTES
+"""Most bytes of the JSON that a form with images means: base64 is longer by a third."""
 MOST_SEED = (1 << 63) - 1
 
 PromptText = Annotated[str, Meta(min_length=1, max_length=PROMPT_CHARACTERS)]
@@ -28,6 +33,7 @@ Size = Annotated[str, Meta(max_length=SIZE_CHARACTERS, extra_json_schema={"patte
 PictureSeed = Annotated[int, Meta(ge=0, le=MOST_SEED)]
 Steps = Annotated[int, Meta(ge=1, le=1000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]
+Strength = Annotated[float, Meta(gt=0, le=1)]
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
 
 
@@ -71,6 +77,27 @@ class PictureRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     user: Unread | UnsetType = UNSET
 
 
+ImageText = Annotated[str, Meta(min_length=1)]
+
+
+class PictureEditRequest(PictureRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/images/edits, as JSON or as a form."""
+
+    image: ImageText | Annotated[list[ImageText], Meta(min_length=1, max_length=EDIT_IMAGES_LIMIT)]
+    """The image to make pictures from: a data URI, base64, a URL if the server fetches them, or in a form a file;
+    several, if the model takes them."""
+    mask: ImageText | None = None
+    """Where the image is changed, if the model takes a mask: where it is transparent, or white if nothing is."""
+    strength: Strength | None = None
+    """How much of the image is changed, up to 1 for all; the default is the model's."""
+    input_fidelity: Annotated[str | None, Advisory()] = None
+
+    @property
+    def images(self) -> list[str]:
+        """The images, also if it is one."""
+        return [self.image] if isinstance(self.image, str) else self.image
+
+
 class MadePicture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A picture of an answer: its file, or where that is."""
 
@@ -99,7 +126,7 @@ class PictureUsage(Struct, frozen=True):
 
 
 class PictureAnswer(Struct, frozen=True, kw_only=True):
-    """The answer of /v1/images/generations."""
+    """The answer of both."""
 
     created: int
     data: list[MadePicture]
@@ -124,6 +151,10 @@ class PartialPicture(Struct, frozen=True, kw_only=True, tag="image_generation.pa
     quality: Literal["auto"] = "auto"
 
 
+class PartialEdit(PartialPicture, frozen=True, kw_only=True, tag="image_edit.partial_image"):
+    """The event of an unfinished picture that is made from images."""
+
+
 class CompletedPicture(Struct, frozen=True, kw_only=True, tag="image_generation.completed"):
     """The last event: the picture."""
 
@@ -137,9 +168,24 @@ class CompletedPicture(Struct, frozen=True, kw_only=True, tag="image_generation.
     quality: Literal["auto"] = "auto"
 
 
+class CompletedEdit(CompletedPicture, frozen=True, kw_only=True, tag="image_edit.completed"):
+    """The last event of a picture that is made from images."""
+
+
+R = TypeVar("R", bound=PictureRequest)
+
+
 def decode_pictures(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureRequest:
     """Decode and check the body of a request for pictures. Raise InvalidRequest, naming the field."""
-    request = decode_body(PictureRequest, body, ignored)
+    return _checked(decode_body(PictureRequest, body, ignored), ignored)
+
+
+def decode_edit(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureEditRequest:
+    """Decode and check the body of a request for pictures from images. Raise InvalidRequest, naming the field."""
+    return _checked(decode_body(PictureEditRequest, body, ignored, limit_bytes=FORM_LIMIT_BYTES), ignored)
+
+
+def _checked(request: R, ignored: IgnoredFields) -> R:
     check_not_built(request, "", ignored)
     if request.stream and (request.n or 1) > 1:
         raise field_error("n", "a stream has one picture; leave n out, or stream", "unsupported_value")
@@ -178,10 +224,12 @@ def steps_of(steps: int | None, output: PictureOutput) -> int:
     return output.steps if steps is None else steps
 
 
-def picture_of(request: PictureRequest, output: PictureOutput, seed: int) -> Picture:
-    """Return the first picture of a request for a model that makes pictures. Raise InvalidRequest."""
-    check_guided(request.guidance, request.negative_prompt, output)
-    width, height = size_of(request.size, output)
+def picture_of(
+    request: PictureRequest, output: PictureOutput, seed: int, size: tuple[int, int] | None = None
+) -> Picture:
+    """Return the first picture of a request for a model that makes pictures, without its images, which say the `size`
+    if the request does not. Raise InvalidRequest."""
+    width, height = size or size_of(request.size, output)
     return Picture(
         request.prompt,
         width,
@@ -195,9 +243,42 @@ def picture_of(request: PictureRequest, output: PictureOutput, seed: int) -> Pic
     )
 
 
-def check_guided(guidance: float | None, negative: str | None, output: PictureOutput) -> None:
-    """Raise InvalidRequest for a guidance or a negative prompt that the model does not take."""
-    if guidance is not None and not output.guidance:
-        raise field_error("guidance", f"{output.pipeline} takes none", "unsupported_value")
-    if negative and not output.negative:
-        raise field_error("negative_prompt", f"{output.pipeline} takes none", "unsupported_value")
+def check_guided(guidance: float | None, negative: str | None, takes: PictureOutput | PictureEdit, name: str) -> None:
+    """Raise InvalidRequest for a guidance or a negative prompt that a model does not take in this way. `name` is that
+    of its pipeline."""
+    if guidance is not None and not takes.guidance:
+        raise field_error("guidance", f"{name} takes none", "unsupported_value")
+    if negative and not takes.negative:
+        raise field_error("negative_prompt", f"{name} takes none", "unsupported_value")
+
+
+def check_text(request: PictureRequest, model: str, output: PictureOutput) -> None:
+    """Raise InvalidRequest if a model does not make what a request without images asks for."""
+    if not output.texts:
+        why = f"{model!r} ({output.pipeline}) makes pictures from images alone: ask for them at /v1/images/edits"
+        raise field_error("model", why, "unsupported_value")
+    check_guided(request.guidance, request.negative_prompt, output, output.pipeline)
+
+
+def strength_of(request: PictureEditRequest, model: str, output: PictureOutput) -> float | None:
+    """Return how much of the images a request changes. None if the model takes no strength. Raise InvalidRequest if the
+    model does not make what the request asks for."""
+    edit, count = output.edit_of(masked=request.mask is not None), len(request.images)
+    if edit is None and request.mask is not None:
+        raise field_error("mask", f"the model {model!r} ({output.pipeline}) takes none", "unsupported_value")
+    if edit is None:
+        more = "; send a mask, too" if output.masked_edit else ""
+        raise field_error(
+            "image", f"{model!r} ({output.pipeline}) makes no pictures from images{more}", "unsupported_value"
+        )
+    if count > edit.images:
+        raise field_error("image", f"{count} images; {output.pipeline} makes a picture from {edit.images} at most")
+    check_guided(request.guidance, request.negative_prompt, edit, output.pipeline)
+    if request.strength is not None and not edit.strength:
+        raise field_error("strength", f"{output.pipeline} takes none", "unsupported_value")
+    if not edit.strength:
+        return None
+    strength, steps = request.strength or edit.strength, steps_of(request.steps, output)
+    if steps * strength < 1.0:
+        raise field_error("strength", f"{strength:g} of {steps} steps is less than one step; raise either")
+    return strength

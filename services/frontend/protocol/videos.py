@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from email.message import Message
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from services.frontend.protocol.chat import Priority
-from services.frontend.protocol.decoding import NotBuilt, check_not_built, decode_body
+from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.protocol.pictures import (
+    FORM_LIMIT_BYTES,
     PROMPT_CHARACTERS,
     Guidance,
+    ImageText,
     PictureSeed,
     PromptText,
     Size,
@@ -24,8 +24,7 @@ from services.frontend.protocol.pictures import (
     size_of,
     steps_of,
 )
-from shared.errors import InvalidRequest
-from shared.messages.cards import PictureOutput
+from shared.messages.cards import PictureEdit, PictureOutput
 from shared.messages.generate import FRAMES_PER_S, Picture
 
 VideoStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled"]
@@ -33,13 +32,6 @@ LISTED = 20
 """The videos of a list that names no limit."""
 SECONDS_CHARACTERS = 8
 SecondsText = Annotated[str, Meta(max_length=SECONDS_CHARACTERS)]
-_TEXTS = ("prompt", "model", "size", "seconds", "negative_prompt")
-"""Fields of a form that are texts whatever they look like."""
-MOST_PARTS = 32
-"""Most fields of a form, which has at most one for each field of VideoRequest."""
-MOST_HEAD_BYTES = 1024
-"""The bytes of a part's header lines that are read."""
-_NUMBER = re.compile(r"-?[0-9]{1,19}(\.[0-9]{1,9})?")
 
 
 class VideoRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,7 +55,9 @@ class VideoRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """What the video must not show."""
     priority: Priority | None = None
     """Requests with a lower value are computed first. The default is 0; the API key bounds it."""
-    input_reference: NotBuilt = None
+    input_reference: ImageText | None = None
+    """The image that the video begins with, if the model takes one: a data URI, base64, a URL if the server fetches
+    them, or in a form a file."""
 
 
 class VideoError(Struct, frozen=True):
@@ -130,9 +124,7 @@ class VideoPage(Struct, frozen=True, forbid_unknown_fields=True):
 
 def decode_video(body: bytes, ignored: IgnoredFields = REFUSE) -> VideoRequest:
     """Decode and check the body of a request for a video. Raise InvalidRequest, naming the field."""
-    request = decode_body(VideoRequest, body, ignored)
-    check_not_built(request, "", ignored)
-    return request
+    return decode_body(VideoRequest, body, ignored, limit_bytes=FORM_LIMIT_BYTES)
 
 
 def decode_name(body: bytes) -> str:
@@ -145,53 +137,16 @@ def decode_page(body: bytes) -> VideoPage:
     return decode_body(VideoPage, body)
 
 
-def form_as_json(content_type: str, body: bytes) -> bytes:
-    """Return the fields of a multipart form as a JSON object, in time that grows with its bytes. Raise
-    InvalidRequest."""
-    boundary = _header("Content-Type", content_type).get_boundary("")
-    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"), MOST_PARTS + 2)
-    if not boundary or len(parts) < 2:
-        raise InvalidRequest("the body is no form with several parts, although its Content-Type says so")
-    if len(parts) > MOST_PARTS + 2:
-        raise InvalidRequest(f"the form has more than {MOST_PARTS} fields")
-    found: dict[str, object] = {}
-    for part in parts[1:]:  # before the first delimiter is nothing that counts
-        if part.startswith(b"--"):
-            break
-        head, _, content = part.partition(b"\r\n\r\n")
-        name, is_file = _field(head)
-        if not name or is_file:
-            raise field_error(name[:64] or "input_reference", "files are not supported", "unsupported_parameter")
-        try:
-            text = content.decode()
-        except UnicodeDecodeError:
-            raise field_error(name[:64], "is not UTF-8") from None
-        is_number = name not in _TEXTS and _NUMBER.fullmatch(text)
-        found[name] = msgspec.json.decode(text) if is_number else text
-    return msgspec.json.encode(found)
-
-
-def _field(head: bytes) -> tuple[str, bool]:
-    """Return the name that the header lines of a part say, and whether it is a file's. Empty if they say none."""
-    for line in head[:MOST_HEAD_BYTES].decode("utf-8", "replace").split("\r\n"):
-        key, _, value = line.partition(":")
-        if key.strip().lower() == "content-disposition":
-            header = _header("Content-Disposition", value)
-            name = header.get_param("name", header="Content-Disposition")
-            return name if isinstance(name, str) else "", header.get_filename() is not None
-    return "", False
-
-
-def _header(name: str, value: str) -> Message:
-    """Return a message that has this header alone."""
-    header = Message()
-    header[name] = value.strip()
-    return header
-
-
 def video_of(request: VideoRequest, output: PictureOutput, seed: int) -> Picture:
-    """Return the video that a request means. Raise InvalidRequest."""
-    check_guided(request.guidance, request.negative_prompt, output)
+    """Return the video that a request means, without its image. Raise InvalidRequest."""
+    takes: PictureOutput | PictureEdit = output
+    if request.input_reference is not None:
+        if output.edit is None:
+            raise field_error("input_reference", f"{output.pipeline} takes none", "unsupported_value")
+        takes = output.edit
+    elif not output.texts:
+        raise field_error("input_reference", f"{output.pipeline} makes videos from an image alone: send one")
+    check_guided(request.guidance, request.negative_prompt, takes, output.pipeline)
     width, height = size_of(request.size, output)
     return Picture(
         request.prompt,

@@ -277,8 +277,10 @@ class BusCalls:
         card = self._runtime.directory.cards.get((request.model, instance))
         if request.images and not (card is not None and card.images == request.image_input):
             return "it does not take images that are prepared in this way"
-        if request.picture is not None and not (card is not None and card.pictures is not None):
-            return "it does not make pictures"
+        if (picture := request.picture) is not None:
+            makes = None if card is None else card.pictures
+            if makes is None or (picture.images and makes.edit_of(masked=bool(picture.mask)) is None):
+                return f"it does not make pictures{' from such images' if picture.images else ''}"
         if sampling.grammar and not (card is not None and card.grammars):
             return "it does not support grammars"
         if sampling.logit_bias and not (card is not None and card.biases):

@@ -33,6 +33,7 @@ from services.frontend.openapi import document
 from services.frontend.openapi.operations import Version
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, body_too_large
 from services.frontend.protocol.errors import failure, failure_of, field_error
+from services.frontend.protocol.forms import FORM_FILES, form_as_json
 from services.frontend.protocol.operations import (
     FOREIGN_PATHS,
     PATHS,
@@ -44,7 +45,6 @@ from services.frontend.protocol.operations import (
     ForeignOperation,
     Operation,
 )
-from services.frontend.protocol.videos import form_as_json
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
 from services.frontend.requests.service import RequestService
@@ -152,8 +152,9 @@ class HttpApi(Struct):
             with self.frontend.reserve(account_of(request)) as place:
                 request[_PERMIT] = place
                 sent = _path_and_query(request) if operation in WITHOUT_BODY else await self._body(request, place)
-                if operation == "videos" and request.content_type == FORM:
-                    sent = form_as_json(request.headers["Content-Type"], sent)
+                if operation in FORM_FILES and request.content_type == FORM:
+                    size, sent = len(sent), form_as_json(request.headers["Content-Type"], sent, FORM_FILES[operation])
+                    place.add_bytes(max(0, len(sent) - size))
                 place.admit()
                 context = self.exchange.context(request_id_of(request), place, request.headers, trace, stream.open)
                 if operation not in WITHOUT_BODY and (asked := self.texts.read(sent)) is not None:

@@ -3,7 +3,7 @@
 body ─▶ decode ─┬─▶ chat, completions: serving/chat.py
                 ├─▶ responses: serving/responses.py, over serving/chat.py
                 ├─▶ embeddings: serving/embeddings.py
-                ├─▶ pictures, videos: serving/pictures.py, serving/videos.py
+                ├─▶ pictures, picture edits, videos: serving/pictures.py, serving/videos.py
                 ├─▶ tokenize, detokenize: serving/tokenize.py
                 └─▶ those of other providers' APIs: serving/foreign.py
 """
@@ -24,7 +24,7 @@ from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.operations import ForeignOperation, ModelEntry, ModelList, Operation
-from services.frontend.protocol.pictures import decode_pictures
+from services.frontend.protocol.pictures import decode_edit, decode_pictures
 from services.frontend.protocol.videos import decode_video
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.request_trace import RequestTrace
@@ -140,6 +140,8 @@ class Dispatcher:
                 return _whole(self._embeddings.answer(decode_embeddings(body, ignored), context))
             case "pictures":
                 return self._pictures.answer(decode_pictures(body, ignored), context)
+            case "picture_edits":
+                return self._pictures.answer(decode_edit(body, ignored), context)
             case "videos":
                 return _whole(self.videos.create(decode_video(body, ignored), context))
             case "list_videos" | "retrieve_video" | "delete_video" | "cancel_video" | "video_events":

@@ -1,4 +1,4 @@
-"""Pictures from texts, for /v1/images/generations.
+"""Pictures, for /v1/images/generations from texts and for /v1/images/edits from images.
 
     PictureRequest ─▶ find the model ─▶ one Picture each ─┬▶ InferenceRequest ─▶ file ─┬▶ base64, or kept with a URL
                                                           └▶ …                          ┘
@@ -29,18 +29,25 @@ from services.frontend.output.detokenize import TokenBytes
 from services.frontend.output.output import Output
 from services.frontend.protocol.errors import Failure, field_error
 from services.frontend.protocol.pictures import (
+    CompletedEdit,
     CompletedPicture,
     MadePicture,
+    PartialEdit,
     PartialPicture,
     PictureAnswer,
+    PictureEditRequest,
     PictureRequest,
     PictureUsage,
+    check_text,
     picture_of,
+    strength_of,
 )
 from services.frontend.requests.admission import Permit
 from services.frontend.requests.service import RequestService
 from services.frontend.requests.stream import NOTHING, InferenceRequest, Stream
 from services.frontend.requests.terms import RequestDeadline, deadline_of, served_priority
+from services.frontend.serving.picture_edits import EditImages, images_of_edit
+from services.frontend.serving.prompts import IMAGES_READ, until
 from services.frontend.serving.reply import SILENCE, Chunk, Framing, Opening
 from services.frontend.serving.request_context import RequestContext
 from services.frontend.serving.responses_writer import KEEPALIVE
@@ -83,6 +90,7 @@ class ServingPictures(Struct, frozen=True):
     service: RequestService
     models: ModelRegistry
     media: MediaStore
+    edits: EditImages
     draw: Random
 
     @asynccontextmanager
@@ -96,16 +104,25 @@ class ServingPictures(Struct, frozen=True):
         name, output = self.models.pictures_of(request.model)
         if output.frames:
             raise field_error("model", f"{name!r} makes videos: ask for them at /v1/videos", "unsupported_value")
+        strength, given = None, None
+        if isinstance(request, PictureEditRequest):
+            strength, given = strength_of(request, name, output), images_of_edit(request)
+            self.edits.check(given)
+        else:
+            check_text(request, name, output)
         if request.response_format == "url":
             self.media.check("response_format")
         seed = self.draw.randrange(SEEDS) if request.seed is None else request.seed
-        first, count = picture_of(request, output, seed), request.n or 1
-        pictures = [replace(first, seed=first.seed + index) for index in range(count)]
+        first, count = replace(picture_of(request, output, seed), strength=strength), request.n or 1
         if request.response_format == "url":
-            await self.media.check_room(pictures)
+            await self.media.check_room([first] * count)
         if request.stream:
             context.announce(Opening("event"))
-        with paid(permit, first.steps * count, count, now, deadline):
+        payment = paid(permit, first.steps * count, count, now, deadline)
+        if given is not None:  # a key without steps left has no image decoded
+            first = await until(deadline.at, IMAGES_READ, self.edits.read(given, first, output.multiple, context))
+        pictures = [replace(first, seed=first.seed + index) for index in range(count)]
+        with payment:
             requests = [
                 self._request(context, name, picture, index, deadline.at, priority)
                 for index, picture in enumerate(pictures)
@@ -200,6 +217,7 @@ class PictureReply(Struct):
         """Yield the events. Raise the error that ended the request, and Overloaded."""
         index, step, picture, size = 0, 0, self.picture, f"{self.picture.width}x{self.picture.height}"
         counted = 0
+        partial, completed = (PartialEdit, CompletedEdit) if picture.images else (PartialPicture, CompletedPicture)
         async for delta in self.stream:
             assert delta is NOTHING, "a picture has no text"
             counted = count_file(self.stream, counted, self.permit)
@@ -210,11 +228,11 @@ class PictureReply(Struct):
                 step = self.stream.step
                 continue
             now = int(time.time())
-            event = PartialPicture(b64_json=_text(preview), partial_image_index=index, created_at=now, size=size)
+            event = partial(b64_json=_text(preview), partial_image_index=index, created_at=now, size=size)
             yield Chunk(msgspec.json.encode(event))
             index += 1
         assert picture.format != "mp4"
-        completed = CompletedPicture(
+        last = completed(
             b64_json=await asyncio.to_thread(_text, self.stream.take_file()[1]),
             created_at=int(time.time()),
             size=size,
@@ -222,7 +240,7 @@ class PictureReply(Struct):
             seed=picture.seed,
             usage=_usage(picture.steps),
         )
-        yield Chunk(msgspec.json.encode(completed), more=True, last=True)
+        yield Chunk(msgspec.json.encode(last), more=True, last=True)
 
 
 def count_file(stream: Stream, counted: int, permit: Permit) -> int:

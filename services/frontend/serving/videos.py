@@ -1,4 +1,4 @@
-"""Videos from texts, as jobs, for /v1/videos.
+"""Videos from texts and images, as jobs, for /v1/videos.
 
     create ──▶ a job and its lock, in the media directory ──▶ one picture with frames, made as any picture
     any frontend ──▶ reads the job; asks by a file that its owner cancels it; sends the video
@@ -14,12 +14,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.media.files import ID
@@ -29,6 +30,7 @@ from services.frontend.protocol import videos
 from services.frontend.protocol.errors import Failure, failure_of, field_error
 from services.frontend.requests.stream import InferenceRequest
 from services.frontend.requests.terms import served_priority
+from services.frontend.serving.picture_edits import images_of_video
 from services.frontend.serving.pictures import SEEDS, ServingPictures, picture_request
 from services.frontend.serving.reply import SILENCE, Chunk, Framing, Opening
 from services.frontend.serving.request_context import RequestContext
@@ -48,6 +50,8 @@ DELETED = b"deleted"
 """What is in the file that asks for a job's end if the job is deleted, too."""
 READ_LIMIT = 4096
 """The newest files among which a list looks for videos."""
+KEPT_CHARACTERS = 1000
+"""The longest prompt of a job that is kept from one list to the next, so that 4,096 of them take a few MiB."""
 SILENT_TICKS = 5
 """Looks without news after which a stream shows that it lives."""
 
@@ -73,6 +77,8 @@ class ServingVideos:
         self._media, self._draw = pictures.media, pictures.draw
         self._owned: dict[str, _Owned] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._over: dict[str, VideoJob] = {}
+        """The jobs of the latest list that were over, most of them: their files do not change any longer."""
         self._creating = asyncio.Lock()
         self._stopped = False
 
@@ -119,11 +125,14 @@ class ServingVideos:
         if not output.frames:
             why = f"{model!r} makes pictures: ask for them at /v1/images/generations"
             raise field_error("model", why, "unsupported_value")
-        directory = self._directory()
+        directory, given = self._directory(), images_of_video(request)
         seed = self._draw.randrange(SEEDS) if request.seed is None else request.seed
         picture = videos.video_of(request, output, seed)
         now = asyncio.get_running_loop().time()
         permit.check_least(picture.steps, 1, now)
+        if given is not None:
+            self.pictures.edits.check(given)
+            picture = await self.pictures.edits.read(given, picture, output.multiple, context)
         async with self._creating:
             await self._check_room(permit.key)
             await self._media.check_room([picture])
@@ -135,20 +144,21 @@ class ServingVideos:
                 id=f"video_{secrets.token_hex(16)}",
                 key=permit.key,
                 model=model,
-                picture=picture,
+                picture=replace(picture, images=()),
                 priority=priority,
                 created_s=created_s,
                 due_s=created_s + self._media.config.job_s,
             )
             # A client that goes leaves no half of a job: it is paid for, so it is made.
-            keeping = asyncio.create_task(self._keep(job, directory), name=f"keep {job.id}")
+            keeping = asyncio.create_task(self._keep(job, directory, picture.images), name=f"keep {job.id}")
             self._tasks.add(keeping)
             keeping.add_done_callback(self._tasks.discard)
             await asyncio.shield(keeping)
         return msgspec.json.encode(self._shown(job))
 
-    async def _keep(self, job: VideoJob, directory: Path) -> None:
-        """Write a new job, and begin it. Raise Unavailable."""
+    async def _keep(self, job: VideoJob, directory: Path, images: Sequence[bytes]) -> None:
+        """Write a new job and its image, and begin it. Raise Overloaded if there is no room for the image, and
+        Unavailable."""
         if self._stopped:
             raise Unavailable("this frontend ends")
         try:
@@ -156,6 +166,7 @@ class ServingVideos:
         except OSError as wrong:
             raise Unavailable(f"media.directory cannot be written: {wrong.strerror}") from None
         try:
+            await self._media.write({f"{job.id}.png": image for image in images})
             await self._save(job)
         except BaseException:
             lock.release(over=True)
@@ -232,7 +243,7 @@ class ServingVideos:
             await self._media.remove(ended.id, but=() if asked == DELETED else kept)
             owned.job = ended
         except (HeadraceError, OSError) as wrong:
-            _log.error("video %s: its end cannot be kept, so it is made again: %s", owned.job.id, wrong)
+            _log.error("video %s: its end cannot be kept, so it is owned again: %s", owned.job.id, wrong)
         finally:
             del self._owned[owned.job.id]
             owned.lock.release(over=over)
@@ -267,13 +278,17 @@ class ServingVideos:
         return owned.job.ended("completed", time.time())
 
     async def _make(self, owned: _Owned) -> None:
-        """Make the video's file. While no worker can be had, wait. Raise what ends the job; OSError if the file cannot
-        be written."""
+        """Make the video's file, unless it is there. While no worker can be had, wait. Raise what ends the job; OSError
+        if the file cannot be written."""
         loop, job, pause_s = asyncio.get_running_loop(), owned.job, PAUSE_S
+        if await asyncio.to_thread(self._media.has, f"{job.id}.mp4"):
+            return None  # it is whole, and only its end could not be written before
+        image = await asyncio.to_thread(self._media.read, f"{job.id}.png")
+        picture = job.picture if image is None else replace(job.picture, images=(image,))
         deadline = loop.time() + max(0.0, job.due_s - time.time())
         for tried in range(1, TRIES + 1):
             request = picture_request(
-                f"{job.id}-{secrets.token_hex(4)}", job.model, job.picture, deadline, job.priority, is_patient=True
+                f"{job.id}-{secrets.token_hex(4)}", job.model, picture, deadline, job.priority, is_patient=True
             )
             try:
                 return await self._receive(owned, request)
@@ -343,9 +358,12 @@ class ServingVideos:
 
     def _all(self) -> list[VideoJob]:
         """Return the jobs of the newest files. Blocks."""
-        names = [name for name in self._media.names() if name.startswith("video_") and name.endswith(".json")]
-        found = (self._read(name.removesuffix(".json")) for name in names[:READ_LIMIT])
-        return [job for job in found if job is not None]
+        files = [name for name in self._media.names() if name.startswith("video_") and name.endswith(".json")]
+        names, known = [name.removesuffix(".json") for name in files[:READ_LIMIT]], self._over
+        found = (known.get(name) or self._read(name) for name in names)
+        jobs = [job for job in found if job is not None]
+        self._over = {job.id: job for job in jobs if job.is_over and len(job.picture.prompt) <= KEPT_CHARACTERS}
+        return jobs
 
     def _locked(self) -> list[str]:
         """Return the ids of the jobs that have a lock's file: those that are not over. Blocks."""

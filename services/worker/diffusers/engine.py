@@ -40,10 +40,9 @@ from services.worker.contracts.messages import (
 )
 from services.worker.diffusers.pipeline import Pipeline, PipelineRun
 from services.worker.diffusers.queue import PictureQueue
+from services.worker.diffusers.trial import trial_picture
 from services.worker.engine.channel import EngineEnd
-from shared.errors import ModelError
 from shared.messages.cards import KvLayout
-from shared.messages.generate import Picture
 
 BLOCK_STEPS = 16
 """The steps that count as a block in a worker's load; there is no cache."""
@@ -104,18 +103,6 @@ class DiffusersEngine:
             gpus=self._pipeline.gpus(),
         )
 
-    def probe(self, limit_s: float) -> None:
-        """Compute the first step. Raise ModelError if that fails or takes longer."""
-        run, until_s = self._pipeline.run([self._probe_picture()], self._wake), time.monotonic() + limit_s
-        while not (run.computed or run.failed):
-            run.advance()
-            while not run.resting:
-                if time.monotonic() >= until_s:
-                    raise ModelError(f"the pipeline did not compute a step in {limit_s:g} s")
-                time.sleep(0.01)
-        if run.failed:
-            raise ModelError(f"the pipeline cannot compute a step: {run.failed}")
-
     def run(self) -> Failed | None:
         """Serve until Shutdown, or return why the engine fails. Raise ChannelClosed."""
         self._report()
@@ -165,7 +152,7 @@ class DiffusersEngine:
             case Operate(ticket, operation):
                 self._channel.send(Operated(ticket, failed=f"{operation}: this engine cannot do it"))
             case ProbeDevice():
-                self._probes.append(self._pipeline.run([self._probe_picture()], self._wake))
+                self._probes.append(self._probe())
             case Prefetch() | EncodeImage() | TakeOver() | Shutdown():
                 pass  # there are no blocks, no roles, no standby, and `run` sees the end
             case _:
@@ -240,11 +227,10 @@ class DiffusersEngine:
             self._probes.popleft()
             self._channel.send(Probed(took_s, run.failed))
 
-    def _probe_picture(self) -> Picture:
-        """Return the smallest picture of one step that the pipeline makes."""
-        output = self._pipeline.output
-        side = output.multiple * max(1, 64 // output.multiple)
-        return Picture("probe", side, side, 1, 0, frames=1 if output.frames else 0, format="jpeg")
+    def _probe(self) -> PipelineRun:
+        """Return a run of the smallest picture of one step that the pipeline makes."""
+        way = next(iter(self._pipeline.ways))
+        return self._pipeline.run([trial_picture(way, self._pipeline.output)], self._wake)
 
     def _wake(self) -> None:
         os.eventfd_write(self._woken, 1)

@@ -48,15 +48,16 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
     try:
         from services.worker.diffusers.engine import DiffusersEngine
         from services.worker.diffusers.pipeline import load
+        from services.worker.diffusers.trial import try_ways
     except Exception as wrong:  # noqa: BLE001 - packages that do not fit raise anything while they are imported
         _log.exception("diffusers cannot be loaded")
         text = f"diffusers cannot be loaded ({one_line(wrong)}); {COMMAND} install-diffusers makes its environment"
         return Failed(reason=text, model=True)
     channel.send(Loading("loading the pipeline", 0.1))
     pipeline = load(config.worker.model, config.worker.diffusers)
-    engine = DiffusersEngine(config, pipeline, channel)
     channel.send(Loading(FIRST_TOKENS, 0.9))
-    engine.probe(FIRST_TOKENS_LIMIT_S)
+    try_ways(pipeline, FIRST_TOKENS_LIMIT_S)
+    engine = DiffusersEngine(config, pipeline, channel)
     channel.send(engine.facts)
     return engine.run()
 

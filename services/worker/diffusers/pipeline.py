@@ -4,15 +4,15 @@
     the run's thread            └ step 1, rests ┘            └ step 2, rests ┘          └ decodes, writes files, ends
 
 A pipeline is one call that makes all of its steps. So each run has a thread, which stands still between two steps in
-the pipeline's own callback. Runs share the weights; each has a scheduler of its own, because that counts the steps.
+the pipeline's own callback. Runs share the weights; each has a scheduler of its own. ways.py has how pictures are made.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from diffusers import DiffusionPipeline
 
 from services.worker.config import MODEL_INDEX, DiffusersConfig
 from services.worker.diffusers.files import PREVIEW_PIXELS, finished_file, preview_file
+from services.worker.diffusers.ways import PipelineWay, WayName, find_ways, way_of
 from services.worker.engine.one_line import one_line
 from shared.errors import ModelError
 from shared.messages.cards import PictureOutput
@@ -32,6 +33,8 @@ DEFAULT_PIXELS = 512
 DEFAULT_STEPS = 50
 DEFAULT_FRAMES = 81
 
+_log = logging.getLogger(__name__)
+
 
 class Stopped(Exception):
     """A run was stopped; it ends its thread."""
@@ -42,41 +45,28 @@ class Pipeline:
 
     def __init__(self, pipe: Any, config: DiffusersConfig, device: str) -> None:
         self._pipe = pipe
+        self._config = config
         self.device = device
-        call = inspect.signature(type(pipe).__call__).parameters
-        self._takes = frozenset(call)
-        self.output = _output(pipe, call, config)
+        self.candidates = find_ways(pipe)
+        """The ways in which it may make pictures."""
+        self.ways: dict[WayName, PipelineWay] = {}
+        """The ways that work, once they were tried."""
+        self.images = 1
+        """Most images that a picture without a mask is made from."""
 
     @property
     def pauses(self) -> bool:
-        """True if the pipeline calls back after each step. Otherwise a whole picture is one step."""
-        return "callback_on_step_end" in self._takes
+        """True if each way calls back after each step. Otherwise a whole picture is one step."""
+        return all(way.pauses for way in self.ways.values())
+
+    @property
+    def output(self) -> PictureOutput:
+        """What it makes."""
+        return _output(self._pipe, self.ways, self.images, self._config)
 
     def run(self, pictures: Sequence[Picture], wake: Callable[[], None]) -> PipelineRun:
         """Begin a run of compatible pictures, which stands still until `advance`; `wake` is called when it rests."""
-        own = copy.copy(self._pipe)
-        own.scheduler = copy.deepcopy(self._pipe.scheduler)
-        return PipelineRun(own, self._arguments(pictures), pictures, wake)
-
-    def _arguments(self, pictures: Sequence[Picture]) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call. The noise comes from a generator for each picture, on the CPU,
-        so that it is the same on each device and in each batch."""
-        first = pictures[0]
-        found: dict[str, Any] = {
-            "prompt": [picture.prompt for picture in pictures],
-            "width": first.width,
-            "height": first.height,
-            "num_inference_steps": first.steps,
-            "generator": [torch.Generator("cpu").manual_seed(picture.seed) for picture in pictures],
-            "output_type": "np",
-        }
-        if first.frames:
-            found["num_frames"] = first.frames
-        if first.guidance is not None and self.output.guidance:
-            found["guidance_scale"] = first.guidance
-        if first.negative:
-            found["negative_prompt"] = [picture.negative for picture in pictures]
-        return {name: value for name, value in found.items() if name in self._takes}
+        return PipelineRun(self.ways[way_of(pictures[0])], pictures, wake)
 
     def free_memory(self) -> None:
         """Give what a failed run had back to the device."""
@@ -99,10 +89,9 @@ class Pipeline:
 class PipelineRun(threading.Thread):
     """One call of a pipeline, in a thread of its own."""
 
-    def __init__(self, pipe: Any, arguments: dict[str, Any], pictures: Sequence[Picture], wake: Callable[[], None]):
+    def __init__(self, way: PipelineWay, pictures: Sequence[Picture], wake: Callable[[], None]):
         super().__init__(name="pictures", daemon=True)
-        self._pipe = pipe
-        self._arguments = arguments
+        self._way = way
         self._pictures = pictures
         self._wake = wake
         self._may_go = threading.Semaphore(0)
@@ -142,9 +131,11 @@ class PipelineRun(threading.Thread):
         try:
             if self._stopping:
                 return
-            if "callback_on_step_end" in inspect.signature(type(self._pipe).__call__).parameters:
-                self._arguments["callback_on_step_end"] = self._on_step
-            made = self._pipe(**self._arguments)
+            arguments = self._way.arguments(self._pictures)
+            if self._way.pauses:
+                arguments["callback_on_step_end"] = self._on_step
+            made = self._way.copied()(**arguments)
+            del arguments
             self.computed = self.resting = True
             self._wake()
             self.files = self._write(made)
@@ -152,7 +143,6 @@ class PipelineRun(threading.Thread):
             return
         except Exception as wrong:  # noqa: BLE001 - whatever a pipeline raises ends its pictures, and not the engine
             self.failed = one_line(wrong)
-        self._arguments = {}
         self.resting = True
         self._wake()
 
@@ -167,19 +157,17 @@ class PipelineRun(threading.Thread):
         return tensors
 
     def _preview(self, pipe: Any, tensors: dict[str, Any], number: int) -> bytes:
-        """Return a preview of a picture if one is due. Its latents are made smaller before they are decoded, so that it
-        costs a small part of a step. Empty for a pipeline whose latents are not a small picture."""
+        """Return a preview of a picture if one is due. Empty if none can be made, as of a pipeline without a VAE: no
+        picture fails for want of it."""
         picture, latents = self._pictures[number], tensors.get("latents")
-        if not is_preview_due(self.step, picture) or latents is None or latents.dim() != 4:
+        steps = getattr(pipe, "num_timesteps", picture.steps)  # fewer than asked for, if an image is changed a little
+        if latents is None or latents.dim() != 4 or not is_preview_due(self.step, picture, steps):
             return b""
-        shape = latents.shape[-2:]
-        pixels = getattr(pipe, "vae_scale_factor", 8) * max(shape)
-        factor = min(1.0, PREVIEW_PIXELS / pixels)
-        with torch.no_grad():
-            small = torch.nn.functional.interpolate(latents[number : number + 1].float(), scale_factor=factor)
-            scaled = small.to(pipe.vae.dtype) / pipe.vae.config.scaling_factor
-            image = pipe.vae.decode(scaled, return_dict=False)[0]
-        return preview_file(pipe.image_processor.postprocess(image.float(), output_type="pil")[0])
+        try:
+            return _small_picture(pipe, latents[number : number + 1])
+        except Exception as wrong:  # noqa: BLE001 - whatever a pipeline that is not known here lacks
+            _log.warning("no preview of %s: %s", type(pipe).__name__, one_line(wrong))
+            return b""
 
     def _write(self, made: Any) -> list[bytes | str]:
         pixels = made.frames if self._pictures[0].frames else made.images
@@ -190,10 +178,23 @@ class PipelineRun(threading.Thread):
         ]
 
 
-def is_preview_due(step: int, picture: Picture) -> bool:
-    """Return whether a preview is sent after this step: they are spread evenly, and none comes after the last."""
-    count = min(picture.previews, picture.steps - 1)
-    return any(step == picture.steps * number // (count + 1) for number in range(1, count + 1))
+def is_preview_due(step: int, picture: Picture, steps: int) -> bool:
+    """Return whether a preview is sent after this one of `steps`: they are spread evenly, and none comes after the
+    last."""
+    count = min(picture.previews, steps - 1)
+    return any(step == steps * number // (count + 1) for number in range(1, count + 1))
+
+
+def _small_picture(pipe: Any, latents: Any) -> bytes:
+    """Return the picture of latents as a small JPEG. They are made smaller before they are decoded, so that it costs a
+    small part of a step."""
+    pixels = getattr(pipe, "vae_scale_factor", 8) * max(latents.shape[-2:])
+    with torch.no_grad():
+        factor = min(1.0, PREVIEW_PIXELS / pixels)
+        small = torch.nn.functional.interpolate(latents.float(), scale_factor=factor)
+        scaled = small / pipe.vae.config.scaling_factor + (getattr(pipe.vae.config, "shift_factor", None) or 0.0)
+        image = pipe.vae.decode(scaled.to(pipe.vae.dtype), return_dict=False)[0]
+    return preview_file(pipe.image_processor.postprocess(image.float(), output_type="pil")[0])
 
 
 def load(model: str, config: DiffusersConfig) -> Pipeline:
@@ -214,15 +215,10 @@ def load(model: str, config: DiffusersConfig) -> Pipeline:
     return Pipeline(pipe, config, device)
 
 
-def _output(pipe: Any, call: Any, config: DiffusersConfig) -> PictureOutput:
-    """Return what a pipeline makes. Raise ModelError if it does not make pictures from texts alone."""
-    needed = [
-        name
-        for name, one in call.items()
-        if one.default is inspect.Parameter.empty and name not in ("self", "prompt", "args", "kwargs")
-    ]
-    if "prompt" not in call or "image" in needed:
-        raise ModelError(f"{type(pipe).__name__} does not make pictures from a text alone")
+def _output(pipe: Any, ways: Mapping[WayName, PipelineWay], images: int, config: DiffusersConfig) -> PictureOutput:
+    """Return what a pipeline makes in these ways, from at most `images` images."""
+    call = inspect.signature(type(pipe).__call__).parameters
+    texts = ways["text"].call if "text" in ways else {}
     is_video = "num_frames" in call
     scale = getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 0) or 8
     network = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
@@ -242,8 +238,11 @@ def _output(pipe: Any, call: Any, config: DiffusersConfig) -> PictureOutput:
         frames=max(1, (frames - 1) // temporal * temporal + 1) if is_video else 0,
         most_frames=config.most_frames if is_video else 0,
         frame_multiple=temporal,
-        guidance="guidance_scale" in call,
-        negative="negative_prompt" in call,
+        guidance="guidance_scale" in texts,
+        negative="negative_prompt" in texts,
+        texts="text" in ways,
+        edit=ways["image"].edit(images) if "image" in ways else None,
+        masked_edit=ways["mask"].edit(1) if "mask" in ways else None,
     )
 
 

@@ -7,8 +7,9 @@
                      ended: cancelled, too late, or not begun in time           ended                    ended
 
 A group is computed as one batch: pictures of the same size, number of steps and guidance, each with noise of its own. A
-group does not change once it has begun, but ends when none of its pictures is wanted any longer. Groups take turns, a
-step each, so that a picture of few steps does not wait for one of many.
+picture that is made from images is a group by itself. A group does not change once it has begun, but ends when none of
+its pictures is wanted any longer. Groups take turns, a step each, so that a picture of few steps does not wait for one
+of many. If a group of several fails, as for want of memory, each of its pictures waits again and is computed alone.
 
 While groups run, another one begins only with all that waits for its batch, or with a whole batch: a full queue would
 otherwise be computed in small batches for ever, since each place that gets free would be taken at once.
@@ -48,6 +49,8 @@ class _Attempt(Struct):
     group: int = 0
     """The number of its group. 0 before."""
     step: int = 0
+    failed_together: bool = False
+    """Whether a group of several has failed that it was part of."""
     told: bool = False
     """True once it has had a part."""
     file: bytes | None = None
@@ -59,6 +62,11 @@ class _Attempt(Struct):
     def picture(self) -> Picture:
         assert self.submit.picture is not None, "the shell has checked it"
         return self.submit.picture
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other picture is computed with it."""
+        return self.failed_together or bool(self.picture.images)
 
 
 def compatible(one: Picture, other: Picture) -> bool:
@@ -132,8 +140,7 @@ class PictureQueue:
         if room < 1 or not waiting:
             return None
         waiting.sort(key=lambda name: (-self._attempts[name].submit.priority, self._attempts[name].submit.number))
-        first = self._attempts[waiting[0]].picture
-        names = [name for name in waiting if compatible(first, self._attempts[name].picture)][: self._most_together]
+        names = self._batch_of(waiting)
         if len(names) > room and self._turns:
             return None
         names = names[:room]
@@ -143,6 +150,15 @@ class PictureQueue:
         self._groups[self._begun_groups] = names
         self._turns.append(self._begun_groups)
         return self._begun_groups, [self._attempts[name].picture for name in names]
+
+    def _batch_of(self, waiting: Sequence[Name]) -> list[Name]:
+        """Return the first attempt of those that wait, and those that can be computed with it."""
+        first = self._attempts[waiting[0]]
+        if first.is_alone:
+            return [waiting[0]]
+        others = ((name, self._attempts[name]) for name in waiting)
+        names = [name for name, one in others if not one.is_alone and compatible(first.picture, one.picture)]
+        return names[: self._most_together]
 
     def next_turn(self) -> int | None:
         """Return the group whose turn it is. None if no group runs."""
@@ -183,9 +199,14 @@ class PictureQueue:
         self.drop(group)
 
     def fail(self, group: int, reason: str) -> None:
-        """End a group that cannot be computed."""
-        for name in list(self._groups[group]):
-            if self._member(group, name) is not None:
+        """End a group that cannot be computed. Pictures of a group of several wait to be computed alone instead."""
+        names = self._groups[group]
+        for name in names:
+            if (attempt := self._member(group, name)) is None:
+                continue
+            if len(names) > 1:
+                attempt.failed_together, attempt.group, attempt.step, attempt.begin_by_s = True, 0, 0, None
+            else:
                 self._end(name, "error", reason)
         self.drop(group)
 

@@ -18,7 +18,8 @@ from services.worker.limits import (
 )
 from shared import subjects
 from shared.hashing import pack_tokens, token_array
-from shared.messages.generate import Generate, Sampling
+from shared.messages.cards import PictureOutput
+from shared.messages.generate import Generate, Picture, Sampling
 
 _MAX_REQUEST_CHARACTERS = 256
 _MAX_SALT_CHARACTERS = 256
@@ -29,6 +30,8 @@ _MAX_BIAS = 100.0
 _MAX_REPETITION_PENALTY = 100.0
 _MAX_PRIORITY = 1 << 31
 _MAX_GRAMMAR_CHARACTERS = 1 << 18
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_HEADER_BYTES = 33
 IMAGE_KEY_BYTES = 32
 """The length of an image's key, and of its embeddings' key."""
 
@@ -131,7 +134,35 @@ def _picture(generate: Generate, facts: Ready) -> str:
         ("previews", 0 <= picture.previews <= MAX_PREVIEWS),
     )
     wrong = next((name for name, fine in checks if not fine), "")  # NaN fails every comparison
-    return f"picture.{wrong}: {str(getattr(picture, wrong))[:64]}" if wrong else ""
+    return f"picture.{wrong}: {str(getattr(picture, wrong))[:64]}" if wrong else _picture_images(picture, takes)
+
+
+def _picture_images(picture: Picture, takes: PictureOutput) -> str:
+    """Return what is wrong with the images that a picture is made from. Empty if nothing is."""
+    edit = takes.edit_of(masked=bool(picture.mask))
+    if not picture.images:
+        fine = takes.texts and not picture.mask and picture.strength is None
+        return "" if fine else "picture.images: none, and this engine makes no such picture from a text alone"
+    if edit is None:
+        return f"picture.images: this engine makes no pictures from images {'with' if picture.mask else 'without'} mask"
+    if len(picture.images) > edit.images:
+        return f"picture.images: {len(picture.images)}; at most {edit.images} are allowed"
+    if picture.strength is not None and not (edit.strength and 0.0 < picture.strength <= 1.0):
+        return f"picture.strength: {picture.strength:g}"
+    for field, file in (*(("images", image) for image in picture.images), ("mask", picture.mask)):
+        size = _png_size(file)
+        exact = field == "mask" or len(picture.images) == 1
+        fine = size == (picture.width, picture.height) if exact else 0 < math.prod(size) <= takes.most_pixels
+        if not fine and (file or field == "images"):
+            return f"picture.{field}: no PNG of the right size, but {size[0]} by {size[1]} pixels"
+    return ""
+
+
+def _png_size(file: bytes) -> tuple[int, int]:
+    """Return the width and height that the header of a PNG file says. Zeros if it is none."""
+    if file[:8] != _PNG or file[12:16] != b"IHDR" or len(file) < _PNG_HEADER_BYTES:
+        return 0, 0
+    return int.from_bytes(file[16:20], "big"), int.from_bytes(file[20:24], "big")
 
 
 def _sampling(sampling: Sampling, facts: Ready) -> str:

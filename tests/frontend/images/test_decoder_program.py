@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from services.frontend.images.decoder_program import prepare
-from services.frontend.images.decoding import Prepare, key_of
+from services.frontend.images.decoding import PictureShape, Prepare, key_of
 from shared.messages.cards import ImageInput
 from tests.frontend.images.golden import FOLDER, SHAPES
 from tests.frontend.images.samples import SVG, animated_webp, gif_of, picture, png_of_size
@@ -70,6 +70,60 @@ def test_a_picture_is_not_turned_by_its_orientation_as_the_processor_does_not() 
     turned, plain = (prepare(asked((FOLDER / name).read_bytes())) for name in ("turned.jpg", "tall.jpg"))
     assert turned.pixels
     assert turned.pixels != plain.pixels
+
+
+def made_from(source: bytes, shape: PictureShape, pixels: int = 1 << 25) -> Image.Image:
+    """The image from which a picture is made."""
+    found = prepare(Prepare(source, b"key", "", None, pixels, shape))
+    assert found.key == b"key"
+    assert not found.wrong, found.wrong
+    image = Image.open(io.BytesIO(found.pixels), formats=["PNG"])
+    assert image.size == (found.width, found.height)
+    return image
+
+
+def test_an_image_that_a_picture_is_made_from_is_upright_and_has_the_wanted_size() -> None:
+    shape = PictureShape(64, 32, 8, 16_383)
+    assert made_from(picture("JPEG", (30, 40)), shape).size == (64, 32)
+    kept = replace(shape, keeps_shape=True)
+    file = (FOLDER / "turned.jpg").read_bytes()
+    assert Image.open(io.BytesIO(file)).size == (41, 23)
+    turned = made_from(file, kept)
+    assert (turned.size, turned.mode) == ((32, 56), "RGB")
+
+
+@pytest.mark.parametrize("size", [(8, 6), (3000, 2000), (1, 5000), (5000, 1), (100, 100)])
+def test_an_image_that_keeps_its_shape_has_no_more_pixels_than_wanted(size: tuple[int, int]) -> None:
+    width, height = made_from(picture("PNG", size), PictureShape(64, 32, 8, 128, keeps_shape=True)).size
+    assert width * height <= 64 * 32
+    assert width % 8 == height % 8 == 0
+    assert max(width, height) <= 128
+    assert (width > height, width < height) in ((size[0] > size[1], size[0] < size[1]), (False, False))
+
+
+def test_a_mask_is_white_where_the_file_is_transparent_or_as_the_file() -> None:
+    shape = PictureShape(2, 1, 1, 100, is_mask=True)
+    clear = Image.new("RGBA", (2, 1), (9, 9, 9, 255))
+    clear.putpixel((1, 0), (9, 9, 9, 0))
+    grey = Image.new("L", (2, 1), 0)
+    grey.putpixel((1, 0), 255)
+    for image in (clear, grey):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        mask = made_from(file.getvalue(), shape)
+        assert (mask.mode, list(mask.tobytes())) == ("L", [0, 255])
+
+
+def test_bombs_are_refused_before_a_picture_is_made_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as in the program
+    shape = PictureShape(64, 32, 8, 16_383)
+    for file, why in (
+        (png_of_size(60_000, 60_000), "more than the limit of 33554432"),
+        (animated_webp(), "is an animated WebP"),
+        (SVG, "is of another format"),
+        (picture("PNG")[:-30], "cannot be decoded"),
+    ):
+        assert why in prepare(Prepare(file, b"key", "", None, 1 << 25, shape)).wrong
 
 
 def test_the_key_is_of_the_file_and_of_what_prepares_it() -> None:

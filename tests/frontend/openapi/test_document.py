@@ -24,7 +24,7 @@ from services.frontend.protocol.completions import decode_completion
 from services.frontend.protocol.embeddings import decode_embeddings
 from services.frontend.protocol.ignored_fields import IgnoredFields
 from services.frontend.protocol.operations import FOREIGN_PATHS, PATHS, Operation
-from services.frontend.protocol.pictures import decode_pictures
+from services.frontend.protocol.pictures import decode_edit, decode_pictures
 from services.frontend.protocol.responses_request import decode_response
 from services.frontend.protocol.tokenize import decode_detokenize, decode_tokenize
 from services.frontend.protocol.videos import decode_video
@@ -39,6 +39,7 @@ DECODE: dict[Operation, Callable[[bytes, IgnoredFields], object]] = {
     "responses": decode_response,
     "embeddings": decode_embeddings,
     "pictures": decode_pictures,
+    "picture_edits": decode_edit,
     "videos": decode_video,
     "tokenize": decode_tokenize,
     "detokenize": decode_detokenize,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,18 @@ import aiohttp
 import msgspec
 import openai
 import pytest
+from msgspec.structs import replace
+from PIL import Image
 
 from services.frontend.config import FrontendConfig, MediaConfig
 from services.frontend.media.jobs import VideoJob
 from services.frontend.media.locks import JobLock
-from shared.messages.cards import PictureOutput
+from shared.messages.cards import PictureEdit, PictureOutput
 from shared.messages.frames import PicturePiece
 from shared.messages.generate import Picture, Refused
 from tests.frontend.auth.test_access import ALICE, BOB, KeysFile
+from tests.frontend.images.samples import data_uri, png_of_size
+from tests.frontend.images.samples import picture as picture_file
 from tests.frontend.peers import DEADLINE_S, MODEL, World, clients, file_of, world
 
 OUTPUT = PictureOutput("WanPipeline", 64, 32, 16, 64 * 64, 4, 20, frames=9, most_frames=65, frame_multiple=4)
@@ -101,6 +106,7 @@ async def test_a_form_as_openais_client_sends_it_is_read(directory: Path, tmp_pa
         assert status == 200, video
         assert await made(w) == Picture("7", 64, 32, 2, 9, frames=5, format="mp4")
         with aiohttp.MultipartWriter("form-data") as form:
+            form.append("a mill").set_content_disposition("form-data", name="prompt")
             form.append(b"png").set_content_disposition("form-data", name="input_reference", filename="a.png")
         status, answer = await ask(http, "POST", data=form)
         assert (status, answer["error"]["param"]) == (400, "input_reference")
@@ -185,7 +191,7 @@ async def test_a_list_has_pages(directory: Path, tmp_path: Path) -> None:
         ({"seconds": "5"}, "seconds", "81 frames at 16 a second, more than 65 frames"),
         ({"size": "8x16"}, "size", "multiples of 16"),
         ({"steps": 21}, "steps", "more than 20"),
-        ({"input_reference": "x"}, "input_reference", "not supported"),
+        ({"input_reference": "x"}, "input_reference", "WanPipeline takes none"),
     ],
 )
 async def test_what_cannot_be_made_is_one_clear_line(
@@ -245,6 +251,66 @@ async def test_a_job_of_a_frontend_that_is_gone_is_made_here_with_the_same_seed(
         lock.release(over=False)
         await until(http, job.id, "completed")
         assert await made(w) == picture
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API is scheduled:DeprecationWarning")
+async def test_a_video_that_begins_with_an_image_outlives_its_frontend(directory: Path, tmp_path: Path) -> None:
+    able, media = replace(OUTPUT, texts=False, edit=PictureEdit(negative=False)), tmp_path / "media"
+    async with world(directory, pictures=able, settings=kept(tmp_path)) as w, clients(w) as (client, http):
+        w.workers[0].output = None
+        reference: Any = ("a.png", picture_file("PNG", (50, 50)), "image/png")
+        name = (await client.videos.create(prompt="a mill", model=MODEL, input_reference=reference)).id
+        first = await made(w)
+        [image] = first.images
+        assert Image.open(io.BytesIO(image)).size == (first.width, first.height) == (32, 32)
+        assert (media / f"{name}.png").read_bytes() == image
+        for body, said in (
+            ({}, "input_reference: WanPipeline makes videos from an image alone: send one"),
+            ({"input_reference": "?"}, "input_reference: the image has data that is not base64"),
+            ({"input_reference": "?", "negative_prompt": "x"}, "negative_prompt: WanPipeline takes none"),
+            (
+                {"input_reference": data_uri(png_of_size(60_000, 60_000))},
+                "input_reference: the image has 60000 by 60000 pixels, more than the limit of 33554432 (images.pixels)",
+            ),
+        ):
+            status, answer = await ask(http, "POST", json={"prompt": "a mill", **body})
+            assert (status, answer["error"]["message"]) == (400, said)
+    async with world(directory, pictures=able, settings=kept(tmp_path)) as w, clients(w) as (_, http):
+        await until(http, name, "completed")
+        assert await made(w) == first
+        await eventually(lambda: {path.suffix for path in media.glob(f"{name}.*")} == {".json", ".mp4"})
+
+
+async def test_a_job_whose_video_is_there_is_completed_and_not_made_again(directory: Path, tmp_path: Path) -> None:
+    """Its frontend could not write the job's end."""
+    media = tmp_path / "media"
+    media.mkdir()
+    picture = Picture("a mill", 32, 32, 3, 5, frames=9, format="mp4")
+    job = VideoJob(
+        id=f"video_{'6' * 32}", key="", model=MODEL, picture=picture, priority=0, created_s=1.0, due_s=4e9, step=3
+    )
+    for ending, content in ((".json", msgspec.json.encode(job)), (".lock", b""), (".mp4", b"whole")):
+        (media / f"{job.id}{ending}").write_bytes(content)
+    async with world(directory, pictures=OUTPUT, settings=kept(tmp_path)) as w, clients(w) as (_, http):
+        await until(http, job.id, "completed")
+        async with http.get(f"{PATH}/{job.id}/content") as response:
+            assert await response.read() == b"whole"
+        assert w.router.asked.all == []
+
+
+async def test_a_list_reads_the_file_of_a_job_that_is_over_once(directory: Path, tmp_path: Path) -> None:
+    async with world(directory, pictures=OUTPUT, settings=kept(tmp_path)) as w, clients(w) as (_, http):
+        short, long = await begun(http), await begun(http, prompt="m" * 2000)
+        for name in (short, long):
+            await until(http, name, "completed")
+        await eventually(lambda: not list((tmp_path / "media").glob("*.lock")))
+        assert len((await ask(http, "GET"))[1]["data"]) == 2
+        for name in (short, long):
+            (tmp_path / "media" / f"{name}.json").write_text("not read again")
+        _, page = await ask(http, "GET")
+        assert [one["id"] for one in page["data"]] == [short], "long ones are not kept in memory"
+        (tmp_path / "media" / f"{short}.json").unlink()
+        assert (await ask(http, "GET"))[1]["data"] == []
 
 
 async def test_a_job_whose_end_cannot_be_written_is_made_again_once_it_can(directory: Path, tmp_path: Path) -> None:

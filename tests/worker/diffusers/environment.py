@@ -53,6 +53,12 @@ pipe = StableDiffusionPipeline(
 CHANGE
 pipe.save_pretrained(target)
 """
+EDITS = """
+from diffusers import StableDiffusionInstructPix2PixPipeline
+wide = UNet2DConditionModel.from_config(pipe.unet.config, in_channels=8)
+pipe = StableDiffusionInstructPix2PixPipeline(**{**pipe.components, "unet": wide}, requires_safety_checker=False)
+"""
+"""A change of the pipeline: it changes images as a text says, and makes none from a text alone."""
 BROKEN_VAE = "pipe.vae.decoder.conv_out.weight.data.fill_(float('nan'))"
 """A change of the pipeline: its pictures are not finite."""
 STRICT_CHECKER = """
@@ -70,7 +76,7 @@ pipe = StableDiffusionPipeline(**{**pipe.components, "safety_checker": checker,
 
 VIDEOS = """
 import sys, torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, PIPELINE, UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 torch.manual_seed(0)
@@ -78,7 +84,7 @@ words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {chr(code): code for code in range
 letters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
 letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
 letters.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-WanPipeline(
+PIPELINE(
     tokenizer=PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"),
     text_encoder=UMT5EncoderModel(UMT5Config(
         vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
@@ -88,7 +94,7 @@ WanPipeline(
         temperal_downsample=[False, True, True],
     ),
     transformer=WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=CHANNELS, out_channels=16,
         text_dim=32, freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, rope_max_seq_len=32,
         qk_norm="rms_norm_across_heads",
     ),
@@ -112,7 +118,8 @@ def write_image_pipeline(target: Path, change: str = "") -> Path:
     return target
 
 
-def write_video_pipeline(target: Path) -> Path:
-    """Write a Wan shape that makes videos."""
-    run_there(VIDEOS, str(target))
+def write_video_pipeline(target: Path, *, from_images: bool = False) -> Path:
+    """Write a Wan shape that makes videos from texts, or from images."""
+    name, channels = ("WanImageToVideoPipeline", 36) if from_images else ("WanPipeline", 16)
+    run_there(VIDEOS.replace("PIPELINE", name).replace("CHANNELS", str(channels)), str(target))
     return target

@@ -26,10 +26,12 @@ from services.worker.contracts.messages import (
     Submit,
 )
 from services.worker.engine.process import EngineProcess
+from shared.messages.cards import PictureEdit
 from shared.messages.frames import BLOCKED, NOT_FINITE, Part
 from shared.messages.generate import Picture, Sampling
 from tests.worker.diffusers.environment import (
     BROKEN_VAE,
+    EDITS,
     LIMIT_S,
     PYTHON,
     STRICT_CHECKER,
@@ -49,6 +51,19 @@ pipe = DiffusionPipeline.from_pretrained(sys.argv[1])
 generator = [torch.Generator("cpu").manual_seed(7)]
 made = pipe(prompt=["a mill at the river"], width=64, height=64, num_inference_steps=6, generator=generator)
 made.images[0].save(sys.argv[2])
+"""
+
+
+EDITED = """
+import sys, torch, diffusers
+from PIL import Image
+torch.set_num_threads(1)
+pipe = getattr(diffusers, "AutoPipelineFor" + sys.argv[2]).from_pretrained(sys.argv[1])
+masked = sys.argv[2] == "Inpainting"
+more = dict(mask_image=Image.open(sys.argv[3] + "/half.in.png"), width=64, height=64) if masked else {}
+made = pipe(prompt=["a mill at the river"], image=Image.open(sys.argv[3] + "/grey.in.png"), num_inference_steps=6,
+    generator=[torch.Generator("cpu").manual_seed(7)], strength=1.0 if masked else 0.5, **more)
+made.images[0].save(sys.argv[4])
 """
 
 
@@ -131,6 +146,67 @@ async def test_a_picture_is_that_of_the_pipeline_alone_and_of_its_seed(model: Pa
     assert Image.open(io.BytesIO(first)).tobytes() == alone.tobytes()
 
 
+async def test_pictures_from_images_are_those_of_the_pipelines_alone(model: Path, tmp_path: Path) -> None:
+    """The pipeline of texts makes them, with the parts that it has."""
+    grey, dark, half = (image_of(tmp_path, name) for name in ("grey", "dark", "half"))
+    async with engine(model, diffusers={"most_together": 3}) as one:
+        output = one.facts.pictures
+        assert output is not None
+        assert output.texts
+        assert output.edit == PictureEdit(1, 0.8)
+        assert output.masked_edit == PictureEdit(1, 1.0)
+        from_grey = replace(PICTURE, images=(grey,), strength=0.5, previews=2)
+        asked = (
+            *(from_grey, from_grey, replace(from_grey, images=(dark,)), replace(from_grey, strength=1.0)),
+            replace(from_grey, mask=half, strength=1.0),
+        )
+        names = [one.submit(each) for each in asked]
+        first, again, other, stronger, masked = [await one.file_of(name) for name in names]
+        assert first == again
+        assert len({first, other, stronger, masked}) == 4
+        pieces = [part.picture for part in one.parts[names[0]] if part.picture is not None]
+        assert [piece.step for piece in pieces if piece.preview] == [1, 2], "three of six steps are computed"
+        assert await one.file_of(one.submit(PICTURE)) not in (first, stronger)
+    for name, kind, file in (("image", "Image2Image", first), ("mask", "Inpainting", masked)):
+        run_there(EDITED, str(model), kind, str(tmp_path), str(tmp_path / f"{name}.png"))
+        assert Image.open(io.BytesIO(file)).tobytes() == Image.open(tmp_path / f"{name}.png").tobytes()
+
+
+async def test_a_pipeline_that_edits_makes_no_pictures_from_texts(tmp_path: Path) -> None:
+    """InstructPix2Pix: its signature lets the image be left out, and it cannot be. Its network has channels for it, so
+    no other pipeline takes its parts."""
+    async with engine(write_image_pipeline(tmp_path / "tiny", EDITS)) as one:
+        output = one.facts.pictures
+        assert output is not None
+        assert (output.pipeline, output.texts) == ("StableDiffusionInstructPix2PixPipeline", False)
+        assert (output.edit, output.masked_edit) == (PictureEdit(1, 0.0), None)
+        edit = replace(PICTURE, images=(image_of(tmp_path, "grey"),))
+        first, other = [await one.file_of(one.submit(each)) for each in (edit, replace(edit, seed=8))]
+        assert first != other
+        one.process.send(ProbeDevice((1,)))
+        async with asyncio.timeout(LIMIT_S):
+            while not isinstance(report := await one.read(), Probed):
+                pass
+        assert report.failed == ""
+
+
+async def test_an_image_that_cannot_be_read_ends_its_picture_alone(model: Path, tmp_path: Path) -> None:
+    async with engine(model) as one:
+        broken = replace(PICTURE, images=(image_of(tmp_path, "grey")[:60],), strength=0.5)
+        failed, fine = one.submit(broken), one.submit(PICTURE)
+        assert (await one.end_of(failed)).finish == "error"
+        await one.file_of(fine)
+
+
+def image_of(folder: Path, name: str) -> bytes:
+    """A PNG file of 64 by 64 pixels, which is also written into the folder."""
+    image = Image.new("RGB", (64, 64), {"grey": (130, 130, 120), "dark": (10, 20, 30), "half": (0, 0, 0)}[name])
+    if name == "half":
+        image.paste((255, 255, 255), (32, 0, 64, 64))
+    image.save(folder / f"{name}.in.png")
+    return (folder / f"{name}.in.png").read_bytes()
+
+
 async def test_a_batch_makes_each_picture_from_its_own_seed(model: Path) -> None:
     """Arithmetic may round in another way in a batch: at most the last bit of a pixel differs."""
     async with engine(model, diffusers={"most_together": 3}) as one:
@@ -156,6 +232,31 @@ async def test_previews_formats_and_the_end_of_those_that_are_not_wanted(model: 
         assert (await one.end_of(long)).finish == "cancelled"
         assert (await one.end_of(late)).finish == "deadline"
         await one.file_of(one.submit(PICTURE))
+
+
+WITHOUT_VAE = """
+import time, types, numpy, torch
+from services.worker.diffusers.pipeline import PipelineRun
+from services.worker.diffusers.ways import PipelineWay
+from shared.messages.generate import Picture
+class PixelPipeline:
+    scheduler = None
+    def __call__(self, prompt, callback_on_step_end):
+        for step in range(4):
+            callback_on_step_end(self, step, 0, {"latents": torch.zeros(1, 3, 8, 8)})
+        return types.SimpleNamespace(images=numpy.zeros((1, 8, 8, 3)))
+run = PipelineRun(PipelineWay(PixelPipeline()), [Picture("a mill", 8, 8, 4, 0, previews=3)], lambda: None)
+while not run.ended:
+    if run.resting and not run.computed:
+        assert run.previews == [b""]
+        run.advance()
+    time.sleep(0.01)
+print(run.failed or run.files[0][:4])
+"""
+
+
+def test_a_picture_of_a_pipeline_without_a_vae_has_no_previews_and_does_not_fail() -> None:
+    assert run_there(WITHOUT_VAE).strip().endswith("b'\\x89PNG'")
 
 
 async def test_a_group_that_waits_for_its_turn_computes_nothing_once_it_is_not_wanted(model: Path) -> None:
@@ -261,5 +362,17 @@ async def test_a_video_is_an_mp4_of_its_seed(tmp_path: Path) -> None:
         video = Picture("a mill", 32, 32, 4, 7, frames=9, format="mp4")
         names = [one.submit(each) for each in (video, video, replace(video, seed=8))]
         first, again, other = [await one.file_of(name) for name in names]
+        assert first == again != other
+        assert first[4:8] == b"ftyp"
+
+
+async def test_a_video_begins_with_an_image(tmp_path: Path) -> None:
+    async with engine(write_video_pipeline(tmp_path / "video", from_images=True)) as one:
+        output = one.facts.pictures
+        assert output is not None
+        assert (output.pipeline, output.texts, output.edit) == ("WanImageToVideoPipeline", False, PictureEdit(1))
+        video = Picture("a mill", 64, 64, 2, 7, frames=9, format="mp4", images=(image_of(tmp_path, "grey"),))
+        asked = video, video, replace(video, images=(image_of(tmp_path, "dark"),))
+        first, again, other = [await one.file_of(one.submit(each)) for each in asked]
         assert first == again != other
         assert first[4:8] == b"ftyp"

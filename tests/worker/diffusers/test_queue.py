@@ -166,14 +166,32 @@ def test_what_is_late_ends_with_its_reason() -> None:
     assert one.due_s() == 60.0
 
 
-def test_a_group_that_fails_ends_its_attempts_with_the_reason() -> None:
+def test_each_picture_of_a_group_that_fails_is_computed_alone_and_then_fails_by_itself() -> None:
     one = queue()
     for number in (1, 2):
-        one.add(submit(number), 0)
-    group, _ = begin(one)
+        one.add(submit(number, wait_left_s=1.0), 0)
+    group, count = begin(one)
+    assert count == 2
+    one.record_step(group, 1, [b"", b""])
     one.fail(group, "OutOfMemoryError: no memory")
-    assert {(part.finish, part.error) for part in parts(one)} == {("error", "OutOfMemoryError: no memory")}
+    one.expire(2.0)  # both have begun in time
+    groups = [begin(one) for _ in range(2)]
+    assert [count for _, count in groups] == [1, 1]
+    assert [part.finish for part in parts(one)] == [None, None]
+    one.fail(groups[0][0], "OutOfMemoryError: no memory")
+    one.leave_turn(groups[1][0])
+    one.finish(groups[1][0], [b"file"], 3.0)
+    one.send_piece()
+    ends = {part.request: (part.finish, part.error) for part in parts(one)}
+    assert ends == {"r1": ("error", "OutOfMemoryError: no memory"), "r2": ("stop", "")}
     assert one.running == len(one) == 0
+
+
+def test_a_picture_that_is_made_from_images_is_computed_alone() -> None:
+    one = queue(together=3)
+    for number, images in ((1, ()), (2, (b"png",)), (3, (b"png",)), (4, ())):
+        one.add(submit(number, replace(PICTURE, images=images)), 0)
+    assert [begin(one)[1] for _ in range(3)] == [2, 1, 1]
 
 
 def test_the_load_counts_steps_that_are_left() -> None:
@@ -199,11 +217,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.added = 0
         self.ends: list[str] = []
 
-    @rule(width=st.sampled_from([64, 128]), left_s=st.floats(1, 20), wait_s=st.none() | st.floats(0, 5))
-    def add(self, width: int, left_s: float, wait_s: float | None) -> None:
+    @rule(
+        width=st.sampled_from([64, 128]),
+        images=st.sampled_from([(), (b"png",)]),
+        left_s=st.floats(1, 20),
+        wait_s=st.none() | st.floats(0, 5),
+    )
+    def add(self, width: int, images: tuple[bytes, ...], left_s: float, wait_s: float | None) -> None:
         self.added += 1
         more = {"time_left_s": left_s, "wait_left_s": wait_s}
-        self.queue.add(submit(self.added, Picture("a", width, 64, 2, 0), **more), self.now_s)
+        self.queue.add(submit(self.added, Picture("a", width, 64, 2, 0, images=images), **more), self.now_s)
 
     @rule(number=st.integers(1, 20))
     def cancel(self, number: int) -> None:

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from services.worker.contracts.messages import Ready
 from services.worker.requests.attempts import Attempts
 from shared.hashing import pack_tokens
-from shared.messages.cards import ImageInput, KvLayout
+from shared.messages.cards import ImageInput, KvLayout, PictureEdit, PictureOutput
 from shared.messages.frames import FinishReason, Part
-from shared.messages.generate import Accepted, Generate, Image, Refused, Sampling
+from shared.messages.generate import Accepted, Generate, Image, Picture, Refused, Sampling
+from tests.frontend.images.samples import png_of_size
 
 FACTS = Ready(
     context_length=64,
@@ -146,6 +147,48 @@ def test_images_are_refused_where_there_are_too_many_or_they_overlap_or_the_mode
         reply, _ = attempts().admit(asked, facts)
         assert isinstance(reply, Refused)
         assert (reply.code, reply.reason) == ("bad_request", why)
+
+
+MAKES = PictureOutput("StableDiffusionPipeline", 8, 8, 8, 16 * 16, 2, 4, edit=PictureEdit(2, 0.5))
+PICTURE = Picture("a mill", 8, 8, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("picture", "makes", "why"),
+    [
+        ({}, {}, ""),
+        ({"images": (png_of_size(8, 8),), "strength": 0.5}, {}, ""),
+        ({"images": (png_of_size(16, 16), png_of_size(8, 16))}, {}, ""),
+        ({"images": (png_of_size(8, 8),), "mask": png_of_size(8, 8)}, {"masked_edit": PictureEdit()}, ""),
+        ({}, {"texts": False}, "images: none, and this engine makes no such picture from a text alone"),
+        ({"mask": png_of_size(8, 8)}, {}, "images: none, and this engine makes no such picture from a text alone"),
+        ({"strength": 0.5}, {}, "images: none, and this engine makes no such picture from a text alone"),
+        ({"images": (b"",)}, {"edit": None}, "images: this engine makes no pictures from images without mask"),
+        ({"images": (b"", b"", b"")}, {}, "images: 3; at most 2 are allowed"),
+        ({"images": (b"",)}, {}, "images: no PNG of the right size, but 0 by 0 pixels"),
+        ({"images": (b"GIF89a",)}, {}, "images: no PNG of the right size, but 0 by 0 pixels"),
+        ({"images": (png_of_size(8, 16),)}, {}, "images: no PNG of the right size, but 8 by 16 pixels"),
+        ({"images": (png_of_size(60_000, 60_000),) * 2}, {}, "images: no PNG of the right size, but 60000 by"),
+        ({"images": (png_of_size(8, 8),), "mask": png_of_size(8, 8)}, {}, "images: this engine makes no pictures from"),
+        (
+            {"images": (png_of_size(8, 8),), "mask": png_of_size(9, 8)},
+            {"masked_edit": PictureEdit()},
+            "mask: no PNG of the right size, but 9 by 8 pixels",
+        ),
+        ({"images": (png_of_size(8, 8),), "strength": 0.0}, {}, "strength: 0"),
+        ({"images": (png_of_size(8, 8),), "strength": float("nan")}, {}, "strength: nan"),
+        ({"images": (png_of_size(8, 8),), "strength": 0.5}, {"edit": PictureEdit()}, "strength: 0.5"),
+    ],
+)
+def test_images_that_a_picture_is_made_from_are_those_that_the_engine_takes(
+    picture: dict[str, Any], makes: dict[str, Any], why: str
+) -> None:
+    given, facts = msgspec.structs.replace(PICTURE, **picture), msgspec.structs.replace(MAKES, **makes)
+    asked = msgspec.structs.replace(generate("a", tokens=2, prompt=2), tokens=bytes(8), picture=given)
+    reply, _ = attempts().admit(asked, msgspec.structs.replace(FACTS, pictures=facts))
+    said = reply.reason if isinstance(reply, Refused) else ""
+    assert said.startswith(why and f"picture.{why}"), said
+    assert bool(said) == bool(why)
 
 
 def test_what_is_embedded_is_a_prompt_alone_which_may_fill_the_context() -> None:

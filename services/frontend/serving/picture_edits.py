@@ -1,0 +1,107 @@
+"""Reads the images that pictures and videos are made from, for /v1/images/edits and `input_reference` of /v1/videos.
+
+    image, mask ─▶ images/reader.py: PNG files of the picture's width and height ─▶ Picture.images, Picture.mask
+
+Without a `size` a picture has the shape of its first image, and about as many pixels as the model's own size. Several
+images keep their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from services.frontend.images.decoding import PictureShape, Prepared
+from services.frontend.images.reader import ImageReader
+from services.frontend.protocol.errors import field_error
+from services.frontend.protocol.parts import ImageSource
+from services.frontend.protocol.pictures import MOST_SIDE, PictureEditRequest
+from services.frontend.protocol.videos import VideoRequest
+from services.frontend.serving.request_context import RequestContext
+from shared.messages.generate import Picture
+
+_REST_BYTES = 256 << 10
+"""Most bytes of a message to a worker without its images."""
+_URLS = ("data:", "http:", "https:")
+
+
+class GivenImages(Struct, frozen=True):
+    """The images of a request, before they are read."""
+
+    images: Sequence[ImageSource]
+    masks: Sequence[ImageSource]
+    """The mask, or none."""
+    is_auto: bool
+    """Whether the request names no size."""
+
+
+class EditImages(Struct, frozen=True):
+    """Reads the images of requests for pictures from images."""
+
+    reader: ImageReader
+    payload_limit_bytes: int
+    """The most bytes of a message to a worker."""
+
+    def check(self, given: GivenImages) -> None:
+        """Check the images as far as their URLs say what they are. Raise InvalidRequest."""
+        self.reader.check(given.images)
+        self.reader.check(given.masks)
+
+    async def read(self, given: GivenImages, picture: Picture, multiple: int, context: RequestContext) -> Picture:
+        """Return the picture with its images, and with the size that follows from them. `picture` has the size of the
+        request, or the model's own; both sides are multiples of `multiple`. Raise InvalidRequest, Overloaded and
+        Unavailable."""
+        shape = PictureShape(picture.width, picture.height, multiple, MOST_SIDE)
+        keeps_shape = given.is_auto or len(given.images) > 1
+        shown = await self._read(given.images, replace(shape, keeps_shape=keeps_shape), context)
+        if given.is_auto:
+            picture = replace(picture, width=shown[0].width, height=shown[0].height)
+        wanted = replace(shape, width=picture.width, height=picture.height, is_mask=True)
+        masks = await self._read(given.masks, wanted, context)
+        for mask in masks:
+            if mask.shape != shown[0].shape:
+                (width, height), (across, down) = mask.shape, shown[0].shape
+                raise field_error("mask", f"has {width} by {height} pixels, and the image has {across} by {down}")
+        size = sum(len(one.pixels) for one in (*shown, *masks))
+        if size + _REST_BYTES > self.payload_limit_bytes:
+            why = f"prepared, the images have {size} bytes, too many for nats.payload_limit_bytes"
+            mend = f"{self.payload_limit_bytes}; ask for a smaller size"
+            raise field_error(given.images[0].where, f"{why}, {mend}", "request_too_large", status=413)
+        context.permit.add_bytes(size)
+        images, mask_file = tuple(one.pixels for one in shown), b"".join(one.pixels for one in masks)
+        return replace(picture, images=images, mask=mask_file)
+
+    async def _read(
+        self, sources: Sequence[ImageSource], shape: PictureShape, context: RequestContext
+    ) -> list[Prepared]:
+        waiting = partial(context.permit.waiting, "images")
+        return await self.reader.read(sources, shape, key=context.permit.key, salt=context.salt(None), waiting=waiting)
+
+
+def images_of_edit(request: PictureEditRequest) -> GivenImages:
+    """Return the images of a request for pictures."""
+    given = (
+        [("image", request.image)]
+        if isinstance(request.image, str)
+        else [(f"image[{index}]", text) for index, text in enumerate(request.image)]
+    )
+    name = "the image" if isinstance(request.image, str) else ""
+    images = tuple(ImageSource(where, _url_of(text), name) for where, text in given)
+    masks = () if request.mask is None else (ImageSource("mask", _url_of(request.mask), "the mask"),)
+    return GivenImages(images, masks, request.size in (None, "auto"))
+
+
+def images_of_video(request: VideoRequest) -> GivenImages | None:
+    """Return the image of a request for a video. None if it has none."""
+    if request.input_reference is None:
+        return None
+    image = ImageSource("input_reference", _url_of(request.input_reference), "the image")
+    return GivenImages((image,), (), request.size in (None, "auto"))
+
+
+def _url_of(text: str) -> str:
+    """Return the URL that a text is, or the data URI of its base64."""
+    return text if text[:8].lower().startswith(_URLS) else f"data:;base64,{text}"
