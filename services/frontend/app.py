@@ -81,7 +81,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         models = _registry(runtime, config, threads)
         service = RequestService(runtime, config.limits, metrics)
         access = Authenticator(config.access, metrics)
-        grammars, images = GrammarCompiler(), ImageReader(config.images)
+        grammars, images = GrammarCompiler(), ImageReader(config.images, config.nats.payload_limit_bytes)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
         media, edits = MediaStore(config.media, lambda: http.url), EditImages(images, config.nats.payload_limit_bytes)
         videos = ServingVideos(ServingPictures(service, models, media, edits, runtime.draw))

@@ -133,17 +133,25 @@ class SamplingDefaults(Struct, frozen=True):
 
 class ImageInput(Struct, frozen=True):
     """How a model's processor prepares an image: resized by `filter` so that its shorter side is `resize` pixels (0: to
-    width and height, whatever its shape), cut from its centre to width and height (black where it is smaller)."""
+    width and height, whatever its shape), cut from its centre to width and height (black where it is smaller). With a
+    `unit` it is resized alone, to a size that its own one decides (`shared.image_size`)."""
 
     token_id: int
     """The token that stands for each of an image's embeddings in the prompt."""
     tokens: int
-    """How many of them an image takes."""
+    """How many of them an image takes. 0 if it depends on the image, as then do `width`, `height` and `resize`."""
     width: int
     height: int
     resize: int
     filter: str
     """Pillow's name of a resampling filter, such as BICUBIC."""
+    unit: int = 0
+    """The sides of a prepared image are multiples of this many pixels, and each square of them is a token. 0 if all
+    images have one size."""
+    least_pixels: int = 0
+    """The least pixels of a prepared image with a unit."""
+    most_pixels: int = 0
+    """The most pixels of one, unless it is narrower than a unit."""
 
 
 class PictureEdit(Struct, frozen=True):

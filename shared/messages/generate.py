@@ -71,6 +71,9 @@ class Image(Struct, frozen=True):
     """How many of them there are, all with the id of the card's `ImageInput.token_id`."""
     pixels: bytes
     """RGB, one byte a value, rows from the top: as many as the card's `ImageInput` says."""
+    width: int = 0
+    """The pixels of a row. 0 means those of the card's `ImageInput`, as for `height`."""
+    height: int = 0
 
 
 FRAMES_PER_S = 16

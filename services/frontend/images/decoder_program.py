@@ -5,8 +5,8 @@
 
 An image from which a picture is made becomes a PNG file: turned upright, RGB or a mask in grey, resized.
 
-The pixels that a model sees are, byte for byte, those of transformers' CLIPImageProcessor on Pillow before it rescales
-and normalises. Like that processor, it does not turn a picture by its EXIF orientation.
+The pixels that a model sees are, byte for byte, those of transformers' processors on Pillow (CLIP's, SigLIP's,
+Qwen2-VL's) before these rescale and normalise. Like them, it does not turn a picture by its EXIF orientation.
 
 Only the decoder of the format that the first bytes show is tried, and only the first picture of a file is decoded.
 """
@@ -20,6 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from services.frontend.child_program import run_program
 from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, PictureShape, Prepare, Prepared
+from shared.image_size import prepared_size, resized_size
 from shared.messages.cards import ImageInput
 
 _STARTS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
@@ -47,7 +48,7 @@ def prepare(asked: Prepare) -> Prepared:
         if asked.shape is not None:
             return _picture(asked, kind, asked.shape)
         assert asked.wanted is not None
-        return Prepared(asked.key, _pixels(asked.source, kind, asked.wanted, asked.pixels_limit))
+        return _seen(asked, kind, asked.wanted)
     except _Refused as wrong:
         return Prepared(wrong=str(wrong))
     except MemoryError:
@@ -71,19 +72,30 @@ def _format(source: bytes, stated: str) -> str:
     return found
 
 
-def _pixels(source: bytes, kind: str, wanted: ImageInput, pixels_limit: int) -> bytes:
-    """Return the prepared pixels, in RGB. Raise _Refused, and whatever Pillow raises."""
-    with _checked(source, kind, pixels_limit) as image:
-        width, height = image.size
-        size = wanted.width, wanted.height
-        if wanted.resize:
-            longer = int(wanted.resize * max(width, height) / min(width, height))
-            size = (wanted.resize, longer) if width <= height else (longer, wanted.resize)
-        if size[0] * size[1] > pixels_limit:
-            why = f"is so narrow that it would have more than {pixels_limit} pixels (images.pixels)"
-            raise _Refused(f"has {width} by {height} pixels, and {why} with a shorter side of {wanted.resize}")
+def _seen(asked: Prepare, kind: str, wanted: ImageInput) -> Prepared:
+    """Return the image as a model sees it, in RGB. Raise _Refused, and whatever Pillow raises."""
+    with _checked(asked.source, kind, asked.pixels_limit) as image:
+        size, kept = _sizes(*image.size, wanted, asked)
+        if asked.size_only:
+            return Prepared(asked.key, b"", *kept)
         rgb = image if image.mode == "RGB" else image.convert("RGB")
-        return _middle(rgb, size, (wanted.width, wanted.height), Image.Resampling[wanted.filter]).tobytes()
+        return Prepared(asked.key, _middle(rgb, size, kept, Image.Resampling[wanted.filter]).tobytes(), *kept)
+
+
+def _sizes(width: int, height: int, wanted: ImageInput, asked: Prepare) -> tuple[_Size, _Size]:
+    """Return the size of a picture once it is resized, and once it is cut. Raise _Refused."""
+    limit, has = asked.pixels_limit, f"has {width} by {height} pixels"
+    try:
+        size, kept = resized_size(wanted, width, height), prepared_size(wanted, width, height)
+    except ValueError as wrong:
+        raise _Refused(str(wrong)) from None
+    if size[0] * size[1] > limit:
+        why = f"with a shorter side of {wanted.resize}" if wanted.resize else "once it is prepared"
+        raise _Refused(f"{has}, and is so narrow that it would have more than {limit} pixels (images.pixels) {why}")
+    if (taken := 3 * kept[0] * kept[1]) > asked.prepared_limit:
+        why = f"{taken} bytes, more than nats.payload_limit_bytes, {asked.prepared_limit}"
+        raise _Refused(f"{has}; prepared, it has {kept[0]} by {kept[1]}, and {why}: send a smaller one")
+    return size, kept
 
 
 def _middle(image: Image.Image, size: _Size, kept: _Size, how: Image.Resampling) -> Image.Image:

@@ -62,8 +62,12 @@ class Prepare(Struct, frozen=True):
     """How a model that sees takes it. None if a picture is made from it."""
     pixels_limit: int
     """The largest number of pixels, decoded or resized."""
+    prepared_limit: int
+    """The largest number of bytes of the pixels that a model sees."""
     shape: PictureShape | None = None
     """How a picture is made from it."""
+    size_only: bool = False
+    """Whether the size that a model sees is asked for alone, for which the header is read and nothing is decoded."""
 
     def without_source(self) -> Prepare:
         """Return what is asked, of an empty source."""
@@ -76,9 +80,10 @@ class Prepared(Struct, frozen=True):
     key: bytes = b""
     """The image's key, which `Image.key` of `shared.messages.generate` explains."""
     pixels: bytes = b""
-    """Its prepared pixels, in the form of `Image.pixels`; or a PNG file, as `Picture.images` and `Picture.mask`."""
+    """Its prepared pixels, in the form of `Image.pixels`; or a PNG file, as `Picture.images` and `Picture.mask`. Empty
+    if its size was asked for alone."""
     width: int = 0
-    """The width of that file in pixels."""
+    """The width of what is prepared, in pixels."""
     height: int = 0
     shape: tuple[int, int] = (0, 0)
     """The width and height that the source had, upright."""
@@ -90,7 +95,10 @@ def key_of(source: bytes, wanted: ImageInput | PictureShape) -> bytes:
     """Return the key of an image: of its file and of all that has prepared it."""
     how = f"{wanted}\n"
     if isinstance(wanted, ImageInput):
-        how = f"headrace 1, Pillow {PIL.__version__}, {wanted.width} {wanted.height} {wanted.resize} {wanted.filter}\n"
+        size = f"{wanted.width} {wanted.height} {wanted.resize} {wanted.filter}"
+        if wanted.unit:
+            size = f"{wanted.unit} {wanted.least_pixels} {wanted.most_pixels} {wanted.filter}"
+        how = f"headrace 1, Pillow {PIL.__version__}, {size}\n"
     digest = hashlib.sha256(how.encode())
     digest.update(source)
     return digest.digest()

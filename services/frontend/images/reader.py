@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import msgspec
+from msgspec.structs import replace
 
 from services.frontend.auth.turnstile import Turnstile
 from services.frontend.child_processes import ChildProcesses
@@ -43,9 +44,11 @@ _WITHOUT_SPACE = str.maketrans("", "", " \t\r\n")
 class ImageReader:
     """Reads the images of all requests."""
 
-    def __init__(self, config: ImagesConfig, fetcher: ImageFetcher | None = None) -> None:
-        """Create it; `fetcher` is one that reaches other addresses, for tests."""
+    def __init__(self, config: ImagesConfig, prepared_limit: int, fetcher: ImageFetcher | None = None) -> None:
+        """Create it; `prepared_limit` is the largest number of bytes of the pixels that a model sees, `fetcher` is one
+        that reaches other addresses, for tests."""
         self._config = config
+        self._prepared_limit = prepared_limit
         self._fetcher = fetcher or ImageFetcher(config.hosts, bytes_limit=config.bytes, time_limit_s=config.fetch_s)
         self._fetches = Turnstile(FETCHES_LIMIT, FETCHES_LIMIT // 2)
         self.prepared = PreparedImages(config.prepared_bytes)
@@ -74,35 +77,46 @@ class ImageReader:
         key: str = "",
         salt: str = "",
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        size_only: bool = False,
     ) -> list[Prepared]:
         """Return the images of a request, prepared. `key` is the name of its API key, `salt` that of its cached blocks.
-        `waiting` counts the request while it waits, and raises Overloaded at a limit. Raise InvalidRequest; Unavailable
-        if an image cannot be decoded now."""
+        `waiting` counts the request while it waits, and raises Overloaded at a limit. With `size_only` images may have
+        no pixels. Raise InvalidRequest, also as soon as all pixels are too many for a message; Unavailable if an image
+        cannot be decoded now."""
         urls = [source.url for source in sources]  # no keys of a dict: the hash of one with data takes a millisecond
         found: list[Prepared] = []
         with waiting():
             for at, source in enumerate(sources):
                 first = urls.index(source.url)
-                found.append(found[first] if first < at else await self._read(source, at + 1, wanted, key, salt))
+                read = found[first] if first < at else await self._read(source, at + 1, wanted, key, salt, size_only)
+                found.append(read)
+                if isinstance(wanted, ImageInput):
+                    self.check_payload(sum(3 * one.width * one.height for one in found))
         return found
+
+    def check_payload(self, size_bytes: int) -> None:
+        """Raise InvalidRequest if prepared images, and what goes with them, are too large for a message."""
+        if size_bytes > (limit := self._prepared_limit):
+            why = f"its images, prepared, and its tokens have {size_bytes} bytes, more than nats.payload_limit_bytes,"
+            raise field_error("messages", f"{why} {limit}; send fewer images", "request_too_large", status=413)
 
     async def aclose(self) -> None:
         """End the processes and wait until they have ended."""
         await self._processes.aclose()
 
     async def _read(
-        self, source: ImageSource, number: int, wanted: ImageInput | PictureShape, key: str, salt: str
+        self, source: ImageSource, number: int, wanted: ImageInput | PictureShape, key: str, salt: str, size_only: bool
     ) -> Prepared:
         if source.url[: len(_DATA)].lower() == _DATA:
             body, stated = self._data(source, number)
-            return await self._prepare(source, number, self._question(body, stated, wanted), key, salt)
+            return await self._prepare(source, number, self._question(body, stated, wanted), key, salt, size_only)
         await self._fetches.enter(key)
         try:
             try:
                 body, stated = await self._fetcher.fetch(source.url)
             except FetchFailed as wrong:
                 raise _refusal(source, number, str(wrong)) from None
-            return await self._prepare(source, number, self._question(body, stated, wanted), key, salt)
+            return await self._prepare(source, number, self._question(body, stated, wanted), key, salt, size_only)
         finally:
             self._fetches.leave(key)
 
@@ -121,21 +135,25 @@ class ImageReader:
 
     def _question(self, data: bytes, stated: str, wanted: ImageInput | PictureShape) -> Prepare:
         seen, shape = (None, wanted) if isinstance(wanted, PictureShape) else (wanted, None)
-        return Prepare(data, key_of(data, wanted), stated, seen, self._config.pixels, shape)
+        limits = self._config.pixels, self._prepared_limit
+        return Prepare(data, key_of(data, wanted), stated, seen, *limits, shape)
 
-    async def _prepare(self, source: ImageSource, number: int, asked: Prepare, key: str, salt: str) -> Prepared:
+    async def _prepare(
+        self, source: ImageSource, number: int, asked: Prepare, key: str, salt: str, size_only: bool
+    ) -> Prepared:
         name = name_of(asked, salt)
         if (found := self.prepared.find(name)) is not None:
             return found
         async with self._processes.turn(key) as ask:
-            answer = await ask(msgspec.msgpack.encode(asked))
+            answer = await ask(msgspec.msgpack.encode(replace(asked, size_only=size_only)))
         if answer is None:
             limit = f"{CPU_LIMIT_S:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
             raise _refusal(source, number, f"takes more than {limit} to decode")
         prepared = PREPARED.decode(answer)
         if prepared.wrong:
             raise _refusal(source, number, prepared.wrong)
-        self.prepared.add(name, prepared)
+        if not size_only:
+            self.prepared.add(name, prepared)
         return prepared
 
 

@@ -10,6 +10,7 @@ is sent back, the template gets MARK instead, and that becomes the tokens of the
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +20,6 @@ from services.frontend.models.model import Model
 from services.frontend.models.preprocess import encode, too_many_tokens
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, token_array
-from shared.messages.cards import ImageInput
 
 MARK = f"imagetext{os.urandom(8).hex()}"
 """What stands for the token's text in values of a template: letters and digits alone, which no template escapes."""
@@ -59,26 +59,26 @@ async def encode_marked(
     return b"".join((*packed, after))
 
 
-def place_images(tokens: bytes, count: int, images: ImageInput, most: int) -> tuple[bytes, tuple[int, ...]]:
-    """Return a prompt in which each of its `count` images has its tokens, and where each begins. Raise InvalidRequest
-    if these are more than `most` tokens, or if the template did not place each image once."""
+def place_images(tokens: bytes, counts: Sequence[int], token_id: int, most: int) -> tuple[bytes, tuple[int, ...]]:
+    """Return a prompt in which each image has as many tokens as `counts` says, and where each begins. Raise
+    InvalidRequest if these are more than `most` tokens, or if the template did not place each image once."""
     ids = token_array(tokens)
-    placed = ids.count(images.token_id)
-    if placed != count:
-        why = f"the chat template wrote {placed} places for the {count} images of the messages"
+    placed = ids.count(token_id)
+    if placed != len(counts):
+        why = f"the chat template wrote {placed} places for the {len(counts)} images of the messages"
         fault = "a fault of the template, or of texts that together are that of the image's token"
         raise InvalidRequest(f"messages: {why}: {fault}", param="messages")
-    if len(ids) + count * (images.tokens - 1) > most:
+    if len(ids) + sum(counts) - len(counts) > most:
         raise too_many_tokens(most, "messages")
     pieces: list[bytes] = []
     starts: list[int] = []
-    of_one = pack_tokens([images.token_id] * images.tokens)
+    one = pack_tokens([token_id])
     at = size = 0
-    for _ in range(count):
-        found = ids.index(images.token_id, at)
+    for count in counts:
+        found = ids.index(token_id, at)
         starts.append(size + found - at)
-        pieces += (tokens[4 * at : 4 * found], of_one)
-        size = starts[-1] + images.tokens
+        pieces += (tokens[4 * at : 4 * found], one * count)
+        size = starts[-1] + count
         at = found + 1
     pieces.append(tokens[4 * at :])
     return b"".join(pieces), tuple(starts)

@@ -26,7 +26,7 @@ from services.frontend.protocol.text_plan import TextRequest, plan_of
 from services.frontend.requests.terms import deadline_of, served_priority
 from services.frontend.serving.chat import ServingChat
 from services.frontend.serving.foreign import ServingForeign
-from services.frontend.serving.prompts import TOKENISED, key_pool, until
+from services.frontend.serving.prompts import IMAGES_READ, TOKENISED, key_pool, until
 from services.frontend.serving.request_context import RequestContext
 from services.frontend.serving.text_prompts import AskedText, tokenise_text
 from shared.errors import InvalidRequest, Overloaded, RequestTimeout, Unavailable
@@ -88,7 +88,8 @@ class GatewayPrompts(Struct, frozen=True):
         asked = AskedText(request, plan, model, of_model, context, deadline.at, priority)
         pool, most = key_pool(self.chat.pool, context.permit), min(limits.choices, limits.requests)
         default = None if plan.is_chat else DEFAULT_TOKENS
-        tokenised = await until(deadline.at, TOKENISED, tokenise_text(asked, pool, default, most))
+        sizes = await until(deadline.at, IMAGES_READ, self.chat.image_sizes(request, of_model, context))
+        tokenised = await until(deadline.at, TOKENISED, tokenise_text(asked, pool, default, most, sizes))
         first = tokenised.prompts[0]  # the others of a completion go where it goes
         seed = seed_of(model.lora, context.salt(request.cache_salt))
         self.chat.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from services.frontend.auth.accounts import TokenUse
 from services.frontend.config import FrontendConfig
+from services.frontend.images.decoding import Prepared
 from services.frontend.images.reader import ImageReader
 from services.frontend.metrics import Metrics
 from services.frontend.models.encode_pool import EncodePool
@@ -42,6 +43,7 @@ from services.frontend.serving.prompts import (
     IMAGES_READ,
     KNOWN,
     TOKENISED,
+    ImageSize,
     chat_prompt,
     key_pool,
     plan_of_reasoning,
@@ -55,6 +57,7 @@ from services.frontend.structured.compiler import GrammarCompiler
 from services.frontend.structured.grammar import AnswerGrammar, answer_grammar
 from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import RequestTimeout
+from shared.image_size import count_tokens
 from shared.messages.cards import SamplingDefaults
 from shared.messages.generate import Image
 from shared.tracing.spans import AttributeValue
@@ -121,12 +124,14 @@ class ServingChat(Struct, frozen=True):
         check_support(asked)
         if plan.is_chat or request.max_tokens == -1:
             default_tokens = self.config.default_max_tokens or None
-        tokenised, grammar = await until(deadline.at, TOKENISED, self._tokenise(asked, default_tokens))
+        sized = await until(deadline.at, IMAGES_READ, self._sized_images(asked, plan))
+        tokenising = self._tokenise(asked, default_tokens, [(one.width, one.height) for one in sized])
+        tokenised, grammar = await until(deadline.at, TOKENISED, tokenising)
         if trace is not None:
             trace.attributes["gen_ai.response.model"] = model.name
             trace.attributes["gen_ai.usage.input_tokens"] = sum(prompt.count for prompt in tokenised.prompts)
         charged = _admit(plan, tokenised.prompts, context.permit)
-        reading = self._images(asked, tokenised.prompts[0])  # a key without tokens has no image decoded
+        reading = self._images(asked, tokenised.prompts[0], sized)  # a key without tokens has no image decoded
         tokenised = replace(tokenised, images=await until(deadline.at, IMAGES_READ, reading))
         self.metrics.hops["tokenise"].observe(asyncio.get_running_loop().time() - context.received_s)
         defaults = sampling_defaults(limits, self.config)
@@ -146,41 +151,74 @@ class ServingChat(Struct, frozen=True):
         )
 
     async def _tokenise(
-        self, asked: AskedText, default_tokens: int | None
+        self, asked: AskedText, default_tokens: int | None, sizes: Sequence[ImageSize]
     ) -> tuple[TokenisedText, AnswerGrammar | None]:
         trace, limits = asked.context.trace, self.service.limits
         if asked.limits.images is not None:
             self.images.check(_sources(asked))
         with nullcontext() if trace is None else trace.span("tokenise"):
             pool = key_pool(self.pool, asked.context.permit)
-            tokenised = await tokenise_text(asked, pool, default_tokens, min(limits.choices, limits.requests))
+            most_choices = min(limits.choices, limits.requests)
+            tokenised = await tokenise_text(asked, pool, default_tokens, most_choices, sizes)
             grammar = await self._grammar(asked, tokenised.parsing)
         parsing = replace(tokenised.parsing, held=grammar is not None)
         return replace(tokenised, parsing=parsing), grammar
 
-    async def _images(self, asked: AskedText, prompt: Prompt) -> tuple[Image, ...]:
-        """Return the images of a prompt, prepared. Raise InvalidRequest, Overloaded and Unavailable."""
-        wanted, permit, sources = asked.limits.images, asked.context.permit, _sources(asked)
-        if not sources or wanted is None:
+    async def _sized_images(self, asked: AskedText, plan: TextPlan) -> list[Prepared]:
+        """Return the images of a request, prepared, if their tokens depend on them; otherwise none. Raise
+        InvalidRequest, Overloaded, RateLimited and Unavailable."""
+        sources, request, permit = _sources(asked), asked.request, asked.context.permit
+        if not isinstance(request, ChatRequest) or not sources or not _has_sizes(asked.limits):
+            return []
+        least = 1 + len(sources) + plan.count * (plan.max_tokens or 0)
+        permit.check_least(least, plan.count, asyncio.get_running_loop().time())
+        return await self._read(request, asked.limits, asked.context)
+
+    async def _images(self, asked: AskedText, prompt: Prompt, sized: Sequence[Prepared]) -> tuple[Image, ...]:
+        """Return the images of a prompt, prepared; `sized` are these if they are already. Raise InvalidRequest,
+        Overloaded and Unavailable."""
+        request, wanted = asked.request, asked.limits.images
+        if wanted is None or not isinstance(request, ChatRequest) or not prompt.images:
             return ()
-        limit = self.config.nats.payload_limit_bytes
-        size = 4 * (prompt.count + prompt.max_tokens) + len(sources) * 3 * wanted.width * wanted.height
-        if size > limit:
-            why = f"its images, prepared, and its tokens have {size} bytes, more than nats.payload_limit_bytes, {limit}"
-            raise field_error("messages", f"{why}; send fewer images", "request_too_large", status=413)
-        waiting = partial(permit.waiting, "images")
-        salt = asked.context.salt(asked.request.cache_salt)
-        read = await self.images.read(sources, wanted, key=permit.key, salt=salt, waiting=waiting)
+        pixels = sum(len(one.pixels) for one in sized) or len(prompt.images) * 3 * wanted.width * wanted.height
+        self.images.check_payload(4 * (prompt.count + prompt.max_tokens) + pixels)
+        read = sized or await self._read(request, asked.limits, asked.context)
         return tuple(
-            Image(one.key, start, wanted.tokens, one.pixels) for one, start in zip(read, prompt.images, strict=True)
+            Image(one.key, start, count_tokens(wanted, one.width, one.height), one.pixels, one.width, one.height)
+            for one, start in zip(read, prompt.images, strict=True)
+        )
+
+    async def image_sizes(self, request: TextRequest, limits: ModelLimits, context: RequestContext) -> list[ImageSize]:
+        """Return the sizes of a chat's images, if their tokens depend on them; otherwise none. Nothing is decoded.
+        Raise InvalidRequest, Overloaded and Unavailable."""
+        if not isinstance(request, ChatRequest) or not _has_sizes(limits):
+            return []
+        return [(one.width, one.height) for one in await self._read(request, limits, context, size_only=True)]
+
+    async def _read(
+        self, request: ChatRequest, limits: ModelLimits, context: RequestContext, *, size_only: bool = False
+    ) -> list[Prepared]:
+        sources, permit = images_of(request.messages), context.permit
+        assert limits.images is not None
+        self.images.check(sources)
+        return await self.images.read(
+            sources,
+            limits.images,
+            key=permit.key,
+            salt=context.salt(request.cache_salt),
+            waiting=partial(permit.waiting, "images") if sources else nullcontext,
+            size_only=size_only,
         )
 
     async def count_prompt(self, request: ChatRequest, context: RequestContext) -> int:
-        """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Unavailable and RequestTimeout."""
+        """Return how many tokens the prompt of a chat has. Raise InvalidRequest, Overloaded, Unavailable and
+        RequestTimeout."""
         deadline = deadline_of(request.deadline_s, context.deadline_header, context.received_s, self.service.limits)
         pool = key_pool(self.pool, context.permit)
         await until(deadline.at, KNOWN, self.models.wait_expected(request.model))
-        prompt = chat_prompt(request, *self.models.find(request.model), pool, context.ignored)
+        model, limits = self.models.find(request.model)
+        sizes = await until(deadline.at, IMAGES_READ, self.image_sizes(request, limits, context))
+        prompt = chat_prompt(request, model, limits, pool, context.ignored, sizes)
         return len((await until(deadline.at, TOKENISED, prompt)).tokens) // 4
 
     @contextmanager
@@ -211,6 +249,11 @@ class ServingChat(Struct, frozen=True):
             waiting = partial(permit.waiting, "grammars")
             await self.grammars.check(grammar.checked, grammar.param, grammar.parts, key=permit.key, waiting=waiting)
         return grammar
+
+
+def _has_sizes(limits: ModelLimits) -> bool:
+    """Return whether the tokens of an image depend on its size."""
+    return limits.images is not None and limits.images.unit > 0
 
 
 def _sources(asked: AskedText) -> Sequence[ImageSource]:

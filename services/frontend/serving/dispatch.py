@@ -77,7 +77,7 @@ class Dispatcher:
         self._making: asyncio.Task[None] | None = None
         self.foreign = ServingForeign(chat, self._embeddings)
         """The operations of other providers' APIs."""
-        self._tokenize = ServingTokenize(chat.models, chat.service.limits)
+        self._tokenize = ServingTokenize(chat.models, chat.service.limits, chat.image_sizes)
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Begin to hear of requests' steps, to remove files that expire, and to make videos."""
@@ -147,8 +147,8 @@ class Dispatcher:
             case "list_videos" | "retrieve_video" | "delete_video" | "cancel_video" | "video_events":
                 return self._on_video(operation, body, context)
             case "tokenize" | "detokenize":
-                pool, deadline_header = key_pool(self._chat.pool, context.permit), context.deadline_header
-                return _whole(self._tokenize.answer(operation, body, pool, ignored, deadline_header=deadline_header))
+                pool = key_pool(self._chat.pool, context.permit)
+                return _whole(self._tokenize.answer(operation, body, pool, context))
             case _:
                 return self.foreign.answer(operation, body, context)
 

@@ -8,7 +8,7 @@ A chat and /tokenize make prompts here, so that both accept the same fields and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
@@ -30,6 +30,10 @@ from services.frontend.requests.admission import Permit
 from services.frontend.tool_parsers import reasoning
 from services.frontend.tool_parsers.parser import ParsePlan
 from shared.errors import RequestTimeout
+from shared.image_size import count_tokens
+
+ImageSize = tuple[int, int]
+"""Width and height of a prepared image."""
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -49,12 +53,13 @@ async def chat_prompt(
     limits: ModelLimits,
     pool: KeyPool,
     ignored: IgnoredFields,
+    sizes: Sequence[ImageSize],
     *,
     special: bool = False,
     most: int = TEXT_TOKENS_LIMIT,
 ) -> ChatPrompt:
-    """Return the prompt of a chat. `special`: with the tokens that the tokenizer puts around a text. Raise
-    InvalidRequest, also for more than `most` tokens."""
+    """Return the prompt of a chat. `sizes` are those of its images if their tokens depend on them. `special`: with the
+    tokens that the tokenizer puts around a text. Raise InvalidRequest, also for more than `most` tokens."""
     shown, takes = images_of(request.messages), limits.images
     word = "" if takes is None else model.tokenizer.id_to_token(takes.token_id) or ""
     tools = mark_texts(word, chat.offered_tools(request))
@@ -82,7 +87,8 @@ async def chat_prompt(
     preprocess.check_encoded(model, tokens, limits, param="messages")
     if takes is None:
         return ChatPrompt(tokens, plan)
-    tokens, starts = place_images(tokens, len(shown), takes, most)
+    counts = [count_tokens(takes, *size) for size in sizes] if takes.unit else [takes.tokens] * len(shown)
+    tokens, starts = place_images(tokens, counts, takes.token_id, most)
     return ChatPrompt(tokens, plan, starts)
 
 

@@ -21,7 +21,7 @@ from services.frontend.protocol.chat import ChatRequest, check_least_tokens
 from services.frontend.protocol.completions import PROMPT_LOGPROBS_LIMIT, CompletionRequest, prompts_of
 from services.frontend.protocol.errors import UNSUPPORTED, field_error
 from services.frontend.protocol.text_plan import TextPlan, TextRequest
-from services.frontend.serving.prompts import chat_prompt
+from services.frontend.serving.prompts import ImageSize, chat_prompt
 from services.frontend.serving.request_context import RequestContext
 from services.frontend.serving.tokenize import detokenize
 from services.frontend.tool_parsers.parser import ParsePlan
@@ -82,10 +82,11 @@ def check_support(asked: AskedText) -> None:
 
 
 async def tokenise_text(
-    asked: AskedText, pool: KeyPool, default_tokens: int | None, most_choices: int
+    asked: AskedText, pool: KeyPool, default_tokens: int | None, most_choices: int, sizes: Sequence[ImageSize]
 ) -> TokenisedText:
     """Tokenise the prompts. `default_tokens` is the limit of an answer that has none. None means the rest of the
-    context. Raise InvalidRequest, Overloaded and RateLimited."""
+    context. `sizes` are those of a chat's images if their tokens depend on them. Raise InvalidRequest, Overloaded and
+    RateLimited."""
     request, plan, limits = asked.request, asked.plan, asked.limits
     prompts = [] if isinstance(request, ChatRequest) else prompts_of(request)
     choices = plan.count * (len(prompts) or 1)
@@ -99,7 +100,7 @@ async def tokenise_text(
     most = limits.context_length if request.truncate_prompt_tokens is None else TEXT_TOKENS_LIMIT
     if isinstance(request, ChatRequest):
         special, ignored = bool(request.add_special_tokens), asked.context.ignored
-        chat = await chat_prompt(request, asked.model, limits, pool, ignored, special=special, most=most)
+        chat = await chat_prompt(request, asked.model, limits, pool, ignored, sizes, special=special, most=most)
         found, parsing = [_fitted(asked, chat.tokens, default_tokens, "messages", chat.images)], chat.parsing
     else:
         found, parsing = [], ParsePlan()

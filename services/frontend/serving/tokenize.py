@@ -10,7 +10,7 @@ many times as long as its body: it is limited, and made in turns of TOKENS_PER_T
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -19,15 +19,16 @@ from msgspec import Struct
 from services.frontend.config import LimitsConfig
 from services.frontend.models.chat_template import RENDERED_LIMIT_CHARACTERS
 from services.frontend.models.encode_pool import KeyPool
-from services.frontend.models.model import Model
+from services.frontend.models.model import Model, ModelLimits
 from services.frontend.models.preprocess import check_encoded, check_vocabulary, encode, truncate
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import Detokenizer
 from services.frontend.protocol import tokenize
+from services.frontend.protocol.chat import ChatRequest
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
 from services.frontend.requests.terms import allowed_s
-from services.frontend.serving.prompts import chat_prompt, until
+from services.frontend.serving.prompts import ImageSize, chat_prompt, until
+from services.frontend.serving.request_context import RequestContext
 from shared.hashing import token_array
 
 TokenOperation = Literal["tokenize", "detokenize"]
@@ -40,25 +41,20 @@ class ServingTokenize(Struct, frozen=True):
 
     models: ModelRegistry
     limits: LimitsConfig
+    sizes: Callable[[ChatRequest, ModelLimits, RequestContext], Awaitable[Sequence[ImageSize]]]
+    """Returns the sizes of a chat's images, where their tokens depend on them."""
 
-    async def answer(
-        self,
-        operation: TokenOperation,
-        body: bytes,
-        pool: KeyPool,
-        ignored: IgnoredFields = REFUSE,
-        *,
-        deadline_header: str | None = None,
-    ) -> bytes:
-        """Return the JSON answer. `pool` is the request's. Raise InvalidRequest, Unavailable and RequestTimeout."""
-        deadline_s = asyncio.get_running_loop().time() + allowed_s(None, deadline_header, self.limits)
+    async def answer(self, operation: TokenOperation, body: bytes, pool: KeyPool, context: RequestContext) -> bytes:
+        """Return the JSON answer. `pool` is the request's. Raise InvalidRequest, Overloaded, Unavailable and
+        RequestTimeout."""
+        deadline_s = asyncio.get_running_loop().time() + allowed_s(None, context.deadline_header, self.limits)
         if operation == "tokenize":
-            answering = self._tokenize(tokenize.decode_tokenize(body, ignored), pool, ignored)
+            answering = self._tokenize(tokenize.decode_tokenize(body, context.ignored), pool, context)
         else:
-            answering = self._detokenize(tokenize.decode_detokenize(body, ignored))
+            answering = self._detokenize(tokenize.decode_detokenize(body, context.ignored))
         return await until(deadline_s, "its answer was complete", answering)
 
-    async def _tokenize(self, request: tokenize.TokenizeRequest, pool: KeyPool, ignored: IgnoredFields) -> bytes:
+    async def _tokenize(self, request: tokenize.TokenizeRequest, pool: KeyPool, context: RequestContext) -> bytes:
         await self.models.wait_expected(request.model)
         model, limits = self.models.find(request.model)
         param = "prompt" if request.messages is None else "messages"
@@ -68,7 +64,8 @@ class ServingTokenize(Struct, frozen=True):
             check_encoded(model, packed, limits, param=param)
         else:
             asked = tokenize.chat_of(request, request.messages)
-            packed = (await chat_prompt(asked, model, limits, pool, ignored, special=special)).tokens
+            sizes = await self.sizes(asked, limits, context)
+            packed = (await chat_prompt(asked, model, limits, pool, context.ignored, sizes, special=special)).tokens
         tokens = token_array(truncate(packed, request.truncate_prompt_tokens, limits, None))
         if len(tokens) > tokenize.TOKENS_LIMIT:
             raise field_error(param, f"{len(tokens)} tokens, more than {tokenize.TOKENS_LIMIT}")

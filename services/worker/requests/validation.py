@@ -18,6 +18,7 @@ from services.worker.limits import (
 )
 from shared import subjects
 from shared.hashing import pack_tokens, token_array
+from shared.image_size import count_tokens
 from shared.messages.cards import PictureOutput
 from shared.messages.generate import Generate, Picture, Sampling
 
@@ -100,16 +101,17 @@ def _images(generate: Generate, facts: Ready) -> str:
         before, end = end, image.start + image.tokens
         if len(image.key) != IMAGE_KEY_BYTES:
             return f"images: number {number} has a key of {len(image.key)} bytes, not {IMAGE_KEY_BYTES}"
-        if image.tokens != takes.tokens:
-            return f"images: number {number} has {image.tokens} tokens; an image of this model has {takes.tokens}"
+        size = (image.width, image.height) if takes.unit else (takes.width, takes.height)
+        if image.tokens != (expected := count_tokens(takes, *size)) or not expected:
+            return f"images: number {number} has {image.tokens} tokens; one of {size[0]} by {size[1]} has {expected}"
+        if takes.unit and size[0] * size[1] > takes.most_pixels:
+            return f"images: number {number} is of {size[0]} by {size[1]}; at most {takes.most_pixels} pixels are taken"
         if not before <= image.start <= end <= generate.prompt_tokens:
             return f"images: number {number} has the tokens {image.start} to {end - 1}: before {before}, or no prompt's"
         if generate.tokens[4 * image.start : 4 * end] != pack_tokens([takes.token_id] * image.tokens):
             return f"images: number {number} stands for other tokens than {takes.token_id}"
-        if len(image.pixels) != 3 * takes.width * takes.height:
-            return (
-                f"images: number {number} has {len(image.pixels)} bytes, not those of {takes.width} by {takes.height}"
-            )
+        if len(image.pixels) != 3 * size[0] * size[1]:
+            return f"images: number {number} has {len(image.pixels)} bytes, not those of {size[0]} by {size[1]}"
     return ""
 
 

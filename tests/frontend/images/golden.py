@@ -1,4 +1,4 @@
-"""Writes the folder golden: small images, and the SHA-256 of what transformers' CLIPImageProcessor makes of them.
+"""Writes the folder golden: small images, and the SHA-256 of what transformers' processors make of them.
 
 Run with a Python that has transformers, NumPy and Pillow: `PYTHONPATH=. python tests/frontend/images/golden.py`. It was
 run with transformers 5.19.0 and Pillow 13.0.0.
@@ -20,6 +20,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "whole": {"width": 12, "height": 10, "resize": 0, "filter": "LANCZOS"},
 }
 """How images are prepared, by the fields of an ImageInput."""
+SIZED: dict[str, dict[str, Any]] = {
+    "qwen": {"unit": 8, "least_pixels": 4 * 64, "most_pixels": 9 * 64, "filter": "BICUBIC"},
+    "grown": {"unit": 28, "least_pixels": 56 * 56, "most_pixels": 28 * 28 * 1280, "filter": "BICUBIC"},
+}
+"""The same for images that keep their shape."""
+SIZES = [(width, height) for width in (1, 5, 27, 28, 41, 42, 43, 199, 1000, 4032) for height in (1, 14, 57, 700, 3024)]
 
 
 def write_images() -> None:
@@ -56,6 +62,8 @@ def expected(path: Path, shape: dict[str, Any]) -> bytes:
     import numpy as np
     from PIL import Image
 
+    if "unit" in shape:
+        return in_units(Image.open(path), shape)
     clip = importlib.import_module("transformers.models.clip.image_processing_pil_clip")
     cut = {"height": shape["height"], "width": shape["width"]}
     processor = clip.CLIPImageProcessorPil(
@@ -69,6 +77,38 @@ def expected(path: Path, shape: dict[str, Any]) -> bytes:
     return np.asarray(pixels).transpose(1, 2, 0).astype(np.uint8).tobytes()
 
 
+def in_units(image: Any, shape: dict[str, Any]) -> bytes:
+    """Return the pixels that Qwen2-VL's processor makes of an image, which it returns as patches."""
+    import numpy as np
+
+    qwen = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    patch = shape["unit"] // 2
+    processor = qwen.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": shape["least_pixels"], "longest_edge": shape["most_pixels"]},
+        patch_size=patch,
+        merge_size=2,
+        do_rescale=False,
+        do_normalize=False,
+    )
+    found = processor(image)
+    _, rows, columns = found["image_grid_thw"][0]
+    patches = np.asarray(found["pixel_values"]).reshape(rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)
+    pixels = patches[..., 0, :, :].transpose(0, 2, 5, 1, 3, 6, 4)
+    return pixels.reshape(rows * patch, columns * patch, 3).astype(np.uint8).tobytes()
+
+
+def sizes_of(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return to which width and height transformers resizes pictures of SIZES, where it does."""
+    qwen = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    found: dict[str, tuple[int, int]] = {}
+    for width, height in SIZES:
+        if max(width, height) <= 200 * min(width, height):
+            bounds = {"min_pixels": shape["least_pixels"], "max_pixels": shape["most_pixels"]}
+            tall, wide = qwen.smart_resize(height, width, shape["unit"], **bounds)
+            found[f"{width} {height}"] = wide, tall
+    return found
+
+
 def main() -> None:
     """Write all of it."""
     FOLDER.mkdir(exist_ok=True)
@@ -77,9 +117,11 @@ def main() -> None:
         f"{path.name} {name}": hashlib.sha256(expected(path, shape)).hexdigest()
         for path in sorted(FOLDER.glob("*.*"))
         if path.suffix != ".json"
-        for name, shape in SHAPES.items()
+        for name, shape in (SHAPES | SIZED).items()
     }
     (FOLDER / "pixels.json").write_text(json.dumps(found, indent=0) + "\n")
+    sizes = {name: sizes_of(shape) for name, shape in SIZED.items()}
+    (FOLDER / "sizes.json").write_text(json.dumps(sizes, indent=0) + "\n")
 
 
 if __name__ == "__main__":

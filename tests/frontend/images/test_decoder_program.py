@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,24 +16,46 @@ from PIL import Image
 from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import PictureShape, Prepare, key_of
 from shared.messages.cards import ImageInput
-from tests.frontend.images.golden import FOLDER, SHAPES
+from tests.frontend.images.golden import FOLDER, SHAPES, SIZED
 from tests.frontend.images.samples import SVG, animated_webp, gif_of, picture, png_of_size
 
 WANTED = ImageInput(token_id=1, tokens=4, width=4, height=4, resize=4, filter="BICUBIC")
+UNITS = ImageInput(1, 0, 0, 0, 0, "BICUBIC", unit=8, least_pixels=256, most_pixels=1 << 14)
+"""Images that keep their shape."""
 GOLDEN: dict[str, str] = json.loads((FOLDER / "pixels.json").read_text())
 
 
 def asked(source: bytes, stated: str = "", wanted: ImageInput = WANTED, pixels: int = 1 << 25) -> Prepare:
-    return Prepare(source, key_of(source, wanted), stated, wanted, pixels)
+    return Prepare(source, key_of(source, wanted), stated, wanted, pixels, 1 << 25)
 
 
 @pytest.mark.parametrize("case", GOLDEN)
 def test_pixels_are_those_of_transformers_byte_for_byte(case: str) -> None:
     name, shape = case.split()
-    found = prepare(asked((FOLDER / name).read_bytes(), "", ImageInput(token_id=1, tokens=1, **SHAPES[shape])))
+    fields = {"width": 0, "height": 0, "resize": 0, **(SHAPES | SIZED)[shape]}
+    file, wanted = (FOLDER / name).read_bytes(), ImageInput(token_id=1, tokens=1, **fields)
+    found = prepare(asked(file, "", wanted))
     assert not found.wrong
-    assert len(found.pixels) == 3 * SHAPES[shape]["width"] * SHAPES[shape]["height"]
+    assert len(found.pixels) == 3 * found.width * found.height
+    assert shape in SIZED or (found.width, found.height) == (wanted.width, wanted.height)
     assert hashlib.sha256(found.pixels).hexdigest() == GOLDEN[case]
+    sized = prepare(replace(asked(file, "", wanted), size_only=True))
+    assert sized == replace(found, pixels=b"")
+
+
+def test_the_size_of_a_file_whose_picture_is_damaged_is_in_its_header() -> None:
+    cut = replace(asked(picture("PNG", (90, 60))[:60], "image/png", UNITS), size_only=True)
+    found = prepare(cut)
+    assert (found.width, found.height, found.pixels, found.wrong) == (88, 64, b"", "")
+    assert "cannot be decoded" in prepare(replace(cut, size_only=False)).wrong
+
+
+def test_a_picture_that_would_be_too_large_for_a_message_is_not_decoded() -> None:
+    file = picture("PNG", (90, 60))
+    fits = replace(asked(file[:60], "", UNITS), prepared_limit=3 * 88 * 64, size_only=True)
+    assert not prepare(fits).wrong
+    wrong = "has 90 by 60 pixels; prepared, it has 88 by 64, and 16896 bytes, more than nats.payload_limit_bytes, 16895"
+    assert prepare(replace(fits, prepared_limit=3 * 88 * 64 - 1)).wrong == f"{wrong}: send a smaller one"
 
 
 @pytest.mark.parametrize("filter_", ["BICUBIC", "BILINEAR", "LANCZOS"])
@@ -74,7 +97,7 @@ def test_a_picture_is_not_turned_by_its_orientation_as_the_processor_does_not() 
 
 def made_from(source: bytes, shape: PictureShape, pixels: int = 1 << 25) -> Image.Image:
     """The image from which a picture is made."""
-    found = prepare(Prepare(source, b"key", "", None, pixels, shape))
+    found = prepare(Prepare(source, b"key", "", None, pixels, 0, shape))
     assert found.key == b"key"
     assert not found.wrong, found.wrong
     image = Image.open(io.BytesIO(found.pixels), formats=["PNG"])
@@ -123,7 +146,7 @@ def test_bombs_are_refused_before_a_picture_is_made_from_them(monkeypatch: pytes
         (SVG, "is of another format"),
         (picture("PNG")[:-30], "cannot be decoded"),
     ):
-        assert why in prepare(Prepare(file, b"key", "", None, 1 << 25, shape)).wrong
+        assert why in prepare(Prepare(file, b"key", "", None, 1 << 25, 0, shape)).wrong
 
 
 def test_the_key_is_of_the_file_and_of_what_prepares_it() -> None:
@@ -136,6 +159,14 @@ def test_the_key_is_of_the_file_and_of_what_prepares_it() -> None:
             for more in ({"width": 5}, {"height": 5}, {"resize": 5}, {"filter": "BILINEAR"})
         ),
     ]
+    sized: tuple[dict[str, Any], ...] = (
+        {},
+        {"unit": 4},
+        {"least_pixels": 64},
+        {"most_pixels": 1 << 13},
+        {"filter": "BILINEAR"},
+    )
+    keys += [prepare(asked(file, "", replace(UNITS, **more))).key for more in sized]
     assert len({*keys}) == len(keys)
     assert all(len(key) == 32 for key in keys)
     assert prepare(asked(file, "image/png", replace(WANTED, tokens=9, token_id=7))).key == keys[0]
@@ -168,6 +199,8 @@ def test_of_a_gif_of_ten_thousand_frames_the_first_is_decoded_and_no_other() -> 
         (animated_webp(), "image/webp", "is an animated WebP; only still ones are served"),
         (picture("PNG", (1, 30_000)), "image/png", "more than 33554432 pixels (images.pixels) with a shorter side of"),
         (b"", "", "is of another format"),
+        (picture("PNG", (2010, 10)), "", "has 2010 by 10 pixels; one side may be at most 200 times as long"),
+        (picture("PNG", (1, 190)), "", "pixels, a shape in which it would have"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(
@@ -175,6 +208,7 @@ def test_what_is_wrong_with_a_file_is_one_line(
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as in the program
     wanted = replace(WANTED, resize=2000) if "shorter side" in why else WANTED
+    wanted = replace(UNITS, most_pixels=256) if "side may be" in why or "a shape" in why else wanted
     found = prepare(asked(file, stated, wanted))
     assert why in found.wrong
     assert len(found.wrong) < 300

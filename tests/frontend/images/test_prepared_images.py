@@ -13,7 +13,7 @@ WANTED = ImageInput(token_id=319, tokens=20, width=6, height=5, resize=6, filter
 
 
 def asked(source: bytes = b"file", *, stated: str = "", wanted: ImageInput = WANTED) -> Prepare:
-    return Prepare(source, key_of(source, wanted), stated, wanted, 1 << 20)
+    return Prepare(source, key_of(source, wanted), stated, wanted, 1 << 20, 1 << 20)
 
 
 def test_an_image_has_a_name_of_its_own_by_salt_and_by_all_that_is_asked() -> None:

@@ -53,10 +53,17 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WANTED = ImageInput(token_id=319, tokens=20, width=6, height=5, resize=6, filter="BICUBIC")
 
 
+UNITS = ImageInput(319, 0, 0, 0, 0, "BICUBIC", unit=4, least_pixels=64, most_pixels=50 * 16)
+"""Images that keep their shape: RED has 2 by 2 tokens, BLUE has 8 by 5."""
+LIMIT = 1 << 20
+
+
 @asynccontextmanager
-async def eyes(directory: Path, images: ImagesConfig | None = None, **more: Any) -> AsyncIterator[World]:
+async def eyes(
+    directory: Path, images: ImagesConfig | None = None, takes: ImageInput = WANTED, **more: Any
+) -> AsyncIterator[World]:
     settings = FrontendConfig(images=images or ImagesConfig())
-    async with world(directory, images=WANTED, settings=settings, **more) as w:
+    async with world(directory, images=takes, settings=settings, **more) as w:
         assert w.tokenizer.token_to_id("<image>") == WANTED.token_id
         w.say("fine")
         yield w
@@ -75,7 +82,7 @@ def user(*parts: dict[str, Any]) -> list[Any]:
 
 
 def prepared(file: bytes) -> tuple[bytes, bytes]:
-    found = prepare(Prepare(file, key_of(file, WANTED), "", WANTED, 1 << 20))
+    found = prepare(Prepare(file, key_of(file, WANTED), "", WANTED, 1 << 20, 1 << 20))
     return found.key, found.pixels
 
 
@@ -325,7 +332,7 @@ async def test_images_of_users_alone_are_seen(seeing: Path) -> None:
 
 async def test_the_turns_of_a_chat_decode_an_image_once_and_other_salts_decode_it_again() -> None:
     decoded = 0
-    async with aclosing(ImageReader(ImagesConfig())) as reader:
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
         for salt, kind, new in (("", RED, 1), ("", RED, 0), ("mine", RED, 1), ("mine", RED, 0), ("", BLUE, 1)):
             source = ImageSource("messages[0].content[0]", data_uri(kind, "image/png" if kind is RED else "image/jpeg"))
             [found] = await reader.read([source], WANTED, salt=salt)
@@ -340,7 +347,7 @@ async def test_the_turns_of_a_chat_decode_an_image_once_and_other_salts_decode_i
 
 async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
     source = ImageSource("messages[0].content[0]", data_uri(RED))
-    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0))) as reader:
+    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0), LIMIT)) as reader:
         for _ in range(2):
             [found] = await reader.read([source], WANTED)
             assert (found.key, found.pixels) == prepared(RED)
@@ -493,6 +500,68 @@ async def test_an_answer_that_contains_the_images_token_can_be_sent_back_and_is_
         shown_text = w.tokenizer.decode(tokens[sent.images[0].start + 20 :], skip_special_tokens=False)
         assert "assistant\nsee <image> there<|im_end|>" in shown_text
         assert "user\nAnd <image>?<|im_end|>" in shown_text
+
+
+async def test_images_that_keep_their_shape_have_tokens_by_their_size_in_every_count(seeing: Path) -> None:
+    parts = (text("first "), shown(BLUE, "image/jpeg"), text(" then "), shown(RED), text("?"))
+    async with eyes(seeing, takes=UNITS) as w, clients(w) as (client, http):
+        for path, key in (("/tokenize", "count"), ("/v1/messages/count_tokens", "input_tokens")):
+            cut = [
+                {
+                    "type": "image",
+                    "source": {
+                        "type": "base64",
+                        "media_type": "image/png",
+                        "data": base64.b64encode(RED[:-30]).decode(),
+                    },
+                }
+            ]
+            damaged = [shown(RED[:-30])] if path == "/tokenize" else cut
+            async with http.post(path, json={"model": MODEL, "messages": user(text("x"), *damaged)}) as answer:
+                assert (await answer.json())[key] > 4, "its header says its size"
+            async with http.post(path, json={"model": MODEL, "messages": user(text("x"), *damaged * 17)}) as answer:
+                assert answer.status == 400, "no more images than a chat may have"
+        async with http.post("/tokenize", json={"model": MODEL, "messages": user(*parts)}) as answer:
+            listed = (await answer.json())["tokens"]
+        assert listed.count(319) == 44
+        made = await client.chat.completions.create(model=MODEL, messages=user(*parts), n=2)
+        sent, _ = w.workers[0].generates.all
+        assert made.usage is not None
+        assert unpack_tokens(sent.tokens) == listed
+        assert made.usage.prompt_tokens == sent.prompt_tokens == len(listed)
+        assert [(one.tokens, one.width, one.height, len(one.pixels)) for one in sent.images] == [
+            (40, 32, 20, 3 * 32 * 20),
+            (4, 8, 8, 3 * 8 * 8),
+        ]
+        assert all(listed[one.start : one.start + one.tokens] == [319] * one.tokens for one in sent.images)
+        [select] = {one.image_tokens for one in w.router.asked.all}
+        assert select == 44
+
+
+async def test_an_image_that_keeps_its_shape_is_bounded_by_its_shape_the_context_and_a_message(seeing: Path) -> None:
+    async with eyes(seeing, takes=UNITS) as w, clients(w) as (client, _):
+        many = user(*[shown(BLUE, "image/jpeg")] * 16, text("x" * (CONTEXT - 16 * 40)))
+        with pytest.raises(openai.BadRequestError, match="does not fit the model's context of"):
+            await client.chat.completions.create(model=MODEL, messages=many)
+        with pytest.raises(openai.BadRequestError, match="image 1 has 201 by 1 pixels; one side may be at most 200"):
+            await client.chat.completions.create(model=MODEL, messages=user(shown(picture(size=(201, 1)))))
+        assert not w.router.asked.all
+    async with eyes(seeing, takes=UNITS, nats=NatsConfig(payload_limit_bytes=2300)) as w, clients(w) as (client, _):
+        await client.chat.completions.create(model=MODEL, messages=user(shown(BLUE, "image/jpeg")), max_tokens=2)
+        with pytest.raises(openai.APIStatusError, match=r"more than nats\.payload_limit_bytes, 2300") as large:
+            await client.chat.completions.create(model=MODEL, messages=user(*[shown(BLUE, "image/jpeg")] * 2))
+        assert large.value.status_code == 413
+        with pytest.raises(openai.BadRequestError, match=r"prepared, it has 28 by 28, and 2352 bytes, more than nats"):
+            await client.chat.completions.create(model=MODEL, messages=user(shown(picture(size=(90, 90)))))
+
+
+async def test_a_key_without_any_tokens_has_no_image_decoded_that_keeps_its_shape(seeing: Path, tmp_path: Path) -> None:
+    access = KeysFile(tmp_path).write(tokens_per_minute=80)
+    async with eyes(seeing, takes=UNITS, access=access) as w, aiohttp.ClientSession(w.url) as http:
+        for file, most, status in ((RED, 5, 200), (RED[:45], 79, 429), (RED[:45], 1, 400)):
+            body: dict[str, Any] = {"model": MODEL, "messages": user(shown(file)), "max_tokens": most}
+            async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
+                assert answer.status == status, await answer.text()
 
 
 async def test_a_key_without_tokens_has_no_image_decoded(seeing: Path, tmp_path: Path) -> None:

@@ -12,18 +12,17 @@ from services.frontend.models.image_tokens import MARK, MOST_MARKS, encode_marke
 from services.frontend.models.model import Model, load_model
 from shared.errors import InvalidRequest
 from shared.hashing import pack_tokens, unpack_tokens
-from shared.messages.cards import ImageInput
 from tests.frontend.cards import card_of
 from tests.frontend.pools import encode_pool
 from tests.tiny_model import write_tiny_model
 
-IMAGES = ImageInput(token_id=7, tokens=3, width=2, height=2, resize=2, filter="BICUBIC")
+IMAGE = 7
 
 
 @given(st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, max_size=5))
 def test_each_place_becomes_the_tokens_of_an_image(texts: list[list[int]]) -> None:
     given_tokens = texts[0] + [token for text in texts[1:] for token in (7, *text)]
-    packed, starts = place_images(pack_tokens(given_tokens), len(texts) - 1, IMAGES, 1000)
+    packed, starts = place_images(pack_tokens(given_tokens), [3] * (len(texts) - 1), IMAGE, 1000)
     tokens = unpack_tokens(packed)
     assert len(tokens) == len(given_tokens) + 2 * (len(texts) - 1)
     assert [tokens[start : start + 3] for start in starts] == [[7] * 3] * (len(texts) - 1)
@@ -34,14 +33,21 @@ def test_each_place_becomes_the_tokens_of_an_image(texts: list[list[int]]) -> No
 @pytest.mark.parametrize(("placed", "shown"), [(0, 1), (2, 1), (1, 0)])
 def test_a_template_that_places_fewer_or_more_is_at_fault(placed: int, shown: int) -> None:
     with pytest.raises(InvalidRequest, match=f"wrote {placed} places for the {shown} images of the messages"):
-        place_images(pack_tokens([1] + [7] * placed), shown, IMAGES, 1000)
+        place_images(pack_tokens([1] + [7] * placed), [3] * shown, IMAGE, 1000)
 
 
 def test_images_that_are_too_many_tokens_are_refused_before_they_are_placed() -> None:
     tokens = pack_tokens([7] * 4)
-    assert place_images(tokens, 4, IMAGES, 12)[1] == (0, 3, 6, 9)
+    assert place_images(tokens, [3] * 4, IMAGE, 12)[1] == (0, 3, 6, 9)
     with pytest.raises(InvalidRequest, match="more than 11 tokens"):
-        place_images(tokens, 4, IMAGES, 11)
+        place_images(tokens, [3] * 4, IMAGE, 11)
+
+
+def test_each_image_has_tokens_of_its_own_number() -> None:
+    packed, starts = place_images(pack_tokens([1, 7, 7, 2, 7]), (4, 1, 2), IMAGE, 9)
+    assert (unpack_tokens(packed), starts) == ([1, 7, 7, 7, 7, 7, 2, 7, 7], (1, 5, 7))
+    with pytest.raises(InvalidRequest, match="more than 8 tokens"):
+        place_images(pack_tokens([1, 7, 7, 2, 7]), (4, 1, 2), IMAGE, 8)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,11 @@ from services.frontend.config import LimitsConfig
 from services.frontend.models.model import Model, ModelLimits, load_model
 from services.frontend.models.registry import ModelRegistry
 from services.frontend.output.detokenize import TokenBytes
+from services.frontend.protocol.chat import ChatRequest
+from services.frontend.requests.admission import Permit
 from services.frontend.requests.terms import DEADLINE_HEADER
+from services.frontend.serving.prompts import ImageSize
+from services.frontend.serving.request_context import RequestContext, request_id
 from services.frontend.serving.tokenize import TOKENS_PER_TURN, ServingTokenize
 from shared import subjects
 from shared.bus.memory_bus import MemoryBus
@@ -168,15 +172,20 @@ class OneModel:
         return self._model, ModelLimits(CONTEXT, VOCABULARY, grammars=False, biases=False)
 
 
+async def no_sizes(_request: ChatRequest, _limits: ModelLimits, _context: RequestContext) -> list[ImageSize]:
+    return []
+
+
 async def test_a_text_much_longer_than_its_tokens_is_refused(directory: Path) -> None:
     long = TokenBytes([b" " * 1024] * VOCABULARY, [b" " * 1024] * VOCABULARY, strip_first_space=False)
     model = msgspec.structs.replace(load_model(card_of(directory), directory), token_bytes=long)
+    context = RequestContext(request_id(), cast(Permit, None), 0.0)
     with encode_pool() as pool:
-        tokens = ServingTokenize(cast(ModelRegistry, OneModel(model)), LimitsConfig())
-        fits = await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8192}), pool)
+        tokens = ServingTokenize(cast(ModelRegistry, OneModel(model)), LimitsConfig(), no_sizes)
+        fits = await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8192}), pool, context)
         assert len(msgspec.json.decode(fits)["prompt"]) == 8 << 20
         with pytest.raises(InvalidRequest) as refusal:
-            await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8193}), pool)
+            await tokens.answer("detokenize", msgspec.json.encode({"tokens": [5] * 8193}), pool, context)
         assert refusal.value.param == "tokens"
 
 

@@ -121,7 +121,8 @@ PIXELS = ImageInput(token_id=9, tokens=3, width=2, height=1, resize=0, filter="B
         ({"start": 5}, ""),
         ({"start": -1}, "has the tokens -1 to 1: before 0, or no prompt's"),
         ({"start": 6}, "has the tokens 6 to 8: before 0, or no prompt's"),
-        ({"tokens": 2}, "has 2 tokens; an image of this model has 3"),
+        ({"tokens": 2}, "has 2 tokens; one of 2 by 1 has 3"),
+        ({"width": 9, "height": 9}, ""),
         ({"key": b"k"}, "has a key of 1 bytes, not 32"),
         ({"pixels": bytes(7)}, "has 7 bytes, not those of 2 by 1"),
         ({"start": 1}, "stands for other tokens than 9"),
@@ -132,6 +133,32 @@ def test_an_image_is_within_the_prompt_and_stands_for_its_tokens(image: dict[str
     tokens = pack_tokens([7, 7, 9, 9, 9, *([9, 9, 9] if given.start > 4 else [7, 7, 7]), 7])
     asked = msgspec.structs.replace(generate("a", tokens=9, prompt=8), tokens=tokens, images=(given,))
     reply, _ = attempts().admit(asked, msgspec.structs.replace(FACTS, images=PIXELS, most_images=2))
+    assert (reply.reason if isinstance(reply, Refused) else "") == (why and f"images: number 0 {why}")
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        ({}, ""),
+        ({"width": 2, "height": 6}, ""),
+        ({"width": 4, "height": 2}, "has 3 tokens; one of 4 by 2 has 2"),
+        ({"width": 6, "height": 1}, "has 3 tokens; one of 6 by 1 has 0"),
+        ({"width": 0, "height": 0, "tokens": 0, "pixels": b""}, "has 0 tokens; one of 0 by 0 has 0"),
+        ({"width": -6, "height": -2}, "has 3 tokens; one of -6 by -2 has 0"),
+        ({"pixels": bytes(35)}, "has 35 bytes, not those of 6 by 2"),
+        (
+            {"width": 200, "height": 2, "tokens": 100, "pixels": bytes(1200)},
+            "is of 200 by 2; at most 64 pixels are taken",
+        ),
+    ],
+)
+def test_an_image_that_keeps_its_shape_has_the_tokens_of_its_size(image: dict[str, Any], why: str) -> None:
+    takes = msgspec.structs.replace(PIXELS, tokens=0, width=0, height=0, unit=2, least_pixels=4, most_pixels=64)
+    given = msgspec.structs.replace(Image(b"k" * 32, 2, 3, bytes(36), 6, 2), **image)
+    asked = msgspec.structs.replace(
+        generate("a", tokens=9, prompt=8), tokens=pack_tokens([7, 7, 9, 9, 9, 7, 7, 7, 7]), images=(given,)
+    )
+    reply, _ = attempts().admit(asked, msgspec.structs.replace(FACTS, images=takes, most_images=2))
     assert (reply.reason if isinstance(reply, Refused) else "") == (why and f"images: number 0 {why}")
 
 
