@@ -7,8 +7,9 @@
 
 A slot is the right to encode: of engines that need a new image at the same time, one encodes it and the others wait.
 
-Embeddings have a layout of their own, in which a block is one image: all images of a model have as many embeddings. So
-kvbm keeps, evicts, writes to disk and lends them as it does blocks of KV. Their layout needs an arena of its own.
+Embeddings have a layout of their own, in which a block is one image: all have as many embeddings, or are filled up to
+the largest one's. So kvbm keeps, evicts, writes to disk and lends them as it does blocks of KV. Their layout needs an
+arena of its own.
 
 An engine attaches for one image, with a lock of its own, and waits for the answers: they take some ms, and encoding
 takes seconds on a CPU. It holds no lock in between, since a kvbm that starts again grants nothing while former engines

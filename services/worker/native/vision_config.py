@@ -144,7 +144,8 @@ def read_vision(directory: Path, file: ConfigJson, vocab: int) -> VisionConfig:
         _activation(path, "vision_config.hidden_act", tower.hidden_act),
         _activation(path, "projector_hidden_act", llava.projector_hidden_act),
     )
-    where, processor = _processor(directory)
+    where, settings = read_processor(directory, "size")
+    processor = _convert(where, "", settings, _ProcessorJson)
     resize = _resize(where, processor, tower.image_size)
     return VisionConfig(
         kind=kind,
@@ -163,7 +164,7 @@ def read_vision(directory: Path, file: ConfigJson, vocab: int) -> VisionConfig:
         std=processor.image_std if processor.do_normalize else (1.0, 1.0, 1.0),
         scale=processor.rescale_factor if processor.do_rescale else 1.0,
         input=ImageInput(
-            token_id, tokens, tower.image_size, tower.image_size, resize, _filter(where, processor.resample)
+            token_id, tokens, tower.image_size, tower.image_size, resize, filter_name(where, processor.resample)
         ),
     )
 
@@ -239,16 +240,17 @@ def _activation(path: Path, field: str, name: str) -> TowerActivation:
     raise ModelError(f"{path}: {field} is {name}; {', '.join(get_args(TowerActivation))} are supported")
 
 
-def _processor(directory: Path) -> tuple[Path, _ProcessorJson]:
-    """Return the settings of the image processor, and the file that has them."""
+def read_processor(directory: Path, *named: str) -> tuple[Path, Mapping[str, Any]]:
+    """Return the settings of the image processor, of which `named` are some that tell them from others, and the file
+    that has them. Raise ModelError."""
     for name in (PREPROCESSOR, PROCESSOR):
         path = directory / name
         content = read_model_file(path, CONFIG_LIMIT_BYTES, missing=b"")
         settings = decode_model_json(path, content, dict[str, Any]) if content else {}
         nested = settings.get("image_processor")
         settings = nested if isinstance(nested, dict) else settings
-        if "size" in settings:
-            return path, _convert(path, "", settings, _ProcessorJson)
+        if any(name in settings for name in named):
+            return path, settings
     raise ModelError(f"{directory / PREPROCESSOR}: missing; it says how images are prepared")
 
 
@@ -276,7 +278,8 @@ def _resize(path: Path, processor: _ProcessorJson, image_size: int) -> int:
     return shortest
 
 
-def _filter(path: Path, number: int) -> str:
+def filter_name(path: Path, number: int) -> str:
+    """Return Pillow's name of the filter with a number that a file says. Raise ModelError."""
     if not 0 <= number < len(_FILTERS):
         raise ModelError(f"{path}: resample is {number}; expected one of Pillow's filters, 0 to {len(_FILTERS) - 1}")
     return _FILTERS[number]

@@ -132,7 +132,9 @@ ENGINE: Table = {
             "get_multimodal_config": (),
         },
     ),
-    "vllm.config.multimodal:MultiModalConfig": Used(calls={"get_limit_per_prompt": ("modality", "/")}),
+    "vllm.config.multimodal:MultiModalConfig": Used(
+        reads=("mm_device_do_normalize", "mm_processor_kwargs"), calls={"get_limit_per_prompt": ("modality", "/")}
+    ),
     "vllm.config.cache:CacheConfig": Used(reads=("block_size", "num_gpu_blocks", "cache_dtype")),
     "vllm.config.parallel:ParallelConfig": Used(reads=("data_parallel_size", "world_size")),
     "vllm.config.scheduler:SchedulerConfig": Used(reads=("policy",)),
@@ -198,7 +200,8 @@ ENGINE: Table = {
     "vllm.inputs.engine:mm_input": Used(
         passes=("prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders", "/", "cache_salt")
     ),
-    "vllm.multimodal.inputs:MultiModalBatchedField": Used(),
+    "vllm.multimodal.inputs:MultiModalBatchedField": Used(passes=("keep_on_cpu",)),
+    "vllm.multimodal.inputs:MultiModalFlatField": Used(passes=("slices",)),
     "vllm.multimodal.inputs:MultiModalFieldElem": Used(passes=("data", "field")),
     "vllm.multimodal.inputs:MultiModalKwargsItem": Used(),
     "vllm.multimodal.inputs:MultiModalKwargsItems": Used(),

@@ -25,6 +25,7 @@ from transformers import AutoImageProcessor, CLIPImageProcessorPil
 from vllm import LLM, SamplingParams
 import numpy as np, torch
 from services.worker.vllm.images import ImagePrompts
+from shared.messages.generate import Image as SeenImage
 
 def main(model, prompts, settings):
     llm = LLM(model, dtype="float32", enforce_eager=True, block_size=32, max_num_seqs=4, num_gpu_blocks_override=64,
@@ -36,7 +37,7 @@ def main(model, prompts, settings):
         prompt = {"prompt_token_ids": tokens, "multi_modal_data": {"image": images}}
         answers.append(list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids))
     made = ImagePrompts.read(llm.llm_engine.vllm_config.model_config, 4)
-    values = made._values(images[-1].tobytes())
+    values = made.elements(SeenImage(b"", 0, 16, images[-1].tobytes()))["pixel_values"].data
     pillow = CLIPImageProcessorPil.from_pretrained(model)(images[-1], return_tensors="pt")["pixel_values"][0]
     default = AutoImageProcessor.from_pretrained(model)(images[-1], return_tensors="pt")["pixel_values"][0]
     print(json.dumps([answers, torch.equal(values, pillow), float((values - default).abs().max())]))

@@ -45,12 +45,16 @@ from services.worker.vllm.connector.identity import (
 )
 from services.worker.vllm.encoder_cache.exchange import EmbeddingExchange
 from services.worker.vllm.encoder_cache.wanted import SeenImage, StepTransfers, WantedImages
+from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.kv_transfer import ImageCounts
 from shared.errors import ConfigError
 from shared.hashing import salted_image_key
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreLayout
 
+SLOT_TOKENS = 1280
+"""Most tokens of an image whose embeddings are exchanged, if images of the model differ in them: each takes the memory
+of this many, or of the model's most if these are fewer."""
 MOST_IMAGES = 8
 """Most images at once that are asked for, held for a step, or encoded for others: more than a step of vLLM takes."""
 
@@ -63,7 +67,7 @@ class ImageOrders(ECConnectorMetadata):  # type: ignore[misc]
 
     images: StepTransfers
     shape: tuple[int, int]
-    """Tokens of an image, and numbers of a token's embedding."""
+    """Tokens of the largest image that is exchanged, and numbers of a token's embedding."""
 
 
 @dataclass
@@ -152,14 +156,15 @@ class HeadraceECConnector(ECConnectorBase):  # type: ignore[misc]
         assert isinstance(orders, ImageOrders)
         self._cache = encoder_cache
         for name, embeddings in orders.images.loads:
-            loaded = torch.frombuffer(bytearray(embeddings), dtype=self._dtype).reshape(orders.shape)
+            loaded = torch.frombuffer(bytearray(embeddings), dtype=self._dtype).reshape(-1, orders.shape[1])
             encoder_cache[name] = loaded.to(current_platform.device_type)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         orders = self._connector_metadata
         if isinstance(orders, ImageOrders) and mm_hash in orders.images.saves and get_tp_group().rank_in_group == 0:
             made = encoder_cache[mm_hash]
-            fits = (tuple(made.shape), made.dtype) == (orders.shape, self._dtype)
+            fits = (tuple(made.shape[1:]), made.dtype) == (orders.shape[1:], self._dtype)
+            fits = fits and len(made) <= orders.shape[0]
             flat = made.detach().contiguous().cpu().view(torch.uint8) if fits else None
             self._encoded[mm_hash] = b"" if flat is None else flat.numpy().tobytes()
 
@@ -192,6 +197,7 @@ class _SchedulerHalf:
         self._exchange: EmbeddingExchange | None = None
         """None until the first image has come."""
         self._shape = (0, get_encoder_output_width(config, "image"))
+        self._slot_tokens = _slot_tokens(config)
         self._requests: dict[str, tuple[Any, list[SeenImage]]] = {}
         """Name → vLLM's request with images, and these."""
         self._kept = (0, 0)
@@ -221,6 +227,10 @@ class _SchedulerHalf:
         ]
         images = self.wanted.take_step(computed, step.free_encoder_mm_hashes)
         self._give_up()
+        if images.loads:  # without what fills their slots
+            known = {each.name: each.end - each.start for _, shown in self._requests.values() for each in shown}
+            cut = [(name, made[: known[name] * self._token_bytes]) for name, made in images.loads]
+            images = replace(images, loads=cut)
         return ImageOrders(images, self._shape)
 
     def take_reports(self, reports: ImageReports) -> None:
@@ -228,7 +238,9 @@ class _SchedulerHalf:
         self._kept = reports.entries, reports.size_bytes
         for name, embeddings in reports.encoded.items():
             if self._exchange is not None and (number := self.wanted.deliver(name)):
-                self._exchange.deliver(number, embeddings)
+                self._exchange.deliver(
+                    number, embeddings and embeddings.ljust(self._shape[0] * self._token_bytes, b"\0")
+                )
 
     def forget(self, name: str) -> None:
         """A request has ended."""
@@ -252,16 +264,17 @@ class _SchedulerHalf:
     def _images(self, request: Any) -> Iterator[SeenImage]:
         for feature in request.mm_features:
             place, key = feature.mm_position, image_key(feature.identifier)
-            if place.length != self._shape[0]:
+            if place.length > self._shape[0] or (not self._slot_tokens and place.length != self._shape[0]):
                 key = b""  # embeddings of another size
             salted = salted_image_key(key, request.cache_salt or "") if key else b""
             yield SeenImage(feature.identifier, salted, place.offset, place.offset + place.length)
 
     def _begin(self, tokens: int) -> EmbeddingExchange:
-        """The first image has come: from now on, those with as many tokens are exchanged."""
+        """The first image has come: from now on, those with as many tokens are exchanged, unless a slot has room for
+        any number of them."""
         config, model = self._config, self._config.model_config
         given = config.ec_transfer_config.ec_connector_extra_config
-        self._shape = shape = (tokens, self._shape[1])
+        self._shape = shape = (self._slot_tokens or tokens, self._shape[1])
         dtype = str(model.dtype).removeprefix("torch.")
         layout = StoreLayout(
             model=given["model_name"] or served_name(model),
@@ -269,7 +282,7 @@ class _SchedulerHalf:
             kv=KvLayout(
                 *(dtype, 1, 1, 1, 1),
                 form=f"embeddings of images, {shape[0]} x {shape[1]}, vLLM {vllm.__version__}",
-                form_bytes=shape[0] * shape[1] * model.dtype.itemsize,
+                form_bytes=shape[0] * self._token_bytes,
             ),
         )
         directory, instance = Path(given["pool"]), instance_of(config.parallel_config)
@@ -279,10 +292,23 @@ class _SchedulerHalf:
             lambda: KvbmEmbeddings(directory, instance, layout, wait_s, owed_limit=owed), dtype, MOST_IMAGES
         )
 
+    @property
+    def _token_bytes(self) -> int:
+        size_bytes: int = self._shape[1] * self._config.model_config.dtype.itemsize
+        return size_bytes
+
     def _give_up(self) -> None:
         for number in self.wanted.take_given_up():
             if self._exchange is not None:
                 self._exchange.deliver(number, b"")
+
+
+def _slot_tokens(config: VllmConfig) -> int:
+    """Return for how many tokens an image's slot has room. 0 means as many as the first image has."""
+    takes = ImagePrompts.read(config.model_config, 1)
+    if takes is None or not takes.input.unit:
+        return 0
+    return min(SLOT_TOKENS, takes.input.most_pixels // takes.input.unit**2)
 
 
 def _weights(config: VllmConfig) -> str:
