@@ -357,7 +357,7 @@ async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
 async def test_an_image_that_a_request_shows_twice_is_decoded_once() -> None:
     one, other = (ImageSource(f"messages[0].content[{at}]", data_uri(RED)) for at in range(2))
     blue = ImageSource("messages[0].content[2]", data_uri(BLUE, "image/jpeg"))
-    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0))) as reader:
+    async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0), LIMIT)) as reader:
         first, second, third = await reader.read([one, blue, other], WANTED)
         assert third is first
         assert second.key != first.key
@@ -365,7 +365,7 @@ async def test_an_image_that_a_request_shows_twice_is_decoded_once() -> None:
 
 async def test_a_decoder_keeps_the_memory_of_an_image_for_the_next_one() -> None:
     faults = list[int]()
-    async with aclosing(ImageReader(ImagesConfig())) as reader:
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
         for number in range(4):
             url = data_uri(picture("JPEG", (4000, 3000)) + bytes([number]), "image/jpeg")
             await reader.read([ImageSource("messages[0].content[0]", url)], WANTED)
@@ -376,7 +376,7 @@ async def test_a_decoder_keeps_the_memory_of_an_image_for_the_next_one() -> None
 
 async def test_an_image_is_found_again_whatever_white_space_its_base64_has() -> None:
     lines = f"data:image/png;base64,{base64.encodebytes(RED * 9).decode()}".replace("\n", " \t\r\n")
-    async with aclosing(ImageReader(ImagesConfig())) as reader:
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
         for url in (lines, data_uri(RED * 9)):
             [found] = await reader.read([ImageSource("messages[0].content[0]", url)], WANTED)
             assert (found.key, found.pixels) == prepared(RED * 9)
@@ -407,7 +407,7 @@ NOT_BASE64 = [
 
 
 async def test_what_is_not_base64_is_said() -> None:
-    async with aclosing(ImageReader(ImagesConfig())) as reader:
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
         for text in (*NOT_BASE64, base64.b64encode(RED)[:-1].decode(), base64.b64encode(RED).decode() + "AAAA"):
             said = await _refused(reader, f"data:image/png;base64,{text}")
             assert said == "messages[0].content[0]: image 1 has data that is not base64", text
@@ -416,7 +416,7 @@ async def test_what_is_not_base64_is_said() -> None:
 
 
 async def test_a_file_with_more_bytes_than_the_setting_is_refused_by_its_name() -> None:
-    async with aclosing(ImageReader(ImagesConfig(bytes=len(RED)))) as reader:
+    async with aclosing(ImageReader(ImagesConfig(bytes=len(RED)), LIMIT)) as reader:
         assert await reader.read([ImageSource("messages[0].content[0]", data_uri(RED))], WANTED)
         why = f"image 1 has {len(RED) + 1} bytes, more than the limit of {len(RED)} (images.bytes)"
         assert why in await _refused(reader, data_uri(RED + b"x"))
