@@ -201,7 +201,7 @@ async def test_answers_are_those_of_vllm_alone_and_outlive_the_engine(tmp_path: 
     asked.append(prompt_of(SHOWN[1], expanded=False, first=60))
     given = [*SHOWN, SHOWN[1]]
     alone = answers_alone(model, [(asked[at], [pictures[each] for each in shown]) for at, shown in enumerate(given)])
-    assert len({tuple(answer) for answer, _ in alone}) == len(alone), "the pictures make no difference"
+    assert len({tuple(answer) for answer, _ in alone[:3]}) == 3, "the pictures make no difference"
 
     async def answer(engine: DrivenEngine, at: int, name: str) -> int:
         """Compare an answer with vLLM's alone; return how many tokens of the prompt were not computed."""
