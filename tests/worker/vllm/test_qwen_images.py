@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from services.frontend.images.decoder_program import prepare
-from services.frontend.images.decoding import Prepare
+from services.frontend.images.decoding import Prepare, key_of
 from services.kvbm.config import PoolConfig
 from services.worker.config import WorkerConfig
 from services.worker.vllm.qwen_images import PatchShape, grid_of, patches_of, read_input
@@ -185,7 +185,8 @@ def test_a_file_becomes_the_patches_that_transformers_makes_of_it(tmp_path: Path
     takes = read(tmp_path, QWEN2_7B, max_pixels=28 * 28 * 40)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN2_7B | {"max_pixels": takes.most_pixels}))
     file = FOLDER / "tall.jpg"
-    made = prepare(Prepare(file.read_bytes(), False, "", takes, 1 << 20, 1 << 25, 1 << 25))
+    source = file.read_bytes()
+    made = prepare(Prepare(source, key_of(source, takes), "", takes, 1 << 25, 1 << 25))
     (tmp_path / "pixels").write_bytes(made.pixels)
     given = (str(tmp_path), str(file), str(tmp_path / "pixels"), made.width, made.height, (14, 2, 2))
     assert run_there(f"{_PROCESSED}\nmain(*{given!r})") == [True, True]
