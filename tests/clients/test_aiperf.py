@@ -18,8 +18,10 @@ pytestmark = pytest.mark.timeout(1200)
 HEADRACE = [sys.executable, "-P", "-m", "deploy.local.cli"]
 REQUESTS, TOKENS = 4, 6
 LOADS = (1, 2)
-WAITS = ("REGISTRATION_TIMEOUT", "REGISTRATION_MAX_ATTEMPTS", "START_TIMEOUT", "PROFILE_START_TIMEOUT")
-WAITS += ("COMMAND_RESPONSE_TIMEOUT", "COMMS_REQUEST_TIMEOUT", "CONNECTION_PROBE_TIMEOUT")
+WAITS = (
+    *("REGISTRATION_TIMEOUT", "REGISTRATION_MAX_ATTEMPTS", "START_TIMEOUT", "PROFILE_START_TIMEOUT"),
+    *("COMMAND_RESPONSE_TIMEOUT", "COMMS_REQUEST_TIMEOUT", "CONNECTION_PROBE_TIMEOUT"),
+)
 """How long the processes of AIPerf wait for one another: by default 30 s, which a busy machine takes longer than."""
 
 
