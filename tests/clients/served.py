@@ -58,13 +58,13 @@ def says(*calls: tuple[str, dict[str, Any]], text: str = "") -> str:
 
 
 @contextlib.contextmanager
-def served(folder: Path, nats_url: str) -> Iterator[Served]:
-    """All of it, until it would serve a request."""
+def served(folder: Path, nats_url: str, more: str = "") -> Iterator[Served]:
+    """All of it, until it would serve a request; `more` are tables of the frontends' settings."""
     speaker = smollm2_with_tools(folder / SPEAKER)
     echo = write_tiny_model(folder / ECHO, context_length=65536)
     (echo / "chat_template.jinja").write_text(LAST)
     settings, keys = folder / "frontend.toml", folder / "keys.json"
-    settings.write_text(f'[tool_parser]\n{ECHO} = "hermes"\n[reasoning_parser]\n{ECHO} = "think"\n')
+    settings.write_text(f'[tool_parser]\n{ECHO} = "hermes"\n[reasoning_parser]\n{ECHO} = "think"\n{more}')
     slow = {"sha256": key_digest(SLOW_KEY).hex(), "requests_per_minute": 1}
     keys.write_text(json.dumps({"test": {"sha256": key_digest(KEY).hex()}, "slow": slow}))
     where = ("--namespace", folder.name, "--discovery-backend", "file", "--discovery-path", str(folder / "where"))
