@@ -99,6 +99,7 @@ FILES: Mapping[str, Tier] = {
     "tests/worker/native/cuda/test_splits.py": "all",
     "tests/worker/native/parallel/test_group.py": "all",
     "tests/worker/native/test_logprobs.py": "all",
+    "tests/worker/native/test_pooling.py": "all",
     "tests/worker/native/test_prompt_logprobs.py": "all",
     "tests/worker/native/test_runner.py": "all",
     "tests/worker/native/test_sampler.py": "all",
