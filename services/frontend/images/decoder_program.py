@@ -33,6 +33,9 @@ _SERVED = "PNG, JPEG, WebP and GIF are served"
 _KEPT_BLOCKS = 3
 """Blocks of memory, of 16 MiB each, that the library keeps for the next image: those of one with 12 million pixels.
 Taking their pages again would cost a tenth of its time."""
+_SMOOTH = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS, Image.Resampling.HAMMING)
+"""Filters whose weights have no steps: the last bit of a place in the source, which is another one if a part of it is
+resized, changes no pixel."""
 _Size = tuple[int, int]
 """Width and height."""
 
@@ -101,7 +104,7 @@ def _sizes(width: int, height: int, wanted: ImageInput, asked: Prepare) -> tuple
 def _middle(image: Image.Image, size: _Size, kept: _Size, how: Image.Resampling) -> Image.Image:
     """Return the middle of an image that is resized to `size`, which has about its shape."""
     left, right, width = 0, image.width, size[0]
-    if image.width > image.height:  # with fewer columns of a tall one, Pillow may begin with the other side
+    if image.width > image.height and how in _SMOOTH:  # of a tall one, Pillow may then begin with the other side
         left, right, width = _columns(image.width, size[0], kept[0])
     resized = image.resize((width, size[1]), how, (left, 0, right, image.height))
     left, top = (width - kept[0]) // 2, (size[1] - kept[1]) // 2

@@ -89,6 +89,22 @@ def test_a_picture_of_any_shape_is_cut_as_if_all_of_it_had_been_resized(filter_:
     assert in_part >= 6
 
 
+@pytest.mark.parametrize(
+    ("filter_", "width", "height", "cut"),
+    [("NEAREST", 1274, 26, 3), ("NEAREST", 608, 8, 28), ("BOX", 1122, 34, 28), ("BOX", 153, 17, 14)],
+)
+def test_with_a_filter_of_steps_all_columns_are_resized(filter_: str, width: int, height: int, cut: int) -> None:
+    """Of these pictures, a part alone would become other pixels: places are rounded to the other side of a step."""
+    noise, file = random.Random(1).randbytes(3 * width * height), io.BytesIO()
+    picture = Image.frombytes("RGB", (width, height), noise)
+    picture.save(file, "PNG")
+    longer = int(cut * width / height)
+    left = (longer - cut) // 2
+    whole = picture.resize((longer, cut), Image.Resampling[filter_]).crop((left, 0, left + cut, cut))
+    wanted = ImageInput(token_id=1, tokens=1, width=cut, height=cut, resize=cut, filter=filter_)
+    assert prepare(asked(file.getvalue(), "", wanted)).pixels == whole.tobytes()
+
+
 def test_a_picture_is_not_turned_by_its_orientation_as_the_processor_does_not() -> None:
     turned, plain = (prepare(asked((FOLDER / name).read_bytes())) for name in ("turned.jpg", "tall.jpg"))
     assert turned.pixels
