@@ -280,7 +280,7 @@ class Watch:
         assert report.status is not None
         said = "".join(report.said[-1:])
         child.wrong = said or "it ended without a word" if child.added and report.status == CONFIG_STATUS else ""
-        if report.status == CONFIG_STATUS and not self._served and child.order.needed:
+        if report.status == CONFIG_STATUS and not self._served and child.order.needed and not child.added:
             self._stopping, self._reason = True, f"error: {name}: {said}"
             lines = "\n  ".join([f"error: {name} at {report.host} cannot work as configured:", *report.said])
             return [Notice(lines)]

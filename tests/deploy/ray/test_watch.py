@@ -204,6 +204,15 @@ def test_why_an_added_worker_cannot_work_is_known_until_it_can() -> None:
     assert not watch.stopping
 
 
+def test_an_added_worker_that_cannot_work_stops_nothing_before_requests_are_served_either() -> None:
+    watch = begun(store=None)
+    watch.on(AddOrder(EXTRA), 1.0)
+    watch.on(Tick(), 1.0)
+    watch.on(report("worker-2", "other", 8, 2, "no such model"), 2.0)
+    assert watch.wrong("worker-2") == "no such model"
+    assert not watch.stopping
+
+
 def test_a_worker_that_leaves_while_all_stop_does_not_hold_up_the_stages() -> None:
     watch = running(None)
     watch.on(Remove("worker-0"), 2.0)
