@@ -134,8 +134,10 @@ class Cluster:
         return msgspec.convert(said, ActorReport)
 
     async def drain(self, order: Order) -> None:
-        """Let the program of an actor end, then remove the actor."""
-        actor = self._actors[order.name]
+        """Let the program of an actor end, then remove the actor, unless it was removed meanwhile."""
+        actor = self._actors.get(order.name)
+        if actor is None:
+            return
         ended = asyncio.wrap_future(actor.drain.remote(order.drain_s).future())
         with suppress(TimeoutError, self._ray.exceptions.RayError):  # it hangs, or its node has just died
             await asyncio.wait_for(ended, order.drain_s + DRAIN_MARGIN_S)
