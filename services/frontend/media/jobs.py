@@ -33,6 +33,8 @@ class VideoJob(Struct, frozen=True, kw_only=True):
     model: str
     picture: Picture
     """The video, without its image."""
+    has_image: bool = False
+    """True if it is made from an image, which has a file of its own."""
     priority: int
     created_s: float
     """Seconds since 1970, as the other times."""

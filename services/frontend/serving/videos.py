@@ -145,6 +145,7 @@ class ServingVideos:
                 key=permit.key,
                 model=model,
                 picture=replace(picture, images=()),
+                has_image=bool(picture.images),
                 priority=priority,
                 created_s=created_s,
                 due_s=created_s + self._media.config.job_s,
@@ -283,8 +284,11 @@ class ServingVideos:
         loop, job, pause_s = asyncio.get_running_loop(), owned.job, PAUSE_S
         if await asyncio.to_thread(self._media.has, f"{job.id}.mp4"):
             return None  # it is whole, and only its end could not be written before
-        image = await asyncio.to_thread(self._media.read, f"{job.id}.png")
-        picture = job.picture if image is None else replace(job.picture, images=(image,))
+        picture = job.picture
+        if job.has_image:
+            if (image := await asyncio.to_thread(self._media.read, f"{job.id}.png")) is None:
+                raise Unavailable("the image that it is made from cannot be read in media.directory")
+            picture = replace(picture, images=(image,))
         deadline = loop.time() + max(0.0, job.due_s - time.time())
         for tried in range(1, TRIES + 1):
             request = picture_request(

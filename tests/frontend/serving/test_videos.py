@@ -281,6 +281,21 @@ async def test_a_video_that_begins_with_an_image_outlives_its_frontend(directory
         await eventually(lambda: {path.suffix for path in media.glob(f"{name}.*")} == {".json", ".mp4"})
 
 
+async def test_a_job_whose_image_is_gone_fails_and_is_not_made_from_its_text_alone(
+    directory: Path, tmp_path: Path
+) -> None:
+    media, able = tmp_path / "media", replace(OUTPUT, edit=PictureEdit())
+    async with world(directory, pictures=able, settings=kept(tmp_path)) as w, clients(w) as (_, http):
+        w.workers[0].output = None
+        name = await begun(http, input_reference=data_uri(picture_file("PNG", (50, 50))))
+        assert (await made(w)).images
+    (media / f"{name}.png").unlink()
+    async with world(directory, pictures=able, settings=kept(tmp_path)) as w, clients(w) as (_, http):
+        video = await until(http, name, "failed", "completed")
+        assert video["error"]["message"] == "the image that it is made from cannot be read in media.directory"
+        assert w.router.asked.all == []
+
+
 async def test_a_job_whose_video_is_there_is_completed_and_not_made_again(directory: Path, tmp_path: Path) -> None:
     """Its frontend could not write the job's end."""
     media = tmp_path / "media"
