@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable
 from struct import Struct
 
-from services.frontend.freed_memory import keep_freed_memory
+from services.frontend.freed_memory import give_back_freed_memory, keep_freed_memory
 
 FRAME = Struct("<I")
+IDLE_BYTES = 128 << 20
+"""Most bytes of memory that the process keeps between two questions, if they are not in use."""
 
 
 def run_program(answer: Callable[[bytes], bytes], *, cpu_limit_s: float, memory_limit_bytes: int) -> None:
@@ -34,3 +36,5 @@ def run_program(answer: Callable[[bytes], bytes], *, cpu_limit_s: float, memory_
         out.write(FRAME.pack(len(said)))
         out.write(said)
         out.flush()
+        del question, said
+        give_back_freed_memory(IDLE_BYTES)

@@ -7,7 +7,9 @@ sixth of such a request.
 from __future__ import annotations
 
 import ctypes
+import resource
 from contextlib import suppress
+from pathlib import Path
 
 KEPT_BYTES = 32 << 20
 """Most bytes of freed memory that the process keeps in one piece."""
@@ -21,3 +23,11 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_MMAP_THRESHOLD, KEPT_BYTES)
+
+
+def give_back_freed_memory(beyond_bytes: int) -> None:
+    """Give memory that was freed back to the system, if the process has more than these bytes. Nothing happens with
+    another C library."""
+    with suppress(OSError, AttributeError):
+        if int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > beyond_bytes:
+            ctypes.CDLL(None).malloc_trim(0)

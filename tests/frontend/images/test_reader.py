@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -15,6 +17,7 @@ import aiohttp
 import openai
 import pytest
 from msgspec.structs import replace
+from PIL import Image
 
 from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
@@ -374,6 +377,16 @@ async def test_a_decoder_keeps_the_memory_of_an_image_for_the_next_one() -> None
     assert faults[-1] - faults[1] < 4 * 4000 * 3000 // 4096, "the pages of one of the two"
 
 
+async def test_a_decoder_gives_the_memory_of_a_large_image_back() -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (5000, 5000)).save(file, "PNG")
+    async with aclosing(ImageReader(ImagesConfig())) as reader:
+        for source in (file.getvalue(), RED):  # before it reads the second one, it has given back that of the first
+            await reader.read([ImageSource("messages[0].content[0]", data_uri(source))], WANTED)
+        [decoder] = children("decoder_program")
+        assert resident_bytes(decoder) < 160 << 20, "decoded, it takes 200 MB"
+
+
 async def test_an_image_is_found_again_whatever_white_space_its_base64_has() -> None:
     lines = f"data:image/png;base64,{base64.encodebytes(RED * 9).decode()}".replace("\n", " \t\r\n")
     async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
@@ -479,6 +492,11 @@ def children(program: str) -> list[int]:
 def page_faults(pid: int) -> int:
     """Return how many pages a process has taken since its start."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def resident_bytes(pid: int) -> int:
+    """Return how much memory a process has."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def test_an_answer_that_contains_the_images_token_can_be_sent_back_and_is_no_image(seeing: Path) -> None:
