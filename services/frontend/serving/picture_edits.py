@@ -56,7 +56,10 @@ class EditImages(Struct, frozen=True):
         Unavailable."""
         shape = PictureShape(picture.width, picture.height, multiple, MOST_SIDE)
         keeps_shape = given.is_auto or len(given.images) > 1
-        shown = await self._read(given.images, replace(shape, keeps_shape=keeps_shape), context)
+        shown: list[Prepared] = []
+        for source in given.images:  # one after the other: no more are held than fit into a message
+            shown += await self._read((source,), replace(shape, keeps_shape=keeps_shape), context)
+            self._check_payload(source, shown)
         if given.is_auto:
             picture = replace(picture, width=shown[0].width, height=shown[0].height)
         wanted = replace(shape, width=picture.width, height=picture.height, is_mask=True)
@@ -65,14 +68,19 @@ class EditImages(Struct, frozen=True):
             if mask.shape != shown[0].shape:
                 (width, height), (across, down) = mask.shape, shown[0].shape
                 raise field_error("mask", f"has {width} by {height} pixels, and the image has {across} by {down}")
+            self._check_payload(given.images[0], (*shown, *masks))
         size = sum(len(one.pixels) for one in (*shown, *masks))
-        if size + _REST_BYTES > self.payload_limit_bytes:
-            why = f"prepared, the images have {size} bytes, too many for nats.payload_limit_bytes"
-            mend = f"{self.payload_limit_bytes}; ask for a smaller size"
-            raise field_error(given.images[0].where, f"{why}, {mend}", "request_too_large", status=413)
         context.permit.add_bytes(size)
         images, mask_file = tuple(one.pixels for one in shown), b"".join(one.pixels for one in masks)
         return replace(picture, images=images, mask=mask_file)
+
+    def _check_payload(self, source: ImageSource, read: Sequence[Prepared]) -> None:
+        """Raise InvalidRequest, which names an image, if what was read until now does not fit into a message."""
+        size = sum(len(one.pixels) for one in read)
+        if size + _REST_BYTES > self.payload_limit_bytes:
+            why = f"prepared, the images have {size} bytes, too many for nats.payload_limit_bytes"
+            mend = f"{self.payload_limit_bytes}; ask for a smaller size"
+            raise field_error(source.where, f"{why}, {mend}", "request_too_large", status=413)
 
     async def _read(
         self, sources: Sequence[ImageSource], shape: PictureShape, context: RequestContext
@@ -84,12 +92,11 @@ class EditImages(Struct, frozen=True):
 def images_of_edit(request: PictureEditRequest) -> GivenImages:
     """Return the images of a request for pictures."""
     given = (
-        [("image", request.image)]
+        [("image", request.image, "the image")]
         if isinstance(request.image, str)
-        else [(f"image[{index}]", text) for index, text in enumerate(request.image)]
+        else [(f"image[{index}]", text, f"image {index + 1}") for index, text in enumerate(request.image)]
     )
-    name = "the image" if isinstance(request.image, str) else ""
-    images = tuple(ImageSource(where, _url_of(text), name) for where, text in given)
+    images = tuple(ImageSource(where, _url_of(text), name) for where, text, name in given)
     masks = () if request.mask is None else (ImageSource("mask", _url_of(request.mask), "the mask"),)
     return GivenImages(images, masks, request.size in (None, "auto"))
 

@@ -380,7 +380,7 @@ async def test_a_decoder_keeps_the_memory_of_an_image_for_the_next_one() -> None
 async def test_a_decoder_gives_the_memory_of_a_large_image_back() -> None:
     file = io.BytesIO()
     Image.new("RGBA", (5000, 5000)).save(file, "PNG")
-    async with aclosing(ImageReader(ImagesConfig())) as reader:
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
         for source in (file.getvalue(), RED):  # before it reads the second one, it has given back that of the first
             await reader.read([ImageSource("messages[0].content[0]", data_uri(source))], WANTED)
         [decoder] = children("decoder_program")

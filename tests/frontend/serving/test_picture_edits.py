@@ -207,6 +207,18 @@ async def test_images_that_do_not_fit_into_a_message_are_413(directory: Path) ->
         assert w.router.asked.all == []
 
 
+async def test_images_are_read_only_until_they_are_too_many_for_a_message(directory: Path) -> None:
+    noise = io.BytesIO()
+    Image.effect_noise((200, 200), 90).save(noise, "PNG")
+    able = replace(TEXTS, width=200, height=200, most_pixels=1 << 20, edit=PictureEdit(16))
+    async with world(directory, pictures=able, nats=NatsConfig(payload_limit_bytes=300_000)) as w:
+        async with clients(w) as (_, http):
+            images = [data_uri(noise.getvalue() + bytes([index])) for index in range(8)] + [data_uri(b"broken")]
+            status, param, said = await refusal(http, image=images)
+        assert (status, "nats.payload_limit_bytes, 300000" in said) == (413, True), said
+        assert param != "image[8]", "the rest is not decoded"
+
+
 async def test_a_key_without_steps_has_no_image_decoded_and_a_refused_one_costs_nothing(
     directory: Path, tmp_path: Path
 ) -> None:
