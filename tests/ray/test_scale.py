@@ -40,7 +40,9 @@ def test_workers_come_where_there_is_room_and_go_again(ray: Cluster, tmp_path: P
     flags = ("--on", "ray", "--ray-address", ray.address, "--model", model, "--engine", "echo", "--workers", "1")
     with running(tmp_path / "up", *flags, variables=variables(), python=str(python())) as up:
         eventually(lambda: workers(up) == {"worker-0"}, limit_s=LIMIT_S, what="the first worker")
-        assert "prefill: the workers of this `up` are aggregated" in asyncio.run(scale_up(StateDirectory(up.state).scale, {"prefill": 1}, []))
+        assert "prefill: the workers of this `up` are aggregated" in asyncio.run(
+            scale_up(StateDirectory(up.state).scale, {"prefill": 1}, [])
+        )
         assert scale(up, 2) == ""
         eventually(lambda: workers(up) == {"worker-0", "worker-1"}, limit_s=LIMIT_S, what="a second worker")
         hosts = {each["host"] for name, each in up.record["programs"].items() if name in workers(up)}
