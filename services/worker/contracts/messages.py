@@ -230,6 +230,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """URL of that server, if it takes text alone, as `ModelCard.server` says."""
     alias: str = ""
     """The model's name at that server, if it is another one, as `ModelCard.alias` says."""
+    embeddings_layout: str = ""
+    """What engines that exchange embeddings of images have in common, as `ModelCard.embeddings_layout` says."""
 
 
 class EngineLoad(Struct, frozen=True):

@@ -100,6 +100,7 @@ class ImagePrompts:
             cache_salt=submit.salt or None,
         )
 
+<<<<<<< HEAD
 
 def _llava(model: ModelConfig, most: int) -> ImagePrompts:
     """Return how images of a LLaVA are passed on. Raise ModelError."""
@@ -110,6 +111,26 @@ def _llava(model: ModelConfig, most: int) -> ImagePrompts:
         return {"pixel_values": MultiModalFieldElem(data=values, field=MultiModalBatchedField())}
 
     return ImagePrompts(vision.input, most, elements)
+=======
+    def alone(self, pixels: bytes, name: str) -> MultiModalInput:
+        """Return vLLM's input for one image without a text. vLLM's caches know it by this name."""
+        tokens = self.input.tokens
+        return mm_input(
+            [self.input.token_id] * tokens,
+            MultiModalKwargsItems({"image": [MultiModalKwargsItem({"pixel_values": _element(self._values(pixels))})]}),
+            {"image": [name]},
+            {"image": [PlaceholderRange(offset=0, length=tokens)]},
+        )
+
+    def _values(self, pixels: bytes) -> torch.Tensor:
+        """Return the values of one image, in the order of transformers' arithmetic on Pillow's pixels."""
+        vision, size = self._vision, self.input
+        colours = np.frombuffer(pixels, np.uint8).reshape(size.height, size.width, 3)
+        scaled = (colours.astype(np.float64) * vision.scale).astype(np.float32)
+        mean, std = (np.asarray(each, np.float32) for each in (vision.mean, vision.std))
+        normal = (scaled - mean) / std
+        return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1))).to(self._dtype)
+>>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
 
 
 def _normed(pixels: bytes, vision: VisionConfig) -> torch.Tensor:
