@@ -121,6 +121,9 @@ class EncodeImage(Struct, frozen=True, tag="encode_image"):
     """The prepared image, in the form of `Image.pixels`."""
     time_left_s: float
     """Seconds after which no frontend waits for them."""
+    width: int = 0
+    """Pixels of a row. 0 means those of the model's `ImageInput`, as for `height`."""
+    height: int = 0
 
 
 class ProbeDevice(Struct, frozen=True, tag="probe"):

@@ -36,6 +36,7 @@ from services.worker.native.vision_config import VisionConfig, read_vision
 from services.worker.vllm.qwen_images import PatchShape, grid_of, patches_of, read_input
 from shared.errors import ModelError
 from shared.hashing import token_array
+from shared.image_size import count_tokens
 from shared.messages.cards import ImageInput
 from shared.messages.generate import Image
 from shared.model_files.config_json import read_config_json
@@ -100,7 +101,18 @@ class ImagePrompts:
             cache_salt=submit.salt or None,
         )
 
-<<<<<<< HEAD
+    def alone(self, pixels: bytes, name: str, width: int = 0, height: int = 0) -> MultiModalInput:
+        """Return vLLM's input for one image without a text. vLLM's caches know it by this name. It has `width` and
+        `height` if the images of the model differ in them."""
+        size = (width, height) if self.input.unit else (self.input.width, self.input.height)
+        image = Image(b"", 0, count_tokens(self.input, *size), pixels, *size)
+        return mm_input(
+            [self.input.token_id] * image.tokens,
+            MultiModalKwargsItems({"image": [MultiModalKwargsItem(self.elements(image))]}),
+            {"image": [name]},
+            {"image": [PlaceholderRange(offset=0, length=image.tokens)]},
+        )
+
 
 def _llava(model: ModelConfig, most: int) -> ImagePrompts:
     """Return how images of a LLaVA are passed on. Raise ModelError."""
@@ -111,26 +123,6 @@ def _llava(model: ModelConfig, most: int) -> ImagePrompts:
         return {"pixel_values": MultiModalFieldElem(data=values, field=MultiModalBatchedField())}
 
     return ImagePrompts(vision.input, most, elements)
-=======
-    def alone(self, pixels: bytes, name: str) -> MultiModalInput:
-        """Return vLLM's input for one image without a text. vLLM's caches know it by this name."""
-        tokens = self.input.tokens
-        return mm_input(
-            [self.input.token_id] * tokens,
-            MultiModalKwargsItems({"image": [MultiModalKwargsItem({"pixel_values": _element(self._values(pixels))})]}),
-            {"image": [name]},
-            {"image": [PlaceholderRange(offset=0, length=tokens)]},
-        )
-
-    def _values(self, pixels: bytes) -> torch.Tensor:
-        """Return the values of one image, in the order of transformers' arithmetic on Pillow's pixels."""
-        vision, size = self._vision, self.input
-        colours = np.frombuffer(pixels, np.uint8).reshape(size.height, size.width, 3)
-        scaled = (colours.astype(np.float64) * vision.scale).astype(np.float32)
-        mean, std = (np.asarray(each, np.float32) for each in (vision.mean, vision.std))
-        normal = (scaled - mean) / std
-        return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1))).to(self._dtype)
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
 
 
 def _normed(pixels: bytes, vision: VisionConfig) -> torch.Tensor:

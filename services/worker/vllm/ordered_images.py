@@ -47,7 +47,8 @@ class OrderedImages:
         try:
             async with asyncio.timeout(order.time_left_s), self._room:
                 # vLLM must not take it from a cache of its own: what was stored may be gone.
-                prompt = await asyncio.to_thread(self._images.alone, order.pixels, f"{order.key.hex()}.{number}")
+                given = order.pixels, f"{order.key.hex()}.{number}", order.width, order.height
+                prompt = await asyncio.to_thread(self._images.alone, *given)
                 collector = await self._llm.add_request(name, prompt, params)
                 while not (await collector.get()).finished:
                     pass

@@ -21,7 +21,10 @@ from services.worker.engine.one_line import one_line
 from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.ranks import EngineRank
 from shared.errors import Unavailable
+from shared.image_size import prepared_size
 
+_PROBE_SIDE = 224
+"""Pixels of a side of the picture that a vLLM which only encodes is probed with, before it is prepared."""
 SALT = "headrace probe"
 """The cache salt of probes, so that they find and leave no blocks of clients."""
 
@@ -83,8 +86,8 @@ class Prober:
         name = f"probe-{self._count}"
         prompt: TokensInput | MultiModalInput = tokens_input(list(self._config.prompt), cache_salt=SALT)
         if self._encodes is not None:
-            size = self._encodes.input
-            prompt = self._encodes.alone(bytes(3 * size.width * size.height), name)
+            width, height = prepared_size(self._encodes.input, _PROBE_SIDE, _PROBE_SIDE)
+            prompt = self._encodes.alone(bytes(3 * width * height), name, width, height)
         params: Any
         if self._pooling:
             params = PoolingParams(task="embed")

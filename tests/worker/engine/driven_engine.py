@@ -134,11 +134,11 @@ class DrivenEngine:
         await self.until(lambda: ticket in self._operated)
         return self._operated[ticket].failed
 
-    async def encode(self, key: bytes, pixels: bytes, limit_s: float = LIMIT_S) -> str:
+    async def encode(self, key: bytes, pixels: bytes, limit_s: float = LIMIT_S, *size: int) -> str:
         """Have the engine encode an image for others; return why it was not encoded."""
         self._numbers += 1
         ticket = self._numbers
-        self.process.send(EncodeImage(ticket, key, pixels, limit_s))
+        self.process.send(EncodeImage(ticket, key, pixels, limit_s, *size))
         await self.until(lambda: ticket in self._encoded)
         return self._encoded[ticket].failed
 

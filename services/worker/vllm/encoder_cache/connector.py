@@ -46,29 +46,19 @@ from services.worker.vllm.connector.identity import (
     served_name,
     weights_digest,
 )
-<<<<<<< HEAD
-from services.worker.vllm.encoder_cache.exchange import EmbeddingExchange
-from services.worker.vllm.encoder_cache.wanted import SeenImage, StepTransfers, WantedImages
-from services.worker.vllm.images import ImagePrompts
-=======
 from services.worker.vllm.encoder_cache.report_files import ReportFiles
 from services.worker.vllm.encoder_cache.wanted import MOST_IMAGES, SeenImage, StepTransfers, WantedImages
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
+from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.kv_transfer import ImageCounts
 from shared.errors import ConfigError
 from shared.hashing import salted_image_key
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreLayout
 
-<<<<<<< HEAD
 SLOT_TOKENS = 1280
 """Most tokens of an image whose embeddings are exchanged, if images of the model differ in them: each takes the memory
 of this many, or of the model's most if these are fewer."""
-MOST_IMAGES = 8
-"""Most images at once that are asked for, held for a step, or encoded for others: more than a step of vLLM takes."""
 
-=======
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
 _log = logging.getLogger(__name__)
 
 
@@ -275,15 +265,12 @@ class _SchedulerHalf:
         ]
         images = self.wanted.take_step(computed, step.free_encoder_mm_hashes)
         self._give_up()
-<<<<<<< HEAD
+        if self._config.ec_transfer_config.is_encode_only:
+            images = replace(images, loads=[])
         if images.loads:  # without what fills their slots
             known = {each.name: each.end - each.start for _, shown in self._requests.values() for each in shown}
             cut = [(name, made[: known[name] * self._token_bytes]) for name, made in images.loads]
             images = replace(images, loads=cut)
-=======
-        if self._config.ec_transfer_config.is_encode_only:
-            images = replace(images, loads=[])
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
         return ImageOrders(images, self._shape)
 
     def take_reports(self, reports: ImageReports) -> None:
@@ -292,18 +279,11 @@ class _SchedulerHalf:
         if reports.image_s:
             self._image_s = (self._image_s + reports.image_s) / 2 if self._image_s else reports.image_s
         for name, embeddings in reports.encoded.items():
-<<<<<<< HEAD
-            if self._exchange is not None and (number := self.wanted.deliver(name)):
-                self._exchange.deliver(
-                    number, embeddings and embeddings.ljust(self._shape[0] * self._token_bytes, b"\0")
-                )
-=======
             key = self._asked.pop(self.wanted.deliver(name), b"")
             if self._lookups is not None and key and embeddings:
-                self._lookups.keep(key, embeddings)
+                self._lookups.keep(key, embeddings.ljust(self._shape[0] * self._token_bytes, b"\0"))
             elif self._lookups is not None and key:
                 self._lookups.give_up(key)
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
 
     def forget(self, name: str) -> None:
         """A request has ended."""
@@ -326,43 +306,19 @@ class _SchedulerHalf:
 
     def _images(self, request: Any) -> Iterator[SeenImage]:
         for feature in request.mm_features:
-<<<<<<< HEAD
-            place, key = feature.mm_position, image_key(feature.identifier)
-            if place.length > self._shape[0] or (not self._slot_tokens and place.length != self._shape[0]):
-=======
             place, key = feature.mm_position, _key(feature.identifier)
-            if place.length != self._shape[0]:
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
+            if place.length > self._shape[0] or (not self._slot_tokens and place.length != self._shape[0]):
                 key = b""  # embeddings of another size
             salted = salted_image_key(key, request.cache_salt or "") if key else b""
             yield SeenImage(feature.identifier, salted, place.offset, place.offset + place.length)
 
-<<<<<<< HEAD
-    def _begin(self, tokens: int) -> EmbeddingExchange:
+    def _begin(self, tokens: int) -> ThreadedLookups:
         """The first image has come: from now on, those with as many tokens are exchanged, unless a slot has room for
         any number of them."""
-        config, model = self._config, self._config.model_config
-        given = config.ec_transfer_config.ec_connector_extra_config
-        self._shape = shape = (self._slot_tokens or tokens, self._shape[1])
-        dtype = str(model.dtype).removeprefix("torch.")
-        layout = StoreLayout(
-            model=given["model_name"] or served_name(model),
-            weights=self._weights,
-            kv=KvLayout(
-                *(dtype, 1, 1, 1, 1),
-                form=f"embeddings of images, {shape[0]} x {shape[1]}, vLLM {vllm.__version__}",
-                form_bytes=shape[0] * self._token_bytes,
-            ),
-        )
-        directory, instance = Path(given["pool"]), instance_of(config.parallel_config)
-=======
-    def _begin(self, tokens: int) -> ThreadedLookups:
-        """The first image has come: from now on, those with as many tokens are exchanged."""
         given = self._config.ec_transfer_config.ec_connector_extra_config
-        self._shape = shape = (tokens, self._shape[1])
+        self._shape = shape = (self._slot_tokens or tokens, self._shape[1])
         layout = replace(self._layout, kv=_kv_layout(self._config, *shape))
         directory, instance = Path(given["pool"]), instance_of(self._config.parallel_config)
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
         wait_s = float(given["timeout_s"])
         owed = max(1, OWED_LIMIT // THREADS)  # of each store
         return ThreadedLookups(lambda: KvbmEmbeddings(directory, instance, layout, wait_s, owed_limit=owed))
@@ -379,7 +335,6 @@ class _SchedulerHalf:
                 self._lookups.give_up(key)
 
 
-<<<<<<< HEAD
 def _slot_tokens(config: VllmConfig) -> int:
     """Return for how many tokens an image's slot has room. 0 means as many as the first image has."""
     takes = ImagePrompts.read(config.model_config, 1)
@@ -388,10 +343,6 @@ def _slot_tokens(config: VllmConfig) -> int:
     return min(SLOT_TOKENS, takes.input.most_pixels // takes.input.unit**2)
 
 
-def _weights(config: VllmConfig) -> str:
-    """Return a digest of the model's files, and of what else changes embeddings. Raise ConfigError."""
-    model = config.model_config
-=======
 def _key(name: str) -> bytes:
     """Return the key that vLLM's name of an image stands for. Empty if it is none. A name may have an ending of its
     own, by which vLLM's caches tell it from others with the same key."""
@@ -402,7 +353,6 @@ def store_layout(config: VllmConfig) -> StoreLayout:
     """Return what must be the same in two engines that exchange embeddings of images, but for the sizes of images.
     Raise ConfigError."""
     model, given = config.model_config, config.ec_transfer_config.ec_connector_extra_config
->>>>>>> 1897779d (worker: vLLM workers encode images for others, types apart)
     said = {"quantization": str(model.quantization), "load_format": str(config.load_config.load_format)}
     return StoreLayout(
         model=given["model_name"] or served_name(model),
