@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.worker.config import MODEL_INDEX, WorkerConfig
+from services.worker.config import MODEL_INDEX, NO_IMAGES, WorkerConfig
 from services.worker.model.card import served_name
 from services.worker.model.facts import facts_of, read_pooling, read_sampling
 from services.worker.rounds import serve
@@ -49,6 +49,8 @@ def check_files(config: WorkerConfig) -> None:
         from services.worker.native.prepare import check_source  # here: it imports NumPy, which the shell does not need
 
         check_source(source, Path(config.cache))
+    if config.role == "encode" and not (source.is_dir() and "vision_config" in read_config_json(source).outer):
+        raise ConfigError(NO_IMAGES)
     if config.tensor_parallel > 1:
         _check_ranks(source, config)
     if source.is_dir():

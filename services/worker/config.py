@@ -18,6 +18,8 @@ from shared.subjects import is_id
 EngineName = Literal["native", "simulated", "echo", "vllm", "attached", "diffusers"]
 _ADDRESS = re.compile(r"([^\s:@/?#\[\]]{1,253}|\[[0-9a-fA-F:.]{2,45}\]):[0-9]{1,5}")
 ENGINES_WITH_ROLES = ("native", "simulated", "vllm")
+ENGINES_THAT_ENCODE = ("native", "vllm")
+NO_IMAGES = "role is encode, but the model takes no images; docs/models.md has those that do"
 ENGINES_BY_TURNS = ("native", "simulated", "echo")
 ENGINES_WITH_STANDBY = ("native", "simulated", "echo")
 Device = Literal["cpu", "cuda"]
@@ -495,8 +497,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
 
     def _encode_fault(self) -> str:
         """Return why the worker cannot encode images for others. Empty if it can."""
-        if self.engine != "native" or self.device != "cpu" or self.tensor_parallel > 1:
-            return "role is encode, which a native engine of one rank on a CPU has; set engine = native, device = cpu"
+        if self.engine not in ENGINES_THAT_ENCODE:
+            return f"role is encode, but engine is {self.engine}; only {', '.join(ENGINES_THAT_ENCODE)} encode images"
+        if self.tensor_parallel > 1:
+            return f"role is encode, but tensor_parallel is {self.tensor_parallel}; an engine of one rank encodes"
         if not self.kvbm.embeddings:
             return "role is encode, but kvbm.embeddings is false: embeddings are handed over through the kvbm"
         return "role is encode, but most_images is 0" if not self.most_images else ""

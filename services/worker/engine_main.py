@@ -21,8 +21,8 @@ from typing import assert_never
 
 import msgspec
 
-from services.worker.config import EngineConfig, WorkerConfig
-from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Shutdown, StandingBy, TakeOver
+from services.worker.config import NO_IMAGES, EngineConfig, WorkerConfig
+from services.worker.contracts.messages import FIRST_TOKENS, Failed, Loading, Ready, Shutdown, StandingBy, TakeOver
 from services.worker.contracts.runner import CopiesInRanks, EmbeddingLookups, Runner
 from services.worker.engine.channel import ChannelClosed, EngineEnd
 from services.worker.engine.core import EngineCore, store_layout
@@ -83,7 +83,7 @@ def _run(config: EngineConfig, channel: EngineEnd) -> Failed | None:
         try:
             _check_probe(config.worker, runner)
             if config.worker.role == "encode" and runner.facts.images is None:
-                raise ConfigError("role is encode, but the model takes no images; docs/models.md has those that do")
+                raise ConfigError(NO_IMAGES)
             serving = _stand_by(config, channel, runner) if config.stands_by else config
             if serving is not None:
                 _serve(serving, channel, runner, number)
@@ -189,6 +189,9 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
     """Run the engine's loop until Shutdown; `number` is a descriptor for the lock in the kvbm's pool, if there is one.
     Raise ConfigError, and what the runner raises."""
     attachment = mover = share_reader = sharer = kvbm = embeddings = None
+    facts = runner.facts
+    if config.worker.role == "encode":
+        facts = msgspec.structs.replace(facts, capacity_blocks=0)  # no request is there to have one
     with ExitStack() as opened:
         if number is not None:
             shared = isinstance(runner, CopiesInRanks) and config.worker.tensor_parallel > 1
@@ -202,8 +205,10 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             share_reader, sharer = _sharing(config, runner, channel)
             kvbm = opened.enter_context(closing(SocketClient(Path(config.worker.kvbm.pool))))
             channel.watch(kvbm.fileno())
-            embeddings = _share_embeddings(config, runner)
-            if embeddings is not None:
+            layout = embeddings_layout(config, runner.facts)
+            if layout is not None and isinstance(runner, EncodesImages):
+                facts = msgspec.structs.replace(facts, embeddings_layout=layout.digest)
+                embeddings = _share_embeddings(config, runner, layout)
                 opened.enter_context(closing(embeddings))
                 channel.watch(embeddings.fileno())
         if not config.stands_by:
@@ -216,23 +221,30 @@ def _serve(config: EngineConfig, channel: EngineEnd, runner: Runner, number: int
             looks_up=embeddings is not None,
         )
         with closing(engine) as core:
-            channel.send(msgspec.structs.replace(runner.facts, shares_blocks=sharer is not None))
+            channel.send(msgspec.structs.replace(facts, shares_blocks=sharer is not None))
             EngineLoop(channel, core, runner, time.monotonic, kvbm, embeddings).run()
 
 
-def _share_embeddings(config: EngineConfig, runner: Runner) -> EmbeddingLookups | None:
-    """Have a runner whose model takes images keep embeddings in the kvbm, if the settings say so. Return the store."""
-    facts = runner.facts
-    if config.worker.kvbm.embeddings and facts.images is not None and isinstance(runner, EncodesImages):
-        image_bytes = 4 * facts.images.tokens * facts.embedding_size
-        shape = KvLayout("float32", 1, 1, 1, 1, form="embeddings of images", form_bytes=image_bytes)
-        layout = StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
-        pool = Path(config.worker.kvbm.pool)
-        owed = max(1, OWED_LIMIT // THREADS)
-        lookups = ThreadedLookups(lambda: KvbmEmbeddings(pool, config.instance, layout, owed_limit=owed))
-        runner.use_lookups(lookups)
-        return lookups
-    return None
+def embeddings_layout(config: EngineConfig, facts: Ready) -> StoreLayout | None:
+    """Return what must be the same in two engines that exchange embeddings of images. None if this one exchanges none.
+
+    The host has all of them in float32, but they differ by the type that the vision tower computes with."""
+    worker = config.worker
+    if not worker.kvbm.embeddings or facts.images is None:
+        return None
+    image_bytes = 4 * facts.images.tokens * facts.embedding_size
+    form = f"embeddings of images, computed in {worker.cuda.dtype if worker.device == 'cuda' else 'float32'}"
+    shape = KvLayout("float32", 1, 1, 1, 1, form=form, form_bytes=image_bytes)
+    return StoreLayout(model=config.model_name, weights=facts.weights, kv=shape)
+
+
+def _share_embeddings(config: EngineConfig, runner: EncodesImages, layout: StoreLayout) -> EmbeddingLookups:
+    """Have a runner keep embeddings in the kvbm. Return the store."""
+    pool = Path(config.worker.kvbm.pool)
+    owed = max(1, OWED_LIMIT // THREADS)
+    lookups = ThreadedLookups(lambda: KvbmEmbeddings(pool, config.instance, layout, owed_limit=owed))
+    runner.use_lookups(lookups)
+    return lookups
 
 
 def _sharing(

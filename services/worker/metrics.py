@@ -201,4 +201,4 @@ class WorkerMetrics:
         self._encoder_bytes.set(load.encoder_bytes)
         self._blocks.labels("held").set(load.held_blocks)
         self._blocks.labels("cached").set(load.cached_blocks)
-        self._blocks.labels("free").set(capacity_blocks - load.held_blocks - load.cached_blocks)
+        self._blocks.labels("free").set(max(0, capacity_blocks - load.held_blocks - load.cached_blocks))

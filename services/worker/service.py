@@ -283,7 +283,6 @@ class Worker:
             sampling=self._config.sampling,
             role=self._config.role,
             max_running=self._config.places,
-            shares_embeddings=self._config.kvbm.embeddings and self._config.engine == "native",
         )
         self._metrics.engine_started(self.engine.start_s)
         self._gpus.watch(facts.gpus)
@@ -291,7 +290,7 @@ class Worker:
             _log.info("serving %s: makes %s with %s", self._model_name, facts.pictures.kind, facts.pictures.pipeline)
         _log.info("serving %s: %d blocks of %d tokens", self._model_name, facts.capacity_blocks, facts.block_size)
         tokens = facts.capacity_blocks * facts.block_size
-        if tokens < SMALL_KV_TOKENS and facts.pictures is None:
+        if tokens < SMALL_KV_TOKENS and facts.pictures is None and self._config.role != "encode":
             setting = "capacity_blocks" if self._config.capacity_blocks else "capacity_bytes"
             note = f"the KV has room for {tokens} tokens only, prompt and answer together; raise worker.{setting}"
             _log.warning("%s", note)

@@ -273,8 +273,9 @@ class ModelCard(Struct, frozen=True):
     this."""
     images: ImageInput | None = None
     """How images are prepared for the instance, which applies `Generate.images`. None if it takes none."""
-    shares_embeddings: bool = False
-    """Whether the instance finds the embeddings of images in its kvbm, and stores those that it computes there."""
+    embeddings_layout: str = ""
+    """The digest of all but sizes that two instances must have in common for embeddings of images that one stores in
+    its kvbm to be found by the other one. Empty if the instance exchanges none."""
     template_text: str = ""
     """The text of the template that `chat_template` names, so that each frontend renders the same. Empty if there is
     none, it is too long for a card, or an older worker wrote this. Then frontends read the file, and compare its

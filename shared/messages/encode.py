@@ -17,6 +17,9 @@ class Encode(Struct, frozen=True, tag="encode"):
     """The prepared image, in the form of `Image.pixels`."""
     time_left_s: float
     """The time after which the frontend waits no longer, in seconds."""
+    width: int = 0
+    """The pixels of a row. 0 means those of the card's `ImageInput`, as for `height`."""
+    height: int = 0
 
 
 class Encoded(Struct, frozen=True, tag="encoded"):

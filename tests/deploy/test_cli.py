@@ -61,9 +61,15 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--decode", "-1"], "error: --decode -1: at least 1; leave --prefill and --decode out"),
         (["up", "--encode", "0"], "error: --encode 0: 1 to 64; leave it out, and each worker encodes its own images"),
         (["up", "--encode", "63"], "error: --encode 63: with the others they are 65 workers; 64 together at most"),
-        (["up", "--encode", "1", "--engine", "echo"], "error: --encode: only the native engine on a CPU has the role"),
+        (["up", "--encode", "1", "--engine", "echo"], "error: --encode: engine echo encodes no images; use --engine"),
+        (["up", "--encode", "1"], "error: --encode: the default model takes no images; name one that does with --m"),
         (
-            ["up", "--encode", "1", "--kvbm-bytes", "0"],
+            ["up", "--encode", "1", "--model", "m", "--tensor-parallel", "2"],
+            "error: --encode: not with --tensor-parallel 2; one rank",
+        ),
+        (["up", "--single", "--standby"], "error: --standby: not with --single, which is one frontend"),
+        (
+            ["up", "--encode", "1", "--model", "m", "--kvbm-bytes", "0"],
             "error: --encode needs some --kvbm-bytes: embeddings are handed",
         ),
         (["up", "--encode", "1", "--single"], "error: --encode: not with --single"),

@@ -1,4 +1,5 @@
-"""A worker with the role encode in a whole `headrace up`: the same tokens with it and without, whatever is lost."""
+"""A worker with the role encode in a whole `headrace up`, native or of vLLM: the same tokens with it and without,
+whatever is lost."""
 
 from __future__ import annotations
 
@@ -24,23 +25,29 @@ from PIL import Image
 from tests.integration.stack import ROOT, Up, eventually, running
 from tests.process_tree import children
 from tests.tiny_model import CLIP, write_tiny_model
+from tests.worker.vllm.environment import needs_vllm
+from tests.worker.vllm.tiny_llava import HAS_TORCHVISION
 
 LIMIT_S = 240.0
 SIDE = 112
 TOWER = {**CLIP, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "image_size": SIDE}
 """An image takes long enough that a step of it is worth a message; the patches are as small as those of CLIP."""
 PATIENT = ("worker.kvbm.wait_s=60", "worker.kvbm.timeout_s=4", "frontend.limits.frozen_s=120")
+VLLM_MARKS = (needs_vllm, pytest.mark.skipif(not HAS_TORCHVISION, reason="vLLM has no torchvision"))
+VLLM = ("worker.vllm.enforce_eager=true", "worker.vllm.dtype=float32", "worker.vllm.num_gpu_blocks_override=1024")
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+@pytest.fixture(scope="module", params=["native", pytest.param("vllm", marks=VLLM_MARKS)])
+def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     model = write_tiny_model(
         tmp_path_factory.mktemp("model") / "eyes",
         architecture="LlavaForConditionalGeneration",
         tied=False,
         llava={"vision_config": TOWER},
         context_length=4096,
+        hidden=128,  # vLLM's kernels on a CPU need larger heads than the other tests' models have
     )
+    settings = (*PATIENT, *VLLM) if request.param == "vllm" else PATIENT
     state = tmp_path_factory.mktemp("up")
     flags = (
         "--workers",
@@ -49,9 +56,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         "1",
         "--kvbm-bytes",
         "64M",
-        *(word for each in PATIENT for word in ("--set", each)),
+        *(word for each in settings for word in ("--set", each)),
     )
-    with running(state, "--model", str(model), *flags) as stack:
+    with running(state, "--model", str(model), "--engine", request.param, *flags) as stack:
         yield stack
         assert stack.stop() == 0
 
@@ -152,6 +159,8 @@ def apart(up: Up, outcome: str) -> float:
 def test_an_encode_worker_changes_no_token_whether_it_works_stands_still_or_dies(up: Up, client: OpenAI) -> None:
     expected = ask(client)
     assert apart(up, "encoded") + apart(up, "failed") == 0, "an idle worker encodes its own images"
+    (engine,) = children(up.pid("worker-0"))
+    os.kill(engine, signal.SIGKILL)  # vLLM's own cache has the picture for all tenants
 
     def ended(outcome: str) -> bool:
         """Ask about the picture again; return whether an encode worker was asked, with this outcome."""

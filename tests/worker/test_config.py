@@ -91,8 +91,12 @@ WRONG = [
     ),
     ("--role encode --kvbm-pool p --kvbm-embeddings true --most-images 0", "role is encode, but most_images is 0"),
     (
-        "--role encode --kvbm-pool p --kvbm-embeddings true --engine vllm",
-        "role is encode, which a native engine of one rank on a CPU has; set engine = native, device = cpu",
+        "--role encode --kvbm-pool p --kvbm-embeddings true --engine simulated",
+        "role is encode, but engine is simulated; only native, vllm encode images",
+    ),
+    (
+        "--role encode --kvbm-pool p --kvbm-embeddings true --tensor-parallel 2",
+        "role is encode, but tensor_parallel is 2; an engine of one rank encodes",
     ),
     ("--role both", "role: Invalid enum value 'both'; role is one of aggregated, prefill, decode, encode"),
     ("--turns a.b", "turns: 'a.b' must be 1 to 64 letters, digits, - and _"),

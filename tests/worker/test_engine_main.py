@@ -18,7 +18,15 @@ import pytest
 from msgspec.structs import replace
 
 from services.kvbm.tickets.results import TicketLimits
-from services.worker.config import Dtype, HealthConfig, KVConnectorConfig, SimulatedConfig, WorkerConfig
+from services.worker.config import (
+    CudaConfig,
+    Dtype,
+    EngineConfig,
+    HealthConfig,
+    KVConnectorConfig,
+    SimulatedConfig,
+    WorkerConfig,
+)
 from services.worker.contracts.messages import (
     FIRST_TOKENS,
     EngineReport,
@@ -39,13 +47,14 @@ from services.worker.contracts.messages import (
 from services.worker.contracts.mover import Copy
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.process import EngineProcess
-from services.worker.engine_main import _first, _load
+from services.worker.engine_main import _first, _load, embeddings_layout
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import HostCopier
 from shared.blocks import Content
 from shared.config import ObserveConfig
 from shared.errors import ModelError
 from shared.hashing import ContentKey, pack_tokens, unpack_tokens
+from shared.messages.cards import ImageInput, KvLayout
 from shared.messages.frames import Part
 from shared.messages.generate import Sampling
 from shared.messages.kv_events import AllBlocksCleared
@@ -377,6 +386,27 @@ async def test_a_prompt_that_one_engine_computed_is_loaded_by_another_and_answer
         assert (from_disk[-1].cached_tokens, from_disk[-1].cached_disk_tokens) == (96, 96)
         assert await third.end(LIMIT_S) == 0
     store.drawer.close()
+
+
+def test_embeddings_that_were_computed_with_another_type_or_for_another_model_have_another_layout() -> None:
+    config = WorkerConfig(model="m", kvbm=KVConnectorConfig(pool="p", embeddings=True), kv_dtype="bfloat16")
+    shape = KvLayout("bfloat16", 1, 1, 4, 4)
+    takes = ImageInput(319, 16, 28, 28, 28, "BICUBIC")
+    facts = Ready(64, 320, (), 4, 8, shape, weights="w", images=takes, embedding_size=64)
+
+    def digest(config: WorkerConfig, facts: Ready = facts, model: str = "m") -> str:
+        layout = embeddings_layout(EngineConfig.of(config, model, "i", parent_pid=1), facts)
+        assert layout is not None
+        assert layout.kv.block_bytes == 4 * 16 * 64
+        return layout.digest
+
+    on_gpu = replace(config, device="cuda", cuda=CudaConfig(dtype="bfloat16"))
+    exact = replace(config, device="cuda", cuda=CudaConfig(dtype="float32"), kv_dtype="auto")
+    assert digest(config) == digest(replace(config, kv_dtype="float32")) == digest(exact) != digest(on_gpu)
+    assert digest(config, model="other") != digest(config) != digest(config, replace(facts, weights="other"))
+    for other in (replace(config, kvbm=KVConnectorConfig(pool="p")), config):
+        without = replace(facts, images=None) if other is config else facts
+        assert embeddings_layout(EngineConfig.of(other, "m", "i", parent_pid=1), without) is None
 
 
 @pytest.mark.parametrize("verify", [True, False])

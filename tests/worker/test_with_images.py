@@ -215,7 +215,8 @@ async def test_what_an_encode_worker_leaves_in_the_kvbm_another_worker_computes_
     async with running_worker(encodes) as shell, store(shell, encodes.kvbm.pool, "k1", arenas=2):
         await attached(shell, "k1")
         card = shell.directory.cards["model", WORKER]
-        assert (card.role, card.decodes, card.shares_embeddings) == ("encode", False, True)
+        assert (card.role, card.decodes, card.capacity_blocks) == ("encode", False, 0)
+        assert card.embeddings_layout
         assert [await order(shell, each) for each in orders()] == ["", ""]
         assert [await order(shell, each) for each in orders()] == ["", ""], "they are there already"
         await shell.peer.until(lambda: encoder_of(shell).fetched == 2)

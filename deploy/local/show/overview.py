@@ -238,8 +238,7 @@ def _fed(encode: ModelCard, cards: Sequence[ModelCard]) -> bool:
     """Return whether a worker takes the embeddings that this one makes."""
     return any(
         card.routed
-        and card.shares_embeddings
-        and (card.model, card.kvbm, card.kvbm_layout) == (encode.model, encode.kvbm, encode.kvbm_layout)
+        and (card.model, card.kvbm, card.embeddings_layout) == (encode.model, encode.kvbm, encode.embeddings_layout)
         for card in cards
     )
 

@@ -47,7 +47,8 @@ def check(
     """Run the check of each service that the user has configured. Raise ConfigError with the service's own message.
 
     `model` says that the model is on this machine and is checked too. `notice` is called for a check that takes long.
-    A service whose settings all come from `up` itself is not checked, which saves time.
+    A service whose settings all come from `up` itself is not checked, which saves time. One worker is checked, and one
+    of those that only encode, which need a model that takes images.
     """
     asked = _asked(options, model)
     template = _template_arguments(options, model)
@@ -60,9 +61,11 @@ def check(
         for file, text in stack.files.items():
             (Path(aside) / file.name).write_text(text, encoding="utf-8")
         running: list[tuple[ServiceName, subprocess.Popen[str]]] = []
+        checked = set[tuple[str, bool]]()
         for launch in stack.launches:
-            service = _service(launch)
-            if service is not None and service not in dict(running) and service in asked:
+            service, encodes = _service(launch), launch.program.name.startswith("encode")
+            if service is not None and (service, encodes) not in checked and service in asked:
+                checked.add((service, encodes))
                 arguments = [argument.replace(f"{state_dir.run}/", f"{aside}/") for argument in launch.arguments]
                 program = ended.enter_context(_started([*arguments, asked[service]], aside))
                 ended.callback(program.kill)

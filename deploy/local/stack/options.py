@@ -69,7 +69,8 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
         raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
     if "turns" in overrides and not words:
         raise ConfigError(f"--set turns.{overrides['turns'][0][0].removeprefix('--')}: it needs --models")
-    vllm_gpus = _vllm_gpus(flags, overrides.get("worker", ()), workers) if flags.engine == "vllm" else ()
+    asked = replace(flags, workers=workers) if roles else flags
+    vllm_gpus = _vllm_gpus(asked, overrides.get("worker", ()), workers) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or (of_gpus.workers(flags.workers, workers) if of_gpus is not None else workers)
     _check_servers(flags)
     options = UpOptions(
@@ -223,12 +224,14 @@ def _single(flags: UpFlags) -> UpFlags:
         "--prefill": flags.prefill is not None,
         "--decode": flags.decode is not None,
         "--encode": flags.encode is not None,
+        "--standby": flags.standby,
         "--engine attached": flags.engine == "attached",
         "--weights-bytes": flags.weights_bytes not in ("", "0"),
         "--kvbm-bytes": flags.kvbm_bytes not in ("", "0"),
         "--kvbm-disk": flags.kvbm_disk is not None,
         "--set kvbm": any(each.startswith("kvbm.") for each in flags.set),
         "--set worker.checkpoint": any(each.startswith("worker.checkpoint.") for each in flags.set),
+        "--set worker.standby": any(each.startswith("worker.standby=") for each in flags.set),
         "--nats": bool(flags.nats),
         "--etcd": bool(flags.etcd),
         "--discovery file": flags.discovery == "file",
@@ -290,8 +293,12 @@ def _encode(flags: UpFlags, others: int) -> int:
     if flags.encode + others > 64:
         both = f"with the others they are {flags.encode + others} workers"
         raise ConfigError(f"--encode {flags.encode}: {both}; 64 together at most")
-    if flags.engine != "native" or flags.device != "cpu":
-        raise ConfigError("--encode: only the native engine on a CPU has the role encode")
+    if flags.engine not in ("native", "vllm"):
+        raise ConfigError(f"--encode: engine {flags.engine} encodes no images; use --engine native or vllm")
+    if flags.model == DEFAULT_MODEL:
+        raise ConfigError("--encode: the default model takes no images; name one that does with --model")
+    if flags.tensor_parallel != 1:
+        raise ConfigError(f"--encode: not with --tensor-parallel {flags.tensor_parallel}; one rank encodes images")
     return flags.encode
 
 

@@ -176,7 +176,7 @@ class Launch(Struct, frozen=True):
     """Base URLs of the program's other services, in the order in which they become ready. It is ready when all are."""
     hands_over: bool = False
     """True for a worker with a role: before it exchanges blocks with the kvbm, no prompt is handed over to it or by
-    it."""
+    it. Also for a kvbm that a flag asked for."""
     added: bool = False
     """True for a program that is added to a stack that runs."""
 
@@ -284,7 +284,8 @@ def plan(
         # On two cores, starting it with the others delays the first token by a tenth. So the default block store starts
         # late; one that flags ask for starts with the others, so that the user learns early if it cannot work.
         program = Program("kvbm", 2, SERVICE_DRAIN_S, store.needed, not store.needed)
-        service(program, "kvbm", common | tiers(store, arenas=2 if options.encode else 1))
+        settings = common | tiers(store, arenas=2 if options.encode else 1)
+        service(program, "kvbm", settings, hands_over=store.needed)
     if options.turns:
         turns: dict[str, Value | Mapping[str, Value]] = {"device": options.turns_device, "awake": options.awake}
         service(Program("turns", 2, SERVICE_DRAIN_S), "turns", common | turns)

@@ -50,7 +50,8 @@ class ImagesElsewhere:
 
     async def _encode(self, request: InferenceRequest, image: Image, instance: str, wait_s: float) -> str:
         """Return why the image was not encoded. Empty if it was."""
-        order = Encode(request.model, salted_image_key(image.key, request.salt), image.pixels, wait_s)
+        key, size = salted_image_key(image.key, request.salt), (image.width, image.height)
+        order = Encode(request.model, key, image.pixels, wait_s, *size)
         subject = subjects.worker(self._runtime.namespace, instance, "encode")
         try:
             reply = await self._runtime.bus.request(subject, ENCODE.encode(order), timeout_s=wait_s)

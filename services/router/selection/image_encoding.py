@@ -140,15 +140,16 @@ class ImageEncoding:
 
 
 def encode_workers(cards: Mapping[str, ModelCard], chosen: str, left_out: Set[str]) -> list[ModelCard]:
-    """Return the workers that may encode images for the worker `chosen`: those of its kvbm, with the same weights."""
+    """Return the workers that may encode images for the worker `chosen`: those of its kvbm, whose embeddings it can
+    use."""
     own = cards[chosen]
-    if not (own.shares_embeddings and own.kvbm):
+    if not (own.embeddings_layout and own.kvbm):
         return []
     return [
         card
         for card in cards.values()
         if card.role == "encode"
-        and (card.kvbm, card.kvbm_layout, card.images) == (own.kvbm, own.kvbm_layout, own.images)
+        and (card.kvbm, card.embeddings_layout, card.images) == (own.kvbm, own.embeddings_layout, own.images)
         and card.instance not in left_out
     ]
 

@@ -121,6 +121,9 @@ class EncodeImage(Struct, frozen=True, tag="encode_image"):
     """The prepared image, in the form of `Image.pixels`."""
     time_left_s: float
     """Seconds after which no frontend waits for them."""
+    width: int = 0
+    """Pixels of a row. 0 means those of the model's `ImageInput`, as for `height`."""
+    height: int = 0
 
 
 class ProbeDevice(Struct, frozen=True, tag="probe"):
@@ -230,6 +233,8 @@ class Ready(Struct, frozen=True, tag="ready"):
     """URL of that server, if it takes text alone, as `ModelCard.server` says."""
     alias: str = ""
     """The model's name at that server, if it is another one, as `ModelCard.alias` says."""
+    embeddings_layout: str = ""
+    """What engines that exchange embeddings of images have in common, as `ModelCard.embeddings_layout` says."""
 
 
 class EngineLoad(Struct, frozen=True):

@@ -60,6 +60,7 @@ from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.contract import Engine
 from services.worker.engine.standby import AFTER_S, Standby, started
 from shared.errors import ModelError, ProtocolError, Unavailable
+from shared.messages.encode import Encode
 from shared.messages.load import LOSS_LIMIT_CHARACTERS, EngineLosses
 
 END_LIMIT_S = 2.0
@@ -246,12 +247,13 @@ class EngineSupervisor:
         assert isinstance(explained, BlockExplained)
         return explained
 
-    async def encode(self, key: bytes, pixels: bytes, limit_s: float) -> str:
+    async def encode(self, wanted: Encode) -> str:
         """Have the engine store an image's embeddings in the kvbm; return why they are not there, or nothing. Raise
         Unavailable without an engine, or if it does not answer in time."""
         self.encoding += 1
         try:
-            encoded = await self._ask("encode", lambda ticket: EncodeImage(ticket, key, pixels, limit_s), limit_s)
+            of = (wanted.key, wanted.pixels, wanted.time_left_s, wanted.width, wanted.height)
+            encoded = await self._ask("encode", lambda ticket: EncodeImage(ticket, *of), wanted.time_left_s)
         finally:
             self.encoding -= 1
         assert isinstance(encoded, ImageEncoded)

@@ -3,8 +3,8 @@
     look_up ──▶ EmbeddingStore.fetch_or_encode ─┬─ there ──▶ take_found: the embeddings
                                                 └─ encode ─▶ take_found: none … a step encodes … keep ──▶ stored
 
-A thread that has the right to encode an image holds it until a step has done so, or for CLAIM_S: its request may have
-ended. What is encoded later is stored as far as no other engine has.
+A thread that has the right to encode an image holds it until a step has done so, until it is given up, or for CLAIM_S:
+its request may have ended. What is encoded later is stored as far as no other engine has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+import numpy as np
 from msgspec import Struct
 
 from services.worker.contracts.runner import EmbeddingStore
@@ -86,6 +87,13 @@ class ThreadedLookups:
         elif self._jobs.qsize() < MOST_JOBS:
             self._jobs.put(_Job(key, embeddings))
 
+    def give_up(self, key: bytes) -> None:
+        """No step will encode this image."""
+        with self._lock:
+            waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            waiting.put(b"")
+
     def close(self) -> None:
         """End the threads, each as soon as it has nothing to wait for."""
         for _ in range(THREADS):
@@ -119,7 +127,10 @@ class ThreadedLookups:
             nonlocal told
             waiting: SimpleQueue[bytes] = SimpleQueue()
             with self._lock:
+                before = self._waiting.get(job.key)
                 self._waiting[job.key] = waiting
+            if before is not None:  # without a kvbm several threads have the right
+                before.put(b"")
             told = True
             self._tell(job.key, None)
             return self._encoded(job.key, waiting)
@@ -135,15 +146,25 @@ class ThreadedLookups:
     def _encoded(self, key: bytes, waiting: SimpleQueue[bytes]) -> bytes:
         """Return what a step has encoded. Raise _GivenUp if none has in time."""
         try:
-            return waiting.get(timeout=CLAIM_S)
+            embeddings = waiting.get(timeout=CLAIM_S)
         except Empty:
             with self._lock:
-                if self._waiting.get(key) is waiting:
+                given_up = self._waiting.get(key) is waiting
+                if given_up:
                     del self._waiting[key]
-                    raise _GivenUp("it was not encoded") from None
-            return waiting.get()  # it was taken out just now, to be filled
+            embeddings = b"" if given_up else waiting.get()  # it was taken out just now, to be filled
+        if not embeddings:
+            raise _GivenUp("it was not encoded")
+        return embeddings
 
     def _tell(self, key: bytes, found: bytes | None) -> None:
         with self._lock:
             self._found.append((key, found))
             os.eventfd_write(self._wake, 1)
+
+
+def is_finite(embeddings: bytes, dtype: str) -> bool:
+    """Return whether all numbers are finite: others were damaged where they lay. *Pure.*"""
+    if dtype == "bfloat16":
+        return not bool(((np.frombuffer(embeddings, np.uint16) & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(np.frombuffer(embeddings, np.dtype(dtype))).all())

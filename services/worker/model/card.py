@@ -42,7 +42,6 @@ def card_of(
     sampling: SamplingConfig = DEFAULT_SAMPLING,
     role: Role = "aggregated",
     max_running: int = 0,
-    shares_embeddings: bool = False,
 ) -> ModelCard:
     """Return the card of an engine that is ready. `model` is where the tokenizer lies, unless the engine names another
     directory. Reads some MB. Raise ModelError."""
@@ -73,7 +72,7 @@ def card_of(
         allowed_tokens=facts.allowed_tokens,
         forgets_output=facts.forgets_output,
         images=facts.images,
-        shares_embeddings=shares_embeddings and facts.images is not None,
+        embeddings_layout=facts.embeddings_layout,
         embedding_size=facts.embedding_size,
         generates=facts.generates,
         pooling=(facts.pooling or read_pooling(Path(model))) if facts.embedding_size else "",

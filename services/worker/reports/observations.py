@@ -81,7 +81,7 @@ class EngineObservations:
         """Show the load of each rank, which has `capacity_blocks` blocks."""
         for number, load in loads.items():
             rank = str(number)
-            free = capacity_blocks - load.held_blocks - load.cached_blocks
+            free = max(0, capacity_blocks - load.held_blocks - load.cached_blocks)
             for state, blocks in (("held", load.held_blocks), ("cached", load.cached_blocks), ("free", free)):
                 self._blocks.labels(rank, state).set(blocks)
             self._running.labels(rank).set(load.running)

@@ -14,6 +14,7 @@ from services.worker.contracts.messages import Ready
 from services.worker.requests.validation import IMAGE_KEY_BYTES
 from shared.bus.contract import Message
 from shared.errors import ProtocolError, Unavailable
+from shared.image_size import count_tokens
 from shared.messages.encode import ENCODE, ENCODED, Encode, Encoded
 from shared.runtime.runtime import Runtime
 
@@ -32,12 +33,12 @@ class EncodeServer:
         model: str,
         answer: Callable[[Message, bytes], Awaitable[bool]],
         facts: Callable[[], Ready | None],
-        encode: Callable[[bytes, bytes, float], Awaitable[str]],
+        encode: Callable[[Encode], Awaitable[str]],
         *,
         encodes: bool,
     ) -> None:
-        """`facts` are None while the worker takes no orders. `encode` gets key, pixels and seconds, and returns why the
-        image was not encoded, or raises Unavailable. `encodes` says whether the worker has the role."""
+        """`facts` are None while the worker takes no orders. `encode` returns why the image was not encoded, or
+        raises Unavailable. `encodes` says whether the worker has the role."""
         self._runtime = runtime
         self._model = model
         self._answer = answer
@@ -81,7 +82,7 @@ class EncodeServer:
 
     async def _carry_out(self, message: Message, order: Encode) -> None:
         try:
-            failed = await self._encode(order.key, order.pixels, order.time_left_s)
+            failed = await self._encode(order)
         except Unavailable as wrong:
             failed = str(wrong)
         await self._answer(message, ENCODED.encode(Encoded(failed), message.headers))
@@ -91,13 +92,16 @@ def _fault(order: Encode, model: str, facts: Ready) -> str:
     """Return what is wrong with an order, beginning with the field. Empty if nothing is."""
     if facts.images is None:
         return "this engine takes no images"
-    size_bytes = 3 * facts.images.width * facts.images.height
+    takes = facts.images
+    width, height = (order.width, order.height) if takes.unit else (takes.width, takes.height)
     if order.model != model:
         return f"model: {order.model[:256]}; this worker serves {model}"
     if len(order.key) != IMAGE_KEY_BYTES:
         return f"key: {len(order.key)} bytes, not {IMAGE_KEY_BYTES}"
-    if len(order.pixels) != size_bytes:
-        return f"pixels: {len(order.pixels)} bytes, not {size_bytes}"
+    if not count_tokens(takes, width, height) or (takes.unit and width * height > takes.most_pixels):
+        return f"width, height: {width}, {height}; no prepared image has this size"
+    if len(order.pixels) != 3 * width * height:
+        return f"pixels: {len(order.pixels)} bytes, not {3 * width * height}"
     if not 0.0 < order.time_left_s <= MOST_TIME_S:
         return f"time_left_s: {order.time_left_s:g}; it is above 0, and {MOST_TIME_S:g} at most"
     return ""

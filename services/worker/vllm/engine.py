@@ -35,6 +35,7 @@ from services.worker.contracts.messages import (
     EngineOrder,
     ExplainBlock,
     Failed,
+    ImageEncoded,
     KvbmLink,
     Operate,
     Operated,
@@ -52,6 +53,7 @@ from services.worker.vllm.events import EventReader
 from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.kv_transfer import connector_stats, hand_over_params, image_counts
 from services.worker.vllm.loras import EngineLoras
+from services.worker.vllm.ordered_images import OrderedImages
 from services.worker.vllm.outputs import logprob_entries, pack_embedding
 from services.worker.vllm.own_metrics import MOST_BYTES
 from services.worker.vllm.prefetches import Prefetches
@@ -124,9 +126,13 @@ class VllmEngine:
         """Level at which the engine sleeps. 0 if it is awake."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._prefetches = Prefetches(llm)
-        self._prober = Prober(llm, self._config.health, pooling=self._pooling, report=channel.send)
         self._images = images
         self._weights = weights
+        encodes = images if self._config.role == "encode" else None
+        self._ordered = None if encodes is None else OrderedImages(llm, encodes, Path(self._config.kvbm.pool))
+        """None without the role encode."""
+        health = self._config.health
+        self._prober = Prober(llm, health, pooling=self._pooling, report=channel.send, encodes=encodes)
         self._metrics = metrics
         self._sent_metrics = ""
         self._metrics_due_s = 0.0
@@ -147,6 +153,8 @@ class VllmEngine:
                 ticking.result()
             return ended.result()
         finally:
+            if self._ordered is not None:
+                self._ordered.close()
             for task in (ticking, *reading, *self._tasks):
                 task.cancel()
             await asyncio.gather(ticking, *reading, *self._tasks, return_exceptions=True)
@@ -178,10 +186,18 @@ class VllmEngine:
                 self._start(self._operate(command))
             case Prefetch(expected):
                 self._expect(expected)
-            case ProbeDevice() | EncodeImage():
-                pass  # `_tick` probes each rank; the shell sends no EncodeImage, since vLLM does not have that role
+            case EncodeImage():
+                self._start(self._encode(command))
+            case ProbeDevice():
+                pass  # `_tick` probes each rank
             case _:
                 assert_never(command)
+
+    async def _encode(self, order: EncodeImage) -> None:
+        assert self._ordered is not None, "only a worker with the role encode takes orders"
+        failed = await self._ordered.encode(order)
+        self._report()
+        self._channel.send(ImageEncoded(order.ticket, failed))
 
     def _expect(self, expected: Submit) -> None:
         """Load the blocks of a prompt that another worker computes. It is advice: whatever fails, the attempt loads or
@@ -476,6 +492,8 @@ class VllmEngine:
             if self._llm.errored:
                 self._give_up(self._llm.dead_error)
                 return
+            if self._ordered is not None and (link := self._ordered.take_link(now_s)) is not None:
+                self._take_link(0, link)
             stalled = self._ranks.stalled(now_s, self._config.stall_s)
             if stalled is not None and not self._prober.paused:  # the shell sees only that all ranks stand still
                 reason = f"rank {stalled.number} computed nothing for {self._config.stall_s:g} s while requests wait"

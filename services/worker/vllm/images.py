@@ -36,6 +36,7 @@ from services.worker.native.vision_config import VisionConfig, read_vision
 from services.worker.vllm.qwen_images import PatchShape, grid_of, patches_of, read_input
 from shared.errors import ModelError
 from shared.hashing import token_array
+from shared.image_size import count_tokens
 from shared.messages.cards import ImageInput
 from shared.messages.generate import Image
 from shared.model_files.config_json import read_config_json
@@ -98,6 +99,18 @@ class ImagePrompts:
             {"image": [image.key.hex() for image in images]},
             {"image": [PlaceholderRange(offset=image.start, length=image.tokens) for image in images]},
             cache_salt=submit.salt or None,
+        )
+
+    def alone(self, pixels: bytes, name: str, width: int = 0, height: int = 0) -> MultiModalInput:
+        """Return vLLM's input for one image without a text. vLLM's caches know it by this name. It has `width` and
+        `height` if the images of the model differ in them."""
+        size = (width, height) if self.input.unit else (self.input.width, self.input.height)
+        image = Image(b"", 0, count_tokens(self.input, *size), pixels, *size)
+        return mm_input(
+            [self.input.token_id] * image.tokens,
+            MultiModalKwargsItems({"image": [MultiModalKwargsItem(self.elements(image))]}),
+            {"image": [name]},
+            {"image": [PlaceholderRange(offset=0, length=image.tokens)]},
         )
 
 

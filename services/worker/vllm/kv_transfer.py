@@ -53,6 +53,8 @@ class ImageCounts(Struct, frozen=True):
     """Images whose embeddings are there now."""
     size_bytes: int = 0
     """Bytes of these embeddings."""
+    image_s: float = 0.0
+    """Seconds that it takes to encode an image, as measured lately. 0 if not measured yet."""
 
 
 def hand_over_params(name: str) -> dict[str, str]:
@@ -70,7 +72,7 @@ def hand_over_name(params: object) -> str:
 def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
     """Return the fields of vLLM's KVTransferConfig. None means no connector of ours."""
     kvbm = config.kvbm
-    if not kvbm.pool:
+    if not kvbm.pool or config.role == "encode":
         return None
     given = {
         "pool": kvbm.pool,
@@ -99,18 +101,20 @@ def kv_transfer(config: WorkerConfig) -> dict[str, Any] | None:
     }
 
 
-def ec_transfer(config: WorkerConfig) -> dict[str, Any] | None:
-    """Return the fields of vLLM's ECTransferConfig for a model that sees. None means no connector of ours."""
+def ec_transfer(config: WorkerConfig, directory: str) -> dict[str, Any] | None:
+    """Return the fields of vLLM's ECTransferConfig for a model that sees. None means no connector of ours. `directory`
+    is the engine's own."""
     if not (config.kvbm.pool and config.kvbm.embeddings and config.most_images):
         return None
     return {
         "ec_connector": "HeadraceECConnector",
         "ec_connector_module_path": ENCODER_CACHE_MODULE,
-        "ec_role": "ec_both",
+        "ec_role": "ec_producer" if config.role == "encode" else "ec_both",
         "ec_connector_extra_config": {
             "pool": config.kvbm.pool,
             "model_name": config.model_name,
             "timeout_s": config.kvbm.timeout_s,
+            "reports": directory,
         },
     }
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from services.worker.config import EngineConfig, WorkerConfig
+from services.worker.config import NO_IMAGES, EngineConfig, WorkerConfig
 from services.worker.contracts.messages import (
     FIRST_TOKENS,
     FIRST_TOKENS_LIMIT_S,
@@ -146,7 +146,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
         return failure(Cause.of(wrong), read_cause(noted))
     try:
         images = ImagePrompts.read(vllm_config.model_config, settings.most_images)
-        facts = _facts(vllm_config, images)
+        facts = _facts(vllm_config, images, settings)
         wrong_probe = settings.health.fault(vocab_size=facts.vocab_size, context_length=facts.context_length)
         if wrong_probe:
             return Failed(reason=wrong_probe, model=True)
@@ -219,9 +219,13 @@ def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
     ours: dict[str, Any] = {"kv_events_config": published}
     if transfer := kv_transfer(settings):
         ours["kv_transfer_config"] = KVTransferConfig(**transfer)
-    if (transfer := ec_transfer(settings)) and takes_images(Path(settings.model)):
+    if (transfer := ec_transfer(settings, str(directory))) and takes_images(Path(settings.model)):
         ours["ec_transfer_config"] = ECTransferConfig(**transfer)
     args = engine_args(settings, on_cpu=current_platform.is_cpu(), ours=ours)
+    if settings.role == "encode" and "ec_transfer_config" not in ours:
+        raise ConfigError(NO_IMAGES)
+    if settings.role == "encode" and args.data_parallel_size > 1:
+        raise ConfigError(f"role is encode, but vllm.data_parallel_size is {args.data_parallel_size}; leave it out")
     if args.runner == "pooling" and settings.role != "aggregated":
         raise ConfigError(f"role is {settings.role}, but vllm.runner is pooling: embeddings are not handed over")
     if current_platform.is_cpu() and args.enforce_eager:
@@ -263,26 +267,31 @@ def _pooling_of(config: VllmConfig) -> Pooling:
             raise ConfigError(f"vllm.pooler_config: {other.upper()} pooling; MEAN and LAST work")
 
 
-def _facts(config: VllmConfig, images: ImagePrompts | None) -> Ready:
-    """Return what this engine serves."""
+def _facts(config: VllmConfig, images: ImagePrompts | None, settings: WorkerConfig) -> Ready:
+    """Return what this engine serves. One that only encodes has no KV, and nothing to forget. Raise ConfigError."""
     from vllm.platforms import current_platform
 
+    from services.worker.vllm.encoder_cache.connector import store_layout
     from services.worker.vllm.engine import eos_token_ids
 
     model, cache, ranks = config.model_config, config.cache_config, config.parallel_config.data_parallel_size
     dtype = str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype).removeprefix("torch.")
     pooling = model.runner_type == "pooling"
-    operations: list[EngineOperation] = ["clear"]
-    if model.enable_sleep_mode or current_platform.is_cpu():  # on a CPU vLLM only pauses: no memory is freed
+    encodes = settings.role == "encode"
+    if encodes and images is None:
+        raise ConfigError(NO_IMAGES)
+    shares = settings.kvbm.embeddings and images is not None and config.ec_transfer_config is not None
+    operations: list[EngineOperation] = [] if encodes else ["clear"]
+    if operations and (model.enable_sleep_mode or current_platform.is_cpu()):  # on a CPU it frees no memory
         operations += ["sleep", "wake"]
-    if config.lora_config is not None:
+    if operations and config.lora_config is not None:
         operations += ["load_lora", "unload_lora"]
     return Ready(
         context_length=model.max_model_len,
         vocab_size=model.get_vocab_size(),
         eos_token_ids=eos_token_ids(config),
         block_size=cache.block_size,
-        capacity_blocks=cache.num_gpu_blocks // ranks,  # vLLM's client adds those of all ranks
+        capacity_blocks=0 if encodes else cache.num_gpu_blocks // ranks,  # vLLM's client adds those of all ranks
         kv_layout=KvLayout(
             dtype=dtype,
             layers=model.get_total_num_hidden_layers(),
@@ -305,6 +314,7 @@ def _facts(config: VllmConfig, images: ImagePrompts | None) -> Ready:
         gpus=_gpus(config),
         images=None if images is None else images.input,
         most_images=0 if images is None else images.most,
+        embeddings_layout=store_layout(config).digest if shares else "",
     )
 
 

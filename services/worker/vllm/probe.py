@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm.inputs import tokens_input
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -18,9 +18,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from services.worker.config import HealthConfig
 from services.worker.contracts.messages import Probed
 from services.worker.engine.one_line import one_line
+from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.ranks import EngineRank
 from shared.errors import Unavailable
+from shared.image_size import prepared_size
 
+_PROBE_SIDE = 224
+"""Pixels of a side of the picture that a vLLM which only encodes is probed with, before it is prepared."""
 SALT = "headrace probe"
 """The cache salt of probes, so that they find and leave no blocks of clients."""
 
@@ -28,12 +32,22 @@ SALT = "headrace probe"
 class Prober:
     """Probes the ranks of one AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM, config: HealthConfig, *, pooling: bool, report: Callable[[Probed], None]) -> None:
-        """`pooling`: the model makes embeddings. `report` gets the outcome of each probe of an idle rank."""
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: HealthConfig,
+        *,
+        pooling: bool,
+        report: Callable[[Probed], None],
+        encodes: ImagePrompts | None = None,
+    ) -> None:
+        """`pooling`: the model makes embeddings. `report` gets the outcome of each probe of an idle rank. `encodes` is
+        that of a vLLM that only encodes: a probe of it is an image, which is not stored."""
         self._llm = llm
         self._config = config
         self._pooling = pooling
         self._report = report
+        self._encodes = encodes
         self._count = 0
         self._idle: set[int] = set()
         """The ranks that are probed because they are idle."""
@@ -70,7 +84,10 @@ class Prober:
     async def _probe(self, limit_s: float, rank: EngineRank, *, logprobs: int | None = None) -> None:
         self._count += 1
         name = f"probe-{self._count}"
-        prompt = tokens_input(list(self._config.prompt), cache_salt=SALT)
+        prompt: TokensInput | MultiModalInput = tokens_input(list(self._config.prompt), cache_salt=SALT)
+        if self._encodes is not None:
+            width, height = prepared_size(self._encodes.input, _PROBE_SIDE, _PROBE_SIDE)
+            prompt = self._encodes.alone(bytes(3 * width * height), name, width, height)
         params: Any
         if self._pooling:
             params = PoolingParams(task="embed")

@@ -99,4 +99,5 @@ class EngineStats:
             fetched_images=self.images.fetched,
             encoder_entries=self.images.entries,
             encoder_bytes=self.images.size_bytes,
+            image_s=self.images.image_s,
         )

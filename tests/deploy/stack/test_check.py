@@ -175,6 +175,18 @@ def test_a_model_that_a_worker_would_not_start_with_is_refused_in_its_words(tmp_
     assert said.startswith(f"{model}/config.json: architecture GPT2LMHeadModel is not supported; ")
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_encode_workers_of_a_model_that_takes_no_images_are_refused_before_anything_starts(
+    tmp_path: Path, prefill: int
+) -> None:
+    store = BlockStoreOptions(str(tmp_path), 1 << 20)
+    model = str(write_tiny_model(tmp_path / "model"))
+    options = UpOptions(model, "m", workers=3, prefill=prefill, decode=prefill, encode=1, store=store)
+    assert refused(tmp_path, options, model=True).startswith("role is encode, but the model takes no images")
+    eyes = write_tiny_model(tmp_path / "eyes", architecture="LlavaForConditionalGeneration", tied=False)
+    checked(tmp_path, msgspec.structs.replace(options, model=str(eyes)), model=True)
+
+
 def test_a_check_that_takes_long_is_shown_meanwhile(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nuntil [ -e {tmp_path}/shown ]; do sleep 0.05; done\n")

@@ -114,13 +114,13 @@ def test_workers_that_encode_images_come_after_the_others_and_embeddings_have_an
     assert names(pairs)[-3:] == ["prefill-0", "decode-0", "encode-0"]
 
 
-def test_ready_waits_for_workers_with_roles_and_no_others() -> None:
+def test_ready_waits_for_workers_with_roles_and_a_kvbm_that_was_asked_for() -> None:
     store = BlockStoreOptions("/pool", 1 << 20)
     stack = planned(msgspec.structs.replace(OPTIONS, prefill=1, decode=2, store=store))
     awaited = {launch.program.name for launch in stack.launches if launch.hands_over}
-    assert awaited == {"prefill-0", "decode-0", "decode-1"}
-    aggregated = planned(msgspec.structs.replace(OPTIONS, store=store))
-    assert not any(launch.hands_over for launch in aggregated.launches)
+    assert awaited == {"kvbm", "prefill-0", "decode-0", "decode-1"}
+    usual = planned(msgspec.structs.replace(OPTIONS, store=msgspec.structs.replace(store, needed=False)))
+    assert not any(launch.hands_over for launch in usual.launches)
 
 
 def test_converted_weights_go_into_the_cache_or_else_into_the_state_directory(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ TAKES = ImageInput(319, 16, 28, 28, 28, "BICUBIC")
 
 
 def card(instance: str, role: Role, **more: Any) -> ModelCard:
-    fields: dict[str, Any] = {"kvbm": "k", "kvbm_layout": "l", "images": TAKES, "shares_embeddings": True, **more}
+    fields: dict[str, Any] = {"kvbm": "k", "kvbm_layout": "l", "images": TAKES, "embeddings_layout": "e", **more}
     layout = KvLayout("float32", 1, 1, 4, 4)
     return ModelCard("m", instance, "/m", "0", "0", 4096, 1000, 4, 1000, layout, role=role, **fields)
 
@@ -114,7 +114,7 @@ def test_no_more_images_are_remembered_than_the_limit(router: ModelRouter, monke
     "other",
     [
         card("e", "encode", kvbm="another machine's"),
-        card("e", "encode", kvbm_layout="other weights"),
+        card("e", "encode", embeddings_layout="other weights, or another type"),
         card("e", "encode", images=replace(TAKES, filter="NEAREST")),
         card("e", "aggregated"),
     ],
@@ -134,7 +134,7 @@ def test_a_worker_that_shares_no_embeddings_or_a_frozen_encode_worker_is_left_ou
     assert chosen(router, select("r", 7)).encode == ""
     router.eligibility.frozen = frozenset()
     router.remove_instance("a")
-    router.add_card(card("a", "aggregated", shares_embeddings=False))
+    router.add_card(card("a", "aggregated", embeddings_layout=""))
     router.apply_load_report(report("a", 4), 0.0)
     assert chosen(router, select("s", 8)).encode == ""
 

@@ -9,9 +9,11 @@ from typing import Self
 from services.worker.config import EngineName, WorkerConfig
 from services.worker.contracts.messages import (
     CancelAttempt,
+    EncodeImage,
     EngineLoad,
     EngineOperation,
     Failed,
+    ImageEncoded,
     KvbmLink,
     MemoryUse,
     Operate,
@@ -61,6 +63,8 @@ class DrivenEngine:
         self.gone = False
         self._snapshots: dict[int, Snapshot] = {}
         self._operated: dict[int, Operated] = {}
+        self._encoded: dict[int, ImageEncoded] = {}
+        self.link = KvbmLink("")
         self._numbers = 0
         self._changed = asyncio.Event()
         self._following = asyncio.ensure_future(self._follow())
@@ -130,6 +134,14 @@ class DrivenEngine:
         await self.until(lambda: ticket in self._operated)
         return self._operated[ticket].failed
 
+    async def encode(self, key: bytes, pixels: bytes, limit_s: float = LIMIT_S, *size: int) -> str:
+        """Have the engine encode an image for others; return why it was not encoded."""
+        self._numbers += 1
+        ticket = self._numbers
+        self.process.send(EncodeImage(ticket, key, pixels, limit_s, *size))
+        await self.until(lambda: ticket in self._encoded)
+        return self._encoded[ticket].failed
+
     async def until(self, met: Callable[[], bool]) -> None:
         async with asyncio.timeout(LIMIT_S):
             while not met():
@@ -154,7 +166,11 @@ class DrivenEngine:
                     self._operated[report.ticket] = report
                 case Failed(reason):
                     self.failed = reason
-                case Probed() | MemoryUse() | OwnMetrics() | KvbmLink():
+                case ImageEncoded():
+                    self._encoded[report.ticket] = report
+                case KvbmLink():
+                    self.link = report
+                case Probed() | MemoryUse() | OwnMetrics():
                     pass
                 case _:
                     self._changed.set()

@@ -6,10 +6,11 @@ import asyncio
 import select
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from services.worker.kv_connector import embedding_lookups
-from services.worker.kv_connector.embedding_lookups import ThreadedLookups
+from services.worker.kv_connector.embedding_lookups import ThreadedLookups, is_finite
 from services.worker.kv_connector.embedding_store import KvbmEmbeddings
 from tests.kvbm.store_rig import until
 from tests.worker.kv_connector.test_embedding_store import EMBEDDINGS, A, B, serving, unexpected
@@ -66,6 +67,40 @@ async def test_a_slot_for_an_image_that_is_never_encoded_is_given_back_and_a_lat
         one.close()
 
 
+async def test_an_image_that_is_given_up_is_encoded_by_the_next_engine_that_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_lookups, "CLAIM_S", 3600.0)
+    async with serving(tmp_path / "pool") as served:
+        one, two = lookups(tmp_path / "pool"), lookups(tmp_path / "pool", "w2")
+        assert await found(one, KEY) is None
+        one.give_up(KEY)
+        await until(lambda: [layout.tickets.statistics().stores for layout in served.layouts.open.values()] == [0])
+        assert await found(two, KEY) is None
+        two.keep(KEY, A)
+        one.give_up(KEY)
+        await until(lambda: sum(each.tiers.statistics().host.ready for each in served.layouts.open.values()) == 1)
+        assert await found(one, KEY) == A
+        one.close()
+        two.close()
+
+
+async def test_of_two_look_ups_of_an_image_without_a_kvbm_both_end_and_one_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_lookups, "OWED_S", 0.05)
+    monkeypatch.setattr(embedding_lookups, "THREADS", 2)
+    one = lookups(tmp_path / "pool")
+    assert await found(one, KEY) is None
+    assert await found(one, KEY) is None
+    one.keep(KEY, A)
+    for _ in range(2):
+        assert await found(one, OTHER) is None, "both threads are free again"
+    async with serving(tmp_path / "pool") as served:
+        await until(lambda: sum(each.tiers.statistics().host.ready for each in served.layouts.open.values()) == 1)
+    one.close()
+
+
 async def test_what_was_encoded_without_a_kvbm_is_stored_once_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,3 +143,16 @@ def test_the_descriptor_is_readable_while_there_are_answers_and_only_then(tmp_pa
     assert select.select([asked], [], [], 0.0)[0] == []
     assert asked.take_found() == []
     asked.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_whether_numbers_are_finite_is_seen_in_numpys_types(dtype: str) -> None:
+    assert is_finite(np.array([1, -2], dtype).tobytes(), dtype)
+    for bad in (np.inf, -np.inf, np.nan):
+        assert not is_finite(np.array([1, bad], dtype).tobytes(), dtype)
+
+
+def test_whether_numbers_are_finite_is_seen_in_bfloat16() -> None:
+    assert is_finite(np.array([0x3F80, 0xFF7F], np.uint16).tobytes(), "bfloat16"), "1, and the least number"
+    for bad in (0x7F80, 0xFF80, 0x7FC0):
+        assert not is_finite(np.array([0x3F80, bad], np.uint16).tobytes(), "bfloat16")

@@ -30,6 +30,9 @@ from shared.errors import ConfigError
 POOL = {"pool": "/dev/shm/p"}
 
 
+OWN = "/tmp/own"
+
+
 def worker(**fields: Any) -> WorkerConfig:
     return msgspec.convert({"model": "m", "engine": "vllm", **fields}, WorkerConfig)
 
@@ -143,11 +146,21 @@ def test_the_default_is_no_pool() -> None:
 
 def test_embeddings_need_a_pool_the_setting_and_a_worker_that_takes_images() -> None:
     for fields in ({}, {"kvbm": POOL}, {"kvbm": POOL | {"embeddings": True}, "most_images": 0}):
-        assert ec_transfer(worker(**fields)) is None
-    one = ec_transfer(worker(model_name="name", kvbm=POOL | {"embeddings": True, "timeout_s": 3.0}))
+        assert ec_transfer(worker(**fields), OWN) is None
+    kvbm = POOL | {"embeddings": True, "timeout_s": 3.0}
+    one = ec_transfer(worker(model_name="name", kvbm=kvbm), OWN)
     assert one is not None
     assert (one["ec_connector"], one["ec_role"]) == ("HeadraceECConnector", "ec_both")
-    assert one["ec_connector_extra_config"] == {"pool": "/dev/shm/p", "model_name": "name", "timeout_s": 3.0}
+    given = {"pool": "/dev/shm/p", "model_name": "name", "timeout_s": 3.0, "reports": "/tmp/own"}
+    assert one["ec_connector_extra_config"] == given
+
+
+def test_a_worker_that_only_encodes_exchanges_embeddings_and_no_blocks() -> None:
+    encodes = worker(kvbm=POOL | {"embeddings": True}, role="encode")
+    assert kv_transfer(encodes) is None
+    one = ec_transfer(encodes, OWN)
+    assert one is not None
+    assert one["ec_role"] == "ec_producer"
 
 
 def test_what_became_of_images_is_read_from_a_steps_statistics() -> None:

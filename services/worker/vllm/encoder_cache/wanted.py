@@ -19,6 +19,8 @@ from msgspec import Struct
 
 from services.worker.vllm.kv_transfer import ImageCounts
 
+MOST_IMAGES = 8
+"""Most images at once that are asked for, held for a step, or encoded for others: more than a step of vLLM takes."""
 ANSWER_S = 8.0
 """Most seconds that a request waits for an image: the kvbm's answers, and another engine that encodes it. Frontends
 give up a worker after 10 s without a step (`limits.frozen_s`)."""

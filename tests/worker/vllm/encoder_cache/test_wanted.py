@@ -6,7 +6,13 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.worker.vllm.encoder_cache.wanted import ANSWER_S, ENCODE_S, SeenImage, StepTransfers, WantedImages
+from services.worker.vllm.encoder_cache.wanted import (
+    ANSWER_S,
+    ENCODE_S,
+    SeenImage,
+    StepTransfers,
+    WantedImages,
+)
 from services.worker.vllm.kv_transfer import ImageCounts
 
 MOST = 2
