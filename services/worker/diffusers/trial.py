@@ -1,7 +1,7 @@
 """Tries in which ways a pipeline makes pictures: a small one of one step in each.
 
 The picture of a way that works has the size that was asked for. Several images are taken if the second one changes the
-picture: some pipelines ignore it.
+picture, and computing it again does not: some pipelines ignore it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ MOST_IMAGES = 16
 """Most images that a picture is made from, if it is made from several."""
 LEAST_SIDE = 64
 """The least width and height of a picture that is made as a trial, in pixels."""
+_NO_MEMORY = "OutOfMemoryError"
+"""The name of torch's error."""
 _COLOURS = ((200, 60, 40), (20, 90, 220))
 
 _log = logging.getLogger(__name__)
 
 
 def try_ways(pipeline: Pipeline, limit_s: float) -> None:
-    """Find the ways of a pipeline that work. Raise ModelError if there is none, or they take longer."""
+    """Find the ways of a pipeline that work. Raise ModelError if there is none, or they take longer, and MemoryError if
+    the device lacks the memory for one, which it may have at the next start."""
     until_s, wrong = time.monotonic() + limit_s, ""
     for name, ways in pipeline.candidates.items():
         for way in ways:
@@ -39,14 +42,17 @@ def try_ways(pipeline: Pipeline, limit_s: float) -> None:
             if not fault:
                 pipeline.ways[name] = way
                 break
+            if _NO_MEMORY in fault:
+                raise MemoryError(f"a picture from {name} was tried: {fault}")
             wrong = fault
             _log.info("%s makes no pictures from %s: %s", type(way.pipe).__name__, name, fault)
     if not pipeline.ways:
         raise ModelError(f"the pipeline cannot compute a step: {wrong}")
     if "image" in pipeline.ways:
-        way, made_from = pipeline.ways["image"], [trial_picture("image", pipeline.output, count) for count in (1, 2)]
-        one, two = (_made(way, picture, until_s, limit_s).files for picture in made_from)
-        pipeline.images = MOST_IMAGES if two is not None and one != two else 1
+        way, counts = pipeline.ways["image"], (1, 1, 2)
+        made_from = [trial_picture("image", pipeline.output, count) for count in counts]
+        one, again, two = (_made(way, picture, until_s, limit_s).files for picture in made_from)
+        pipeline.images = MOST_IMAGES if two is not None and one == again != two else 1
 
 
 def trial_picture(name: WayName, output: PictureOutput, images: int = 1) -> Picture:

@@ -259,6 +259,33 @@ def test_a_picture_of_a_pipeline_without_a_vae_has_no_previews_and_does_not_fail
     assert run_there(WITHOUT_VAE).strip().endswith("b'\\x89PNG'")
 
 
+TRIED = """
+import sys, torch
+from services.worker.config import DiffusersConfig
+from services.worker.diffusers.pipeline import load
+from services.worker.diffusers.trial import try_ways
+def no_memory():
+    raise torch.OutOfMemoryError("no memory")
+pipeline = load(sys.argv[1], DiffusersConfig())
+unet, call = pipeline._pipe.unet, CALL
+computed = unet.forward
+unet.forward = lambda *arguments, **named: (computed(*arguments, **named)[0] + call(),)
+try:
+    try_ways(pipeline, 600)
+    print(sorted(pipeline.ways), pipeline.images)
+except MemoryError as wrong:
+    print(wrong)
+"""
+
+
+def test_a_start_without_the_memory_for_a_way_is_tried_again_and_noise_is_no_second_image(model: Path) -> None:
+    noise = run_there(TRIED.replace("CALL", "lambda: torch.rand(1)"), str(model))
+    assert noise.strip() == "['image', 'mask', 'text'] 1"
+    assert "a picture from text was tried: OutOfMemoryError" in run_there(
+        TRIED.replace("CALL", "no_memory"), str(model)
+    )
+
+
 async def test_a_group_that_waits_for_its_turn_computes_nothing_once_it_is_not_wanted(model: Path) -> None:
     async with engine(model) as one:
         names = [one.submit(replace(PICTURE, steps=steps)) for steps in (199, 200)]
