@@ -98,7 +98,9 @@ class ImageReader:
         """Raise InvalidRequest if prepared images, and what goes with them, are too large for a message."""
         if size_bytes > (limit := self._prepared_limit):
             why = f"its images, prepared, and its tokens have {size_bytes} bytes, more than nats.payload_limit_bytes,"
-            raise field_error("messages", f"{why} {limit}; send fewer images", "request_too_large", status=413)
+            raise field_error(
+                "messages", f"{why} {limit}; send fewer images, or smaller ones", "request_too_large", status=413
+            )
 
     async def aclose(self) -> None:
         """End the processes and wait until they have ended."""

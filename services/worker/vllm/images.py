@@ -143,6 +143,7 @@ def _qwen(model: ModelConfig, most: int) -> ImagePrompts:
         raise ModelError("vllm.mm_device_do_normalize is false; images are served if it is true, which is the default")
     arguments, vocab = multimodal.mm_processor_kwargs or {}, model.get_vocab_size()
     images = read_input(Path(model.model), config.image_token_id, vocab, patch, arguments)
+    _log.info("images are resized to at most %d pixels (max_pixels in mm_processor_kwargs)", images.most_pixels)
 
     def elements(image: Image) -> _Elements:
         size = image.width, image.height

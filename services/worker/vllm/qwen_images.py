@@ -24,6 +24,9 @@ _MOST_PIXELS = 1 << 30
 """The most pixels that a file may allow an image, far beyond any real one."""
 _MOST_SIDE = 1 << 10
 """The most of each number of a patch."""
+DEFAULT_TOKENS = 1280
+"""Most tokens of an image if vLLM's `mm_processor_kwargs` say nothing else. The files of these models allow 16,384, of
+which a message over NATS holds a ninth: photos would be refused in place of resized."""
 _ARGUMENTS = ("min_pixels", "max_pixels", "size")
 """The names in vLLM's `mm_processor_kwargs` that are read."""
 
@@ -82,13 +85,15 @@ def read_input(
         raise ModelError(f"{directory}: image_token_id is {token_id}; expected one of the {vocab} tokens")
     if unknown := set(arguments) - {*_ARGUMENTS}:
         raise ModelError(f"mm_processor_kwargs: {min(unknown)} is not read; {', '.join(_ARGUMENTS)} are")
-    least = most = 0
-    for one in (said, _convert("mm_processor_kwargs", {"size": {}, **arguments})):
+    asked, least, most = _convert("mm_processor_kwargs", {"size": {}, **arguments}), 0, 0
+    for one in (said, asked):
         least = one.min_pixels or one.size.shortest_edge or least
         most = one.max_pixels or one.size.longest_edge or most
     if not 1 <= least <= most <= _MOST_PIXELS or most < patch.unit**2:
         why = f"images have {least} to {most} pixels (min_pixels, max_pixels, or size's shortest_edge, longest_edge)"
         raise ModelError(f"{path}: {why}; expected an ascending range, with a token's {patch.unit**2} below its end")
+    if not (asked.max_pixels or asked.size.longest_edge):
+        most = min(most, max(least, DEFAULT_TOKENS * patch.unit**2))
     filtered = filter_name(path, said.resample)
     return ImageInput(token_id, 0, 0, 0, 0, filtered, unit=patch.unit, least_pixels=least, most_pixels=most)
 

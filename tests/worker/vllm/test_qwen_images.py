@@ -104,12 +104,16 @@ def read(directory: Path, processor: dict[str, Any], side: int = 14, token: int 
 
 
 def test_the_bounds_of_an_image_are_those_of_the_model_and_of_vllms_arguments(tmp_path: Path) -> None:
-    assert read(tmp_path, QWEN2_7B) == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 28, 3136, 12845056)
-    assert read(tmp_path, QWEN3_8B, 16) == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 32, 65536, 16777216)
+    assert read(tmp_path, QWEN2_7B) == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 28, 3136, 1280 * 28**2)
+    assert read(tmp_path, QWEN3_8B, 16) == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 32, 65536, 1280 * 32**2)
+    large = read(tmp_path, QWEN2_7B, max_pixels=12845056)
+    assert large == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 28, 3136, 12845056)
+    wide = read(tmp_path, QWEN2_7B | {"min_pixels": 2_000_000})
+    assert (wide.least_pixels, wide.most_pixels) == (2_000_000, 2_000_000)
     plain = {"image_processor_type": "Qwen2VLImageProcessor"}
     assert read(tmp_path, plain) == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 28, 3136, 1003520)
     both = {**QWEN2_7B, "size": {"shortest_edge": 9, "longest_edge": 99_999}, "resample": 2}
-    assert read(tmp_path, both) == ImageInput(5, 0, 0, 0, 0, "BILINEAR", 28, 3136, 12845056)
+    assert read(tmp_path, both) == ImageInput(5, 0, 0, 0, 0, "BILINEAR", 28, 3136, 1280 * 28**2)
     assert read(tmp_path, QWEN2_7B, max_pixels=4000) == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 28, 3136, 4000)
     sized = read(tmp_path, QWEN2_7B, size={"shortest_edge": 800, "longest_edge": 1600}, min_pixels=900)
     assert sized == ImageInput(5, 0, 0, 0, 0, "BICUBIC", 28, 900, 1600)

@@ -50,12 +50,13 @@ from services.worker.vllm.encoder_cache.report_files import ReportFiles
 from services.worker.vllm.encoder_cache.wanted import MOST_IMAGES, SeenImage, StepTransfers, WantedImages
 from services.worker.vllm.images import ImagePrompts
 from services.worker.vllm.kv_transfer import ImageCounts
+from services.worker.vllm.qwen_images import DEFAULT_TOKENS
 from shared.errors import ConfigError
 from shared.hashing import salted_image_key
 from shared.messages.cards import KvLayout
 from shared.messages.kvbm import StoreLayout
 
-SLOT_TOKENS = 1280
+SLOT_TOKENS = DEFAULT_TOKENS
 """Most tokens of an image whose embeddings are exchanged, if images of the model differ in them: each takes the memory
 of this many, or of the model's most if these are fewer."""
 
