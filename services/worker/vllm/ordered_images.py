@@ -20,11 +20,11 @@ from services.worker.engine.one_line import one_line
 from services.worker.kv_connector.contract import KvbmDown, KvbmUp
 from services.worker.kv_connector.socket_client import SocketClient
 from services.worker.scheduler.encode_orders import LATE
-from services.worker.vllm.encoder_cache.wanted import MOST_IMAGES
 from services.worker.vllm.images import ImagePrompts
 
-AT_ONCE = MOST_IMAGES // 2
-"""The most images that vLLM has at once: each may still be stored while the next one is asked for."""
+AT_ONCE = 4
+"""The most images that vLLM has at once, half of encoder_cache/wanted.py's MOST_IMAGES: each may still be stored while
+the next one is asked for."""
 
 
 class OrderedImages:
