@@ -474,11 +474,11 @@ def _top(flags: usage.TopFlags) -> int:
 def _bench(flags: usage.BenchFlags, words: Sequence[str]) -> int:
     from deploy.local.bench import sweep
     from deploy.local.bench.files import plot_files
-    from deploy.local.bench.flags import bench_options
+    from deploy.local.bench.flags import bench_options, prefix_of
     from deploy.local.chat.api import connection_to
 
     if flags.up[:1] == ["plot"]:
-        return plot_files(flags.up[1:], "plot" if flags.out == usage.BenchFlags().out else flags.out)
+        return plot_files(flags.up[1:], "plot" if flags.out == usage.BenchFlags().out else prefix_of(flags.out))
     connection_to(url := _url(flags))  # checks the address
     prompts = "" if flags.prompts is None else _text("--prompts", flags.prompts)
     options = bench_options(flags, words, url, _api_key(flags), prompts)

@@ -432,7 +432,7 @@ class BenchFlags(ClientFlags, frozen=True, kw_only=True):
     seed: int = 0
     """The random seed of prompts and times."""
     out: Annotated[str, "PREFIX"] = "bench"
-    """The path of the .json and .png files without their suffix."""
+    """The path of the .json and .png files, with or without one of these endings."""
     json: bool = False
     """Print one JSON object in place of the table."""
     driver: Literal["own", "aiperf"] = "own"

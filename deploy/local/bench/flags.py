@@ -49,6 +49,7 @@ def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, p
         raise ConfigError("--shared-words must not exceed --words")
     if flags.shared_words and flags.prefix_ratio:
         raise ConfigError("--shared-words and --prefix-ratio say the same: give one of the two")
+    flags = replace(flags, out=prefix_of(flags.out))
     check_parent("--out", flags.out)
     parse_size(flags.image_size)
     if flags.images and (flags.tokens or flags.driver == "aiperf"):
@@ -70,6 +71,11 @@ def bench_options(flags: BenchFlags, words: Sequence[str], url: str, key: str, p
         given=plan.lines(prompts, str(flags.prompts)) if flags.prompts is not None else (),
         key=key,
     )
+
+
+def prefix_of(out: str) -> str:
+    """Return what the names of the files begin with, if `--out` gives the whole name of one of them, too."""
+    return out.removesuffix(".json").removesuffix(".png")
 
 
 def _points(flags: BenchFlags, traffic: Traffic | None) -> list[Point]:

@@ -36,7 +36,7 @@ def test_files_of_bench_are_shown_next_to_each_other_with_their_ratios(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = [str(own(tmp_path, "a", 0.2)), str(own(tmp_path, "b", 0.1, machine="other", commit="abc"))]
-    assert main(["bench", "plot", *files, "--out", "ab"]) == 0
+    assert main(["bench", "plot", *files, "--out", "ab.png"]) == 0
     out = capsys.readouterr().out
     ratio = next(line for line in out.splitlines() if "TTFT ms p50" in line)
     assert ratio.split()[-3:] == ["0.50", "0.50", "0.50"]

@@ -127,7 +127,7 @@ async def serving() -> AsyncIterator[Server]:
 
 async def bench(server: Server, out: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     """The exit status, and what was written."""
-    words = ["bench", "--url", server.url, "--out", str(out / "bench"), *flags]
+    words = ["bench", "--url", server.url, "--out", str(out / "bench.json"), *flags]
     async with asyncio.timeout(LIMIT_S):
         status = await asyncio.to_thread(main, words)
     file = out / "bench.json"
