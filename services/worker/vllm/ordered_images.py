@@ -39,8 +39,8 @@ class OrderedImages:
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def encode(self, order: EncodeImage) -> str:
-        """Have an image encoded, and stored unless it is there already or no slot is free: whoever asked then encodes
-        it in place. Return why it was not encoded; empty if it was. Raise EngineDeadError."""
+        """Have an image encoded, and stored unless it is there already or no slot is free: the worker that asked then
+        encodes it in place. Return why it was not encoded; empty if it was. Raise EngineDeadError."""
         number = next(self._numbers)
         name = f"image-{number}"
         params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
