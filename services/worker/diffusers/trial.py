@@ -34,13 +34,14 @@ def try_ways(pipeline: Pipeline, limit_s: float) -> None:
     """Find the ways of a pipeline that work. Raise ModelError if there is none, or they take longer, and MemoryError if
     the device lacks the memory for one, which it may have at the next start."""
     until_s, wrong = time.monotonic() + limit_s, ""
+    found: dict[WayName, list[bytes | str] | None] = {}
     for name, ways in pipeline.candidates.items():
         for way in ways:
             picture = trial_picture(name, pipeline.output)
             made = _made(way, picture, until_s, limit_s)
             fault = made.failed or _size_fault(made, picture)
             if not fault:
-                pipeline.ways[name] = way
+                pipeline.ways[name], found[name] = way, made.files
                 break
             if _NO_MEMORY in fault:
                 raise MemoryError(f"a picture from {name} was tried: {fault}")
@@ -49,10 +50,9 @@ def try_ways(pipeline: Pipeline, limit_s: float) -> None:
     if not pipeline.ways:
         raise ModelError(f"the pipeline cannot compute a step: {wrong}")
     if "image" in pipeline.ways:
-        way, counts = pipeline.ways["image"], (1, 1, 2)
-        made_from = [trial_picture("image", pipeline.output, count) for count in counts]
-        one, again, two = (_made(way, picture, until_s, limit_s).files for picture in made_from)
-        pipeline.images = MOST_IMAGES if two is not None and one == again != two else 1
+        way, made_from = pipeline.ways["image"], [trial_picture("image", pipeline.output, count) for count in (1, 2)]
+        again, two = (_made(way, picture, until_s, limit_s).files for picture in made_from)
+        pipeline.images = MOST_IMAGES if two is not None and found["image"] == again != two else 1
 
 
 def trial_picture(name: WayName, output: PictureOutput, images: int = 1) -> Picture:
