@@ -83,7 +83,7 @@ async def frontend(runtime: Runtime, config: FrontendConfig) -> AsyncIterator[Ht
         access = Authenticator(config.access, metrics)
         grammars, images = GrammarCompiler(), ImageReader(config.images, config.nats.payload_limit_bytes)
         chat = ServingChat(service, models, EncodePool(threads, _THREADS), metrics, grammars, images, config)
-        media, edits = MediaStore(config.media, lambda: http.url), EditImages(images, config.nats.payload_limit_bytes)
+        media, edits = MediaStore(config.media, lambda: http.url), EditImages(images)
         videos = ServingVideos(ServingPictures(service, models, media, edits, runtime.draw))
         dispatcher = Dispatcher(chat, directory := ResponseDirectory(runtime, config.responses, metrics), videos)
         texts = TextProxy(runtime, service, models, metrics, config)

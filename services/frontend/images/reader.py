@@ -48,7 +48,8 @@ class ImageReader:
         """Create it; `prepared_limit` is the largest number of bytes of the pixels that a model sees, `fetcher` is one
         that reaches other addresses, for tests."""
         self._config = config
-        self._prepared_limit = prepared_limit
+        self.prepared_limit = prepared_limit
+        """For reading only."""
         self._fetcher = fetcher or ImageFetcher(config.hosts, bytes_limit=config.bytes, time_limit_s=config.fetch_s)
         self._fetches = Turnstile(FETCHES_LIMIT, FETCHES_LIMIT // 2)
         self.prepared = PreparedImages(config.prepared_bytes)
@@ -96,7 +97,7 @@ class ImageReader:
 
     def check_payload(self, size_bytes: int) -> None:
         """Raise InvalidRequest if prepared images, and what goes with them, are too large for a message."""
-        if size_bytes > (limit := self._prepared_limit):
+        if size_bytes > (limit := self.prepared_limit):
             why = f"its images, prepared, and its tokens have {size_bytes} bytes, more than nats.payload_limit_bytes,"
             raise field_error(
                 "messages", f"{why} {limit}; send fewer images, or smaller ones", "request_too_large", status=413
@@ -137,7 +138,7 @@ class ImageReader:
 
     def _question(self, data: bytes, stated: str, wanted: ImageInput | PictureShape) -> Prepare:
         seen, shape = (None, wanted) if isinstance(wanted, PictureShape) else (wanted, None)
-        limits = self._config.pixels, self._prepared_limit
+        limits = self._config.pixels, self.prepared_limit
         return Prepare(data, key_of(data, wanted), stated, seen, *limits, shape)
 
     async def _prepare(

@@ -42,8 +42,6 @@ class EditImages(Struct, frozen=True):
     """Reads the images of requests for pictures from images."""
 
     reader: ImageReader
-    payload_limit_bytes: int
-    """The most bytes of a message to a worker."""
 
     def check(self, given: GivenImages) -> None:
         """Check the images as far as their URLs say what they are. Raise InvalidRequest."""
@@ -77,9 +75,9 @@ class EditImages(Struct, frozen=True):
     def _check_payload(self, source: ImageSource, read: Sequence[Prepared]) -> None:
         """Raise InvalidRequest, which names an image, if what was read until now does not fit into a message."""
         size = sum(len(one.pixels) for one in read)
-        if size + _REST_BYTES > self.payload_limit_bytes:
+        if size + _REST_BYTES > (limit := self.reader.prepared_limit):
             why = f"prepared, the images have {size} bytes, too many for nats.payload_limit_bytes"
-            mend = f"{self.payload_limit_bytes}; ask for a smaller size"
+            mend = f"{limit}; ask for a smaller size"
             raise field_error(source.where, f"{why}, {mend}", "request_too_large", status=413)
 
     async def _read(
