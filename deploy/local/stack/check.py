@@ -17,7 +17,16 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from deploy.local.stack import servers
-from deploy.local.stack.stack import Launch, ServiceName, UpOptions, module_of, plan, ports_needed, separated
+from deploy.local.stack.stack import (
+    Launch,
+    ServiceName,
+    UpOptions,
+    module_of,
+    named_workers,
+    plan,
+    ports_needed,
+    separated,
+)
 from deploy.local.state import StateDirectory
 from shared.chat_templates import NAMES
 from shared.errors import ConfigError
@@ -61,9 +70,9 @@ def check(
         for file, text in stack.files.items():
             (Path(aside) / file.name).write_text(text, encoding="utf-8")
         running: list[tuple[ServiceName, subprocess.Popen[str]]] = []
-        checked = set[tuple[str, bool]]()
+        checked, roles = set[tuple[str, bool]](), dict(named_workers(options))
         for launch in stack.launches:
-            service, encodes = _service(launch), launch.program.name.startswith("encode")
+            service, encodes = _service(launch), roles.get(launch.program.name) == "encode"
             if service is not None and (service, encodes) not in checked and service in asked:
                 checked.add((service, encodes))
                 arguments = [argument.replace(f"{state_dir.run}/", f"{aside}/") for argument in launch.arguments]
