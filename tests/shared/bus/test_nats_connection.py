@@ -14,6 +14,7 @@ import pytest
 from shared.bus.contract import Message
 from shared.bus.nats_bus import NatsBus, connect
 from shared.config import NatsConfig
+from shared.errors import BusDown
 from tests.clusters import nats_cluster, url_of
 from tests.logged import logged
 from tests.servers import NatsServer, free_port, nats_server
@@ -32,12 +33,17 @@ class Listener:
         self.heard.put_nowait(message.payload)
 
     async def hears(self, speaker: NatsBus, payload: bytes) -> None:
-        """Until what `speaker` publishes, again and again, comes here: servers need a moment to learn who listens."""
+        """Until what `speaker` publishes, again and again, comes here: servers need a moment to learn who listens, and
+        the speaker may be on its way to another server itself."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 await speaker.wait_connected()
-                await speaker.confirm(speaker.connections)
-                await speaker.publish("news", payload)
+                try:
+                    await speaker.confirm(speaker.connections)
+                    await speaker.publish("news", payload)
+                except BusDown:
+                    await asyncio.sleep(0.05)
+                    continue
                 try:
                     async with asyncio.timeout(0.2):
                         while await self.heard.get() != payload:
