@@ -5,7 +5,9 @@ grid.py decides which points to measure; this module measures them, and writes t
     prefill   first token of a prompt of x new tokens after y cached ones, less what no step takes
     decode    time a token of x answers at once after prompts of y tokens, all of them cached before
 
-With several workers each point is measured at one of them alone, and then at all of them at the same moment.
+Each point is measured twice at once, and again in rounds over all points: a machine that is slow for a while is then
+not slow for one point alone. With several workers each point is measured at one of them alone, and then at all of them
+at the same moment.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import asyncio
 import os
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -45,7 +47,6 @@ from shared.errors import ConfigError, Unavailable
 from shared.measured_times import Point
 from shared.version import VERSION
 
-Timed = Callable[[Place, Sequence[TokenClient]], Awaitable[float]]
 WORKERS = 16
 """The most workers of a machine that are measured at once."""
 SHORTEST = 64
@@ -54,9 +55,12 @@ PIECE = 16
 """The tokens of the shortest part of a prompt: steps often compute the rest of one."""
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
 """The tokens of answers; the longer ones are for steps so short that an answer comes in one piece."""
+FIRST_REPETITIONS = 2
+"""How often a point is measured at once; the grid's next points follow from these."""
 REPETITIONS, MORE_REPETITIONS = 3, 5
+"""How often in all, by rounds over all points; and how often one that is unsteady."""
 LONG_S = 5.0
-"""A point that takes longer is measured twice."""
+"""A point that takes longer is not measured again."""
 UNSTEADY = 0.1
 """The spread above which a point is measured more often."""
 TOLERANCE = 0.08
@@ -187,7 +191,8 @@ class Sweep:
         *,
         workers_seen: bool,
     ) -> None:
-        self.points = [] if known is None else list(known.points)
+        points = () if known is None else known.points
+        self._found: dict[tuple[Kind, int, int], MeasuredPoint] = {(each.kind, each.x, each.y): each for each in points}
         self.finished = False
         self._clients = clients
         self._asked = clients[0]
@@ -198,44 +203,63 @@ class Sweep:
         self._workers_seen = workers_seen
         self._overhead_s = 0.0 if known is None else known.overhead_s
         self._cached_seen = known is not None and known.cached_seen
-        self._seeds = count(len(self.points) * 1000)
-        self._primed: set[int] = set()
+        self._seeds = count(sum(each.repetitions for each in points) * 1000)
+        self._took_s: dict[tuple[Kind, int, int], float] = {}
+        """How long the last repetition of each point took, with what is computed before it."""
         self._until_s = time.monotonic() + options.limit_s
         longest = options.longest
-        self._prefill = self._grid("prefill", (PIECE, longest), (0, longest), (PIECE, SHORTEST))
-        self._decode = self._grid("decode", (1, options.most), (SHORTEST, longest), (1, SHORTEST))
+        self._grids: dict[Kind, TimeGrid] = {
+            "decode": self._grid("decode", (1, options.most), (SHORTEST, longest), (1, SHORTEST)),
+            "prefill": self._grid("prefill", (PIECE, longest), (0, longest), (PIECE, SHORTEST)),
+        }
 
-    def _grid(self, kind: str, xs: Place, ys: Place, step: Place) -> TimeGrid:
+    def _grid(self, kind: Kind, xs: Place, ys: Place, step: Place) -> TimeGrid:
         grid = TimeGrid(xs, ys, step=step, tolerance=TOLERANCE, most=GRID_POINTS)
         for point in self.points:
             if point.kind == kind:
                 grid.seconds[point.x, point.y], grid.spread[point.x, point.y] = point.seconds, point.spread
         return grid
 
+    @property
+    def points(self) -> list[MeasuredPoint]:
+        """All that was measured, in the order of the first repetitions."""
+        return list(self._found.values())
+
     async def run(self) -> None:
-        """Measure until both grids are complete or the time is over."""
-        if not self.points:
+        """Measure until both grids are complete and their points have been measured often enough, or until the time is
+        over."""
+        if not self._found:
             await self._learn_overhead()
-        sweeps: tuple[tuple[Kind, TimeGrid, Timed], ...] = (
-            ("decode", self._decode, self._decode_s),
-            ("prefill", self._prefill, self._prefill_s),
-        )
-        for kind, grid, timed in sweeps:
+        for kind, grid in self._grids.items():
             while (place := grid.next()) is not None:
-                done = len(self.points)
-                self._terminal.progress("profile", done / (done + self._decode.left + self._prefill.left))
-                point = await self._point(kind, place, timed)
-                grid.seconds[place], grid.spread[place] = point.seconds, point.spread
-                self.points.append(point)
-                self._options.out.write_bytes(encode_profile(self.profile(complete=False)))
-                if time.monotonic() >= self._until_s:  # after a point, so that each call gets on
+                await self._point(kind, place, FIRST_REPETITIONS)
+                if self._is_over():  # after a point, so that each call gets on
                     return
         self.finished = True
+        while (places := self._unsure()) and not self._is_over():
+            for kind, place in places:
+                await self._point(kind, place, 1)
+                if self._is_over():
+                    break
         self._options.out.write_bytes(encode_profile(self.profile(complete=True)))
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._until_s
+
+    def _unsure(self) -> list[tuple[Kind, Place]]:
+        """Return the points of both grids that are to be measured once more."""
+        longest_s = LONG_S * (2 if self._several else 1)
+        return [
+            (kind, (int(x), int(y)))
+            for kind, grid in self._grids.items()
+            for x, y, _ in _points_of(grid)
+            if _is_unsure(self._found[kind, int(x), int(y)])
+            and self._took_s.get((kind, int(x), int(y)), 0.0) <= longest_s
+        ]
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what was measured so far."""
-        prefill, decode = _points_of(self._prefill), _points_of(self._decode)
+        prefill, decode = _points_of(self._grids["prefill"]), _points_of(self._grids["decode"])
         return Profile(
             subject=self._subject,
             when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -255,10 +279,9 @@ class Sweep:
     def _several(self) -> bool:
         return self._subject.workers > 1
 
-    def _busy(self, kind: str, points: Sequence[Point]) -> list[Point]:
+    def _busy(self, kind: Kind, points: Sequence[Point]) -> list[Point]:
         """Return the times of these points while all workers are busy."""
-        busy_s = {(point.x, point.y): point.busy_s for point in self.points if point.kind == kind}
-        return [(x, y, busy_s[int(x), int(y)]) for x, y, _ in points]
+        return [(x, y, self._found[kind, int(x), int(y)].busy_s) for x, y, _ in points]
 
     async def _learn_overhead(self) -> None:
         """Measure what a first token takes without its step: that of a prompt of one token, less one decode step."""
@@ -267,24 +290,40 @@ class Sweep:
         step_s = median([await self._decode_s((1, SHORTEST), self._clients[:1]) for _ in range(REPETITIONS)])
         self._overhead_s = max(0.0, median(firsts) - step_s)
 
-    async def _point(self, kind: Kind, place: Place, timed: Timed) -> MeasuredPoint:
-        """Measure a point a few times, as often as its spread and its length ask for: at one worker and, if they are
-        several, at all of them in turn, so that other programs disturb both alike."""
+    async def _point(self, kind: Kind, place: Place, repetitions: int) -> None:
+        """Measure a point so many times more: at one worker and, if they are several, at all of them in turn, so that
+        other programs disturb both alike. Write the file."""
         groups = [self._clients[:1], self._clients][: 2 if self._several else 1]
-        times: list[list[float]] = [[] for _ in groups]
-        again_s = 0.0
-        while len(times[0]) < MORE_REPETITIONS:
-            for group, seconds in zip(groups, times, strict=True):
+        timed = self._prefill_s if kind == "prefill" else self._decode_s
+        found = self._found.get((kind, *place))
+        alone, busy = ([], []) if found is None else (list(found.times), list(found.busy_times))
+        for _ in range(repetitions):
+            began_s = time.monotonic()
+            for group, seconds in zip(groups, (alone, busy), strict=False):
                 seconds.append(max(1e-6, await timed(place, group)))
-            if len(times[0]) == 1:  # it has also computed what is cached from now on
-                again_s = time.monotonic()
-                continue
-            steady = len(times[0]) >= REPETITIONS and all(_spread(each) <= UNSTEADY for each in times)
-            if steady or time.monotonic() - again_s > LONG_S * len(groups):
-                break
-        alone, busy = times[0], times[-1] if self._several else None
-        more = () if busy is None else (median(busy), _spread(busy))
-        return MeasuredPoint(kind, *place, median(alone), _spread(alone), len(alone), *more)
+            self._took_s[kind, *place] = time.monotonic() - began_s
+        point = MeasuredPoint(
+            kind,
+            *place,
+            seconds=median(alone),
+            spread=_spread(alone),
+            repetitions=len(alone),
+            busy_s=median(busy) if busy else 0.0,
+            busy_spread=_spread(busy) if busy else 0.0,
+            times=alone,
+            busy_times=busy,
+        )
+        self._found[kind, *place] = point
+        grid = self._grids[kind]
+        grid.seconds[place], grid.spread[place] = point.seconds, point.spread
+        self._terminal.progress("profile", self._done())
+        self._options.out.write_bytes(encode_profile(self.profile(complete=self.finished)))
+
+    def _done(self) -> float:
+        """Return the part of all repetitions that has been made, as far as they are known."""
+        made = sum(min(point.repetitions, REPETITIONS) for point in self.points)
+        left = REPETITIONS * sum(grid.left for grid in self._grids.values())
+        return made / (left + REPETITIONS * len(self._found))
 
     # --- what is timed
 
@@ -292,10 +331,9 @@ class Sweep:
         """Return the time of a prompt, the mean of these workers', which all get one at the same moment."""
         tokens, before = place
         beginning = self._asked.prompt("beginning", before)
-        if before and before not in self._primed:
+        if before:  # each time: since the last one other prompts may have taken its room
             end = self._asked.prompt("end", SHORTEST)
             await asyncio.gather(*(client.ask([*beginning, *end], 1) for client in self._clients))
-            self._primed.add(before)
         prompt = [*beginning, *self._new_prompt(tokens)]
         answers = await asyncio.gather(*(client.ask(prompt, 1) for client in clients))
         for answer in answers:
@@ -342,6 +380,13 @@ class Sweep:
                 f"of {before} tokens that were sent before, {answer.cached_tokens} were cached: "
                 "is prefix caching on, and is there room for them? A shorter --longest needs less"
             )
+
+
+def _is_unsure(point: MeasuredPoint) -> bool:
+    """Return whether a point needs another repetition. One of an older version's file gets none."""
+    if not point.times or point.repetitions >= MORE_REPETITIONS:
+        return False
+    return point.repetitions < REPETITIONS or max(point.spread, point.busy_spread) > UNSTEADY
 
 
 def _spread(times: Sequence[float]) -> float:

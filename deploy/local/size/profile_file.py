@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -35,6 +35,9 @@ class MeasuredPoint(Struct, frozen=True):
     busy_s: float = 0.0
     """The median while all workers of the machine do the same at once. 0 with one worker."""
     busy_spread: float = 0.0
+    times: Sequence[float] = ()
+    """Each repetition's seconds, to which further ones are added. Empty in a file of an older version."""
+    busy_times: Sequence[float] = ()
 
 
 class Subject(Struct, frozen=True):

@@ -46,8 +46,14 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
     assert profiled(tmp_path) == 0
     made = written(tmp_path)
     assert made.complete
-    assert made.points[: len(first.points)] == first.points
+    for before, after in zip(first.points, made.points, strict=False):
+        assert (before.kind, before.x, before.y) == (after.kind, after.x, after.y)
+        assert after.times[: len(before.times)] == before.times
     assert len(made.points) > len(first.points)
+    in_grids = {("prefill", x, y) for x, y, _ in made.prefill} | {("decode", x, y) for x, y, _ in made.decode}
+    for point in made.points:
+        assert point.repetitions == len(point.times)
+        assert point.repetitions >= (3 if (point.kind, point.x, point.y) in in_grids else 2)
     assert (made.subject.model, made.block_size, made.kv_tokens) == ("tiny", 16, 4096 * 16)
     assert made.cached_seen
     prefill = {(x, y): seconds for x, y, seconds in made.prefill}
