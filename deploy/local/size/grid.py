@@ -1,9 +1,9 @@
 """Which points of a grid of times to measure next. Pure.
 
-    corners ─▶ the middle of each interval of an axis: off from the line between its ends? then it joins the axis
+    corners ─▶ the middle of each axis ─▶ where it is off from the line between its ends: the middles of both halves
             ─▶ all other points of the grid
 
-The middles are measured at the highest value of the other axis. The same points in the same order follow from the same
+The middles are measured at both ends of the other axis: a curve at one may be a line at the other. The same points in the same order follow from the same
 times, so that a sweep that was interrupted goes on where it was.
 """
 
@@ -20,12 +20,12 @@ class TimeGrid:
     """The times measured so far, and the two axes on which they are wanted."""
 
     def __init__(self, xs: tuple[int, int], ys: tuple[int, int], *, step: Place, tolerance: float, most: int) -> None:
-        """Begin with the ends of both axes. Values between them are multiples of `step`. A middle that is off by less
-        than `tolerance`, a share, adds nothing. The grid gets no further values where it would have more than `most`
+        """Begin with the ends of both axes. Values between them are multiples of `step`. An interval whose middle is off
+        by less than `tolerance`, a share, is not divided further. The grid gets no further values where it would have more than `most`
         points."""
         self.seconds: dict[Place, float] = {}
         self.spread: dict[Place, float] = {}
-        """By how much repetitions of a point differ, as a share: a middle that is off by less adds nothing either."""
+        """By how much repetitions of a point differ, as a share: a middle that is off by less divides nothing either."""
         self._axes: dict[Axis, list[int]] = {"x": sorted(set(xs)), "y": sorted(set(ys))}
         self._ends: dict[Axis, frozenset[int]] = {"x": frozenset(xs), "y": frozenset(ys)}
         self._step: dict[Axis, int] = {"x": step[0], "y": step[1]}
@@ -51,11 +51,12 @@ class TimeGrid:
             if middle is None or self._is_full(axis):
                 self._intervals.pop(0)
                 continue
-            if self._at(axis, middle) not in self.seconds:
-                return self._at(axis, middle)
+            for place in self._edges(axis, middle):
+                if place not in self.seconds:
+                    return place
             self._intervals.pop(0)
+            self._axes[axis] = sorted([*self._axes[axis], middle])
             if self._is_off(axis, low, middle, high):
-                self._axes[axis] = sorted([*self._axes[axis], middle])
                 self._intervals.extend(((axis, low, middle), (axis, middle, high)))
         xs, ys = self._axes["x"], self._axes["y"]
         return next(((x, y) for x in xs for y in ys if (x, y) not in self.seconds), None)
@@ -74,8 +75,11 @@ class TimeGrid:
             raise ValueError(f"{len(missing)} of the first {len(places)} points were not measured")
         return [(x, y, self.seconds[x, y]) for x, y in places]
 
-    def _at(self, axis: Axis, value: int) -> Place:
-        return (value, self._axes["y"][-1]) if axis == "x" else (self._axes["x"][-1], value)
+    def _edges(self, axis: Axis, value: int) -> list[Place]:
+        """Return the points at this value of an axis and both ends of the other."""
+        if axis == "x":
+            return [(value, y) for y in sorted(self._ends["y"])]
+        return [(x, value) for x in sorted(self._ends["x"])]
 
     def _is_full(self, axis: Axis) -> bool:
         longer, other = (len(self._axes[axis]) + 1), len(self._axes["y" if axis == "x" else "x"])
@@ -88,9 +92,11 @@ class TimeGrid:
         return middle if low < middle < high else None
 
     def _is_off(self, axis: Axis, low: int, middle: int, high: int) -> bool:
-        """Return whether the middle is not on the line between the two."""
-        places = [self._at(axis, value) for value in (low, middle, high)]
-        first, found, last = (self.seconds[place] for place in places)
-        line = first + (middle - low) / (high - low) * (last - first)
-        unsure = max(self._tolerance, *(self.spread.get(place, 0.0) for place in places))
-        return abs(line - found) > unsure * found
+        """Return whether the middle is not on the line between the two, at either end of the other axis."""
+        for places in zip(*(self._edges(axis, value) for value in (low, middle, high)), strict=True):
+            first, found, last = (self.seconds[place] for place in places)
+            line = first + (middle - low) / (high - low) * (last - first)
+            unsure = max(self._tolerance, *(self.spread.get(place, 0.0) for place in places))
+            if abs(line - found) > unsure * found:
+                return True
+        return False

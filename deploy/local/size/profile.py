@@ -5,7 +5,7 @@ grid.py decides which points to measure; this module measures them, and writes t
     prefill   first token of a prompt of x new tokens after y cached ones, less what no step takes
     decode    time a token of x answers at once after prompts of y tokens, all of them cached before
 
-Each point is measured twice at once, and again in rounds over all points: a machine that is slow for a while is then
+Each point is measured twice at once, and then again in rounds: a machine that is slow for a while is then
 not slow for one point alone. With several workers each point is measured at one of them alone, and then at all of them
 at the same moment.
 """
@@ -291,7 +291,7 @@ class Sweep:
         self._overhead_s = max(0.0, median(firsts) - step_s)
 
     async def _point(self, kind: Kind, place: Place, repetitions: int) -> None:
-        """Measure a point so many times more: at one worker and, if they are several, at all of them in turn, so that
+        """Measure a point `repetitions` times more: at one worker and, if they are several, at all of them in turn, so that
         other programs disturb both alike. Write the file."""
         groups = [self._clients[:1], self._clients][: 2 if self._several else 1]
         timed = self._prefill_s if kind == "prefill" else self._decode_s

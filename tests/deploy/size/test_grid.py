@@ -38,8 +38,9 @@ def bent(x: int, y: int) -> float:
 
 def test_times_on_a_line_need_the_corners_and_one_look_at_each_axis() -> None:
     one = grid()
-    assert swept(flat, one) == [(1, 64), (1, 8192), (64, 64), (64, 8192), (8, 8192), (64, 704)]
-    assert one.points() == [(x, y, flat(x, y)) for x in (1, 64) for y in (64, 8192)]
+    corners, middles = [(1, 64), (1, 8192), (64, 64), (64, 8192)], [(8, 64), (8, 8192), (1, 704), (64, 704)]
+    assert swept(flat, one) == [*corners, *middles, (8, 704)]
+    assert one.points() == [(x, y, flat(x, y)) for x in (1, 8, 64) for y in (64, 704, 8192)]
 
 
 def test_a_bend_gets_values_around_it_until_the_line_is_near_enough() -> None:
@@ -51,11 +52,17 @@ def test_a_bend_gets_values_around_it_until_the_line_is_near_enough() -> None:
     assert all(place in one.seconds for place in ((x, y) for x in xs for y in (64, 8192)))
 
 
-def test_a_bend_within_the_spread_of_the_repetitions_adds_nothing() -> None:
+def test_a_bend_at_one_end_of_the_other_axis_alone_is_found() -> None:
     one = grid()
-    one.spread = {(64, 8192): 0.9}
+    swept(lambda x, y: bent(x, 0) if y == 64 else 0.1 + x, one)
+    assert len({x for x, _, _ in one.points()}) > 3
+
+
+def test_a_bend_within_the_spread_of_the_repetitions_is_not_looked_at_further() -> None:
+    one = grid()
+    one.spread = {(64, 64): 0.9, (64, 8192): 0.9}
     swept(bent, one)
-    assert {x for x, _, _ in one.points()} == {1, 64}
+    assert {x for x, _, _ in one.points()} == {1, 8, 64}
 
 
 def test_the_grid_never_has_more_points_than_it_may() -> None:
@@ -79,7 +86,7 @@ def test_without_a_corner_there_is_no_grid_and_without_a_point_its_value_is_left
     swept(bent, one, points=3)
     with pytest.raises(ValueError, match="1 of the first 4 points were not measured"):
         one.points()
-    swept(bent, one, points=3)
+    swept(bent, one, points=2)
     assert {(x, y) for x, y, _ in one.points()} == {(1, 64), (1, 8192), (64, 64), (64, 8192)}
 
 
