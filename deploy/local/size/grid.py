@@ -3,8 +3,8 @@
     corners ─▶ the middle of each axis ─▶ where it is off from the line between its ends: the middles of both halves
             ─▶ all other points of the grid
 
-The middles are measured at both ends of the other axis: a curve at one may be a line at the other. The same points in the same order follow from the same
-times, so that a sweep that was interrupted goes on where it was.
+The middles are measured at both ends of the other axis: a curve at one may be a line at the other. The same points in
+the same order follow from the same times, so that a sweep that was interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ class TimeGrid:
     """The times measured so far, and the two axes on which they are wanted."""
 
     def __init__(self, xs: tuple[int, int], ys: tuple[int, int], *, step: Place, tolerance: float, most: int) -> None:
-        """Begin with the ends of both axes. Values between them are multiples of `step`. An interval whose middle is off
-        by less than `tolerance`, a share, is not divided further. The grid gets no further values where it would have more than `most`
-        points."""
+        """Begin with the ends of both axes. Values between them are multiples of `step`. An interval whose middle is
+        off by less than `tolerance`, a share, is not divided further. The grid gets no further values where it would
+        have more than `most` points."""
         self.seconds: dict[Place, float] = {}
         self.spread: dict[Place, float] = {}
-        """By how much repetitions of a point differ, as a share: a middle that is off by less divides nothing either."""
+        """By how much repetitions of a point differ, as a share: an interval whose middle is off by less is not divided
+        either."""
         self._axes: dict[Axis, list[int]] = {"x": sorted(set(xs)), "y": sorted(set(ys))}
         self._ends: dict[Axis, frozenset[int]] = {"x": frozenset(xs), "y": frozenset(ys)}
         self._step: dict[Axis, int] = {"x": step[0], "y": step[1]}

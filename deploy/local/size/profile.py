@@ -291,8 +291,8 @@ class Sweep:
         self._overhead_s = max(0.0, median(firsts) - step_s)
 
     async def _point(self, kind: Kind, place: Place, repetitions: int) -> None:
-        """Measure a point `repetitions` times more: at one worker and, if they are several, at all of them in turn, so that
-        other programs disturb both alike. Write the file."""
+        """Measure a point `repetitions` times more: at one worker and, if they are several, at all of them in turn, so
+        that other programs disturb both alike. Write the file."""
         groups = [self._clients[:1], self._clients][: 2 if self._several else 1]
         timed = self._prefill_s if kind == "prefill" else self._decode_s
         found = self._found.get((kind, *place))
