@@ -65,7 +65,7 @@ UNSTEADY = 0.1
 """The spread above which a point is measured more often."""
 TOLERANCE = 0.08
 """A point between two others that is off from their line by less adds nothing."""
-GRID_POINTS = 30
+GRID_POINTS = 20
 CACHED_MISS = 0.1
 """The part of a prompt's beginning that may be missing from the cache."""
 
