@@ -13,7 +13,7 @@ runs on NumPy; `cuda/decoder.py` runs on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -66,10 +66,6 @@ class Decoder:
         self._cache = cache
         self._linear = linear
         self._ranks = ranks
-        self._joining: Callable[[Array, Array], Array] = linear
-        if ranks is not None:
-            self._joining = lambda x, weight: ranks.total(linear(x, weight))
-        """Multiplies by o_proj and down_proj, of which a rank has the columns that its heads and width belong to."""
         self._turns: list[tuple[Array, Array]] = []
         for rope in config.ropes:
             cosines, sines = rope_tables(rope, config.rotated, positions)
@@ -163,7 +159,7 @@ class Decoder:
         else:
             gate = half * np.tanh(_GELU_SCALE * gate * (1 + _GELU_CUBE * gate * gate)) + half
         gate *= project(x, layer.up, "up_proj")
-        return _with_loras(self._joining(gate, layer.down), gate, loras, number, "down_proj")
+        return self._joined(gate, layer.down, loras, number, "down_proj")
 
     def _attend(
         self,
@@ -194,7 +190,12 @@ class Decoder:
             members = group.rows
             attended[members] = self._attend_group(number, group, q[members])
         attended = attended.reshape(rows, config.queries)
-        return _with_loras(_biased(self._joining(attended, layer.o), layer.o_bias), attended, loras, number, "o_proj")
+        return _biased(self._joined(attended, layer.o, loras, number, "o_proj"), layer.o_bias)
+
+    def _joined(self, x: Array, weight: Array, loras: Sequence[LoraRows], number: int, name: str) -> Array:
+        """Multiply by o_proj or down_proj, of which a rank has the columns that its heads and width belong to."""
+        part = _with_loras(self._linear(x, weight), x, loras, number, name)
+        return part if self._ranks is None else self._ranks.total(part)
 
     def _head_norm(self, x: Array, weight: Array | None) -> Array:
         """Apply RMSNorm to each head of queries or keys, (rows, width), or to each row; `weight` has that length."""

@@ -9,17 +9,17 @@ whatever type the weights were converted from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.contracts.messages import EngineOperation
-from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.lora_file import LoraLayers, LoraPair, read_lora
@@ -28,6 +28,21 @@ from shared.errors import ModelError
 LORA_OPERATIONS: tuple[EngineOperation, ...] = ("load_lora", "unload_lora")
 """The operations that `operate_loras` does."""
 Rows = slice | NDArray[np.int64]
+RowSpans = list[tuple[int, int]]
+"""The first row of each span, and the row after its last."""
+
+
+class LoraWork(Protocol):
+    """What a LoRA's rows follow from: a Work, or what a rank of a tensor-parallel group hears of one."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def lora(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +60,20 @@ class LoraRows:
             y[self.rows] += (x[self.rows] @ pair.a.T) @ pair.b.T
 
 
-def rows_by_lora(works: Sequence[Work]) -> dict[str, Rows]:
+def spans_by_lora(works: Sequence[LoraWork]) -> dict[str, RowSpans]:
     """Return the rows of each LoRA in a step; rows of works without one are left out."""
-    spans: dict[str, list[tuple[int, int]]] = {}
+    spans: dict[str, RowSpans] = {}
     first = 0
     for work in works:
         end = first + work.end - work.start
         if work.lora:
             spans.setdefault(work.lora, []).append((first, end))
         first = end
-    return {lora: _joined(of_lora) for lora, of_lora in spans.items()}
+    return spans
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> Rows:
+def joined_rows(spans: RowSpans) -> Rows:
+    """Return the rows of spans, which are ascending."""
     if all(before[1] == after[0] for before, after in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
     return np.concatenate([np.arange(first, end) for first, end in spans])
@@ -74,8 +90,8 @@ class LoraStore:
         most_bytes: int,
         place: Callable[[LoraLayers], LoraLayers] = lambda layers: layers,
     ) -> None:
-        """Keep LoRAs of the model. `most_bytes` bounds all together, as float32. `place` moves one to the device; it
-        raises ModelError if there is no room."""
+        """Keep LoRAs of the model. `most_bytes` bounds all together, as float32. `place` takes a rank's part of one and
+        moves it to the device; it raises ModelError if there is no room."""
         self._config = config
         self._most_rank = most_rank
         self._most_bytes = most_bytes
@@ -113,9 +129,9 @@ class LoraStore:
             for name, layers in self._loaded.items()
         }
 
-    def of(self, works: Sequence[Work]) -> list[LoraRows]:
-        """Return the rows of each LoRA in a step; all of them are loaded."""
-        return [LoraRows(rows, self._loaded[name]) for name, rows in rows_by_lora(works).items()]
+    def of(self, spans: Mapping[str, RowSpans]) -> list[LoraRows]:
+        """Return the rows of each LoRA in a step, of which `spans_by_lora` gave the spans; all of them are loaded."""
+        return [LoraRows(joined_rows(rows), self._loaded[name]) for name, rows in spans.items()]
 
 
 def operate_loras(store: LoraStore, operation: str, name: str, path: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, MOST_IMAGES, Dtype, WorkerConfig
-from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Ready
+from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Operate, Ready
 from services.worker.contracts.runner import Drawn, EmbeddingLookups, Work
 from services.worker.native.config import ModelConfig, read_config
 from services.worker.native.decoder import Decoder
@@ -23,7 +23,7 @@ from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, calibrate_linear
 from services.worker.native.logprobs import score
-from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras
+from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras, spans_by_lora
 from services.worker.native.masks import MaskThread
 from services.worker.native.parallel.group import (
     LEAST_LIMIT_S,
@@ -31,8 +31,8 @@ from services.worker.native.parallel.group import (
     GroupTerms,
     RankGroup,
     check_processors,
-    refused_operation,
 )
+from services.worker.native.parallel.rank import RankSizes
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prepare import prepare
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
@@ -89,7 +89,9 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._shared = weights
-        sizes = (capacity_blocks, context_length)
+        sizes = RankSizes(
+            capacity_blocks=capacity_blocks, context_length=context_length, lora_rank=lora_rank, lora_bytes=lora_bytes
+        )
         self._group = RankGroup(directory, config, layout, sizes, group) if group is not None else None
         self._cache = self._group.cache if self._group else KvCache(layout, capacity_blocks, shared=shares_blocks)
         vision = config.vision if most_images and group is None else None
@@ -99,6 +101,9 @@ class NativeRunner:
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
         self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
+        if self._group is not None:
+            self._loras = self._group.loras
+            self._group.await_ranks()
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
@@ -150,7 +155,8 @@ class NativeRunner:
             over="ignore", invalid="ignore"
         ):  # numbers that are not finite are found later, in the logits or the sums
             placed = [] if self._images is None else self._images.place(works)
-            logits, sums, hidden = self._decoder.pool(works, pooling_spans(works), self._loras.of(works), placed)
+            loras = self._loras.of(spans_by_lora(works))
+            logits, sums, hidden = self._decoder.pool(works, pooling_spans(works), loras, placed)
             prompts = [self._score(rows, hidden) for rows in scored_rows(works)]
         results = step_results(works, sample(logits, drawing, self._masks.end()), sums)
         return with_prompt_logprobs(works, results, prompts) if prompts else results
@@ -169,8 +175,6 @@ class NativeRunner:
         Sleep gives the memory of the KV pages back to the system, at level 2 also that of the weights. The mapped file
         of the weights is host memory already, so level 1 keeps it.
         """
-        if self._group is not None and (refused := refused_operation(operation, level)):
-            return refused
         match operation:
             case "clear":
                 self._forget_images()
@@ -179,14 +183,24 @@ class NativeRunner:
                 self._cache.drop()
                 self._forget_images()
                 if level == 2:
-                    del self._decoder
-                    self._images = None
+                    self._in_all_ranks(Operate(0, operation, level=level), self._drop_weights, lambda: None)
                     self._release_weights()
                 return ""
             case "wake":
                 return self._wake()
             case "load_lora" | "unload_lora":
+                if self._group is not None:
+                    return self._group.operate_loras(Operate(0, operation, name, path))
                 return operate_loras(self._loras, operation, name, path)
+
+    def _in_all_ranks(self, order: Operate, do: Callable[[], str], undo: Callable[[], object]) -> str:
+        """Do an operation, in all ranks if there are several; return why it was not done. Raise RankLost."""
+        return do() if self._group is None else self._group.operate(order, do, undo)
+
+    def _drop_weights(self) -> str:
+        del self._decoder
+        self._images = None
+        return ""
 
     def use_lookups(self, lookups: EmbeddingLookups) -> None:
         """Have these share embeddings of images with other engines."""
@@ -209,16 +223,26 @@ class NativeRunner:
             self.encoder_cache.clear()
 
     def _wake(self) -> str:
-        if not hasattr(self, "_decoder"):
-            directory = Path(self._facts.path)
-            try:
-                if self._shared is not None:
-                    self._shared.acquire()
-                check_digest(directory, self._config, self._facts.weights, self._file)
-                self._decoder = self._load_decoder(directory, self._facts.context_length)
-            except ModelError as wrong:
-                self._release_weights()
-                return f"wake: {wrong}"
+        if hasattr(self, "_decoder"):
+            return ""
+        try:
+            if self._shared is not None:
+                self._shared.acquire()
+            check_digest(Path(self._facts.path), self._config, self._facts.weights, self._file)
+        except ModelError as wrong:
+            failed = f"wake: {wrong}"
+        else:
+            order = Operate(0, "wake", path=str((self._shared and self._shared.file_of_ranks) or ""))
+            failed = self._in_all_ranks(order, self._load_again, self._drop_weights)
+        if failed:
+            self._release_weights()
+        return failed
+
+    def _load_again(self) -> str:
+        try:
+            self._decoder = self._load_decoder(Path(self._facts.path), self._facts.context_length)
+        except ModelError as wrong:
+            return f"wake: {wrong}"
         return ""
 
     def _release_weights(self) -> None:
@@ -287,8 +311,7 @@ def load_native(settings: WorkerConfig, progress: Callable[[Loading], None]) -> 
         group = GroupTerms(
             settings.tensor_parallel,
             limit_s=max(LEAST_LIMIT_S, settings.stall_s / STALL_SHARE),
-            weights_file=None if weights is None else weights.file,
-            descriptors=() if weights is None else weights.descriptors,
+            weights_file=None if weights is None else weights.file_of_ranks,
         )
     progress(Loading("mapping weights", 1.0))
     return NativeRunner(

@@ -57,9 +57,9 @@ class SharedWeights:
         self._descriptor = -1
 
     @property
-    def descriptors(self) -> tuple[int, ...]:
-        """The descriptors that a child process needs to open `file`."""
-        return () if self._descriptor < 0 else (self._descriptor,)
+    def file_of_ranks(self) -> Path | None:
+        """The file, as further ranks can open it while this process has it."""
+        return self.file if self._descriptor < 0 else Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
 
     def acquire(self) -> None:
         """Map the weights, or make them. Raise ModelError."""

@@ -8,7 +8,7 @@ import pytest
 from services.worker.contracts.runner import Work
 from services.worker.native.config import read_config
 from services.worker.native.linear import Array
-from services.worker.native.lora import LORA_OPERATIONS, LoraStore, rows_by_lora
+from services.worker.native.lora import LORA_OPERATIONS, LoraStore, joined_rows, spans_by_lora
 from services.worker.native.pooling import RowSpan
 from services.worker.native.runner import NativeRunner
 from shared.errors import ModelError
@@ -34,7 +34,7 @@ def of_lora(made: Work, lora: str) -> Work:
 
 def logits(runner: NativeRunner, works: list[Work]) -> Array:
     """Return the logits of a step as the runner computes them."""
-    return runner._decoder.pool(works, (), runner._loras.of(works))[0]
+    return runner._decoder.pool(works, (), runner._loras.of(spans_by_lora(works)))[0]
 
 
 def answer(runner: NativeRunner, prompt: list[int], lora: str = "", count: int = 8, slot: int = 0) -> list[int]:
@@ -140,7 +140,7 @@ def test_a_lora_also_changes_embeddings(model: Path, tmp_path: Path) -> None:
     assert runner.operate("load_lora", "poet", str(lora), 1) == ""
     span = [RowSpan(0, len(PROMPT))]
     works = [of_lora(work(PROMPT, [0, 1]), "poet")]
-    sums = runner._decoder.pool(works, span, runner._loras.of(works))[1]
+    sums = runner._decoder.pool(works, span, runner._loras.of(spans_by_lora(works)))[1]
     expected = merged._decoder.pool([work(PROMPT, [0, 1])], span)[1]
     np.testing.assert_allclose(sums, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
     merged.close()
@@ -155,7 +155,7 @@ def test_rows_are_grouped_by_lora_and_those_without_are_left_out() -> None:
         of_lora(work([1], [3]), "b"),
         of_lora(work([1], [4]), "a"),
     ]
-    rows = rows_by_lora(works)
+    rows = {lora: joined_rows(spans) for lora, spans in spans_by_lora(works).items()}
     assert list(rows) == ["a", "b"]
     assert np.array_equal(rows["a"], [0, 1, 2, 7])  # type: ignore[arg-type]
     assert rows["b"] == slice(4, 7)

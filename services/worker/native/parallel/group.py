@@ -15,23 +15,24 @@ docs/decisions/0083 gives the reasons.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from services.worker.contracts.messages import EngineOperation
+from services.worker.contracts.messages import Operate
 from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
 from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
-from services.worker.native.lora import LORA_OPERATIONS
+from services.worker.native.lora import LoraStore
+from services.worker.native.parallel.operations import RankLimits, do_together, operate_loras_together
 from services.worker.native.parallel.peers import Peers, RankLost, buffer_bytes
-from services.worker.native.parallel.plan import encode_plan
+from services.worker.native.parallel.plan import encode_operation, encode_plan
 from services.worker.native.parallel.processes import RankProcesses, close_ends, connect
-from services.worker.native.parallel.rank import RankOrder, rank_cache, rank_decoder
+from services.worker.native.parallel.rank import RankOrder, RankSizes, rank_cache, rank_decoder, rank_loras
 from services.worker.native.parallel.shares import share_out
 from services.worker.native.weights import Weights
 from services.worker.sharing.host_pages import HostPages
@@ -57,9 +58,7 @@ class GroupTerms:
     limit_s: float
     start_limit_s: float = START_LIMIT_S
     weights_file: Path | None = None
-    """None if the model's directory has them."""
-    descriptors: tuple[int, ...] = ()
-    """Descriptors that the ranks need to open that file."""
+    """The file, as all of them can open it. None if the model's directory has them."""
 
 
 def check_processors(ranks: int) -> None:
@@ -69,34 +68,28 @@ def check_processors(ranks: int) -> None:
         raise ModelError(f"tensor_parallel is {ranks}, more than the processors that can be used ({processors})")
 
 
-def refused_operation(operation: EngineOperation, level: int) -> str:
-    """Return why a group does not do an operation. Empty if it does."""
-    if operation in LORA_OPERATIONS:
-        return f"{operation}: not built for ranks: set tensor_parallel = 1"
-    if operation == "sleep" and level > 1:
-        return "sleep: level 2 is not built for ranks: use level 1, or set tensor_parallel = 1"
-    return ""
-
-
 class RankGroup:
     """The further ranks' processes, rank 0's end of what they exchange, and its part of the model. It belongs to the
     thread that made it, with which the ranks die."""
 
     def __init__(
-        self, directory: Path, config: ModelConfig, layout: KvLayout, sizes: tuple[int, int], terms: GroupTerms
+        self, directory: Path, config: ModelConfig, layout: KvLayout, sizes: RankSizes, terms: GroupTerms
     ) -> None:
-        """Start the ranks. `sizes` are the capacity in blocks and the length of the context. Raise ModelError."""
+        """Start the ranks. Raise ModelError."""
         shares = share_out(config, terms.ranks)
-        self._config, self._share, self._terms = config, shares[0], terms
-        self._block_size, (self._capacity_blocks, self._context_length) = layout.block_size, sizes
+        self._config, self._share = config, shares[0]
+        self._block_size, self._sizes = layout.block_size, sizes
+        self._limits = RankLimits(terms.limit_s, terms.start_limit_s)
         self._exchange = HostPages(2 * terms.ranks * buffer_bytes(config.vocab, terms.ranks))
-        pages = HostPages(layout.block_bytes * self._capacity_blocks)
+        pages = HostPages(layout.block_bytes * sizes.capacity_blocks)
         ends = connect(terms.ranks)
         self._processes = RankProcesses()
         self._peers = Peers(0, ends[0], self._exchange.array, [share.vocab for share in shares])
         self._peers.limit(terms.start_limit_s)
-        self.cache: KvCache = rank_cache(layout, self._capacity_blocks, self._share, pages, self._peers)
+        self.cache: KvCache = rank_cache(layout, sizes.capacity_blocks, self._share, pages, self._peers)
         """The pages of all ranks; rank 0 writes its heads."""
+        self.loras: LoraStore = rank_loras(config, self._share, sizes)
+        """Rank 0's part of LoRAs."""
         try:
             for rank in range(1, terms.ranks):
                 order = RankOrder(
@@ -104,8 +97,7 @@ class RankGroup:
                     weights_file=str(terms.weights_file or ""),
                     rank=rank,
                     layout=layout,
-                    capacity_blocks=self._capacity_blocks,
-                    context_length=self._context_length,
+                    sizes=sizes,
                     pages=pages.descriptors()[0],
                     exchange=self._exchange.descriptors()[0],
                     exchange_bytes=self._exchange.size_bytes,
@@ -114,12 +106,7 @@ class RankGroup:
                     limit_s=terms.limit_s,
                     parent_pid=os.getpid(),
                 )
-                inherited = [
-                    order.pages,
-                    order.exchange,
-                    *terms.descriptors,
-                    *(end for end in order.sockets if end >= 0),
-                ]
+                inherited = [order.pages, order.exchange, *(end for end in order.sockets if end >= 0)]
                 self._processes.spawn(RANK_MODULE, msgspec.json.encode(order), inherited)
         except BaseException:
             self.close()
@@ -128,24 +115,35 @@ class RankGroup:
             close_ends(ends[1:])
 
     def decoder(self, weights: Weights) -> Decoder:
-        """Return rank 0's decoder, when all ranks have theirs. Raise RankLost; the group has ended then."""
-        try:
-            found = rank_decoder(self._config, weights, self._share, self.cache, self._peers, self._context_length)
+        """Return rank 0's decoder."""
+        return rank_decoder(self._config, weights, self._share, self.cache, self._peers, self._sizes)
+
+    def await_ranks(self) -> None:
+        """Return when all ranks have started. Raise RankLost; the group has ended then."""
+        with self._guard():
             self._peers.meet()
-        except RankLost as lost:
-            raise self._ended(lost) from None
-        self._peers.limit(self._terms.limit_s)
-        return found
+        self._peers.limit(self._limits.step_s)
 
     @contextmanager
     def step(self, works: Sequence[Work]) -> Iterator[None]:
         """Have all ranks compute a step, of which rank 0 computes its part meanwhile. Raise RankLost; the group has
         ended then."""
-        try:
+        with self._guard():
             self._peers.tell(encode_plan(works, self._block_size))
             yield
-        except RankLost as lost:
-            raise self._ended(lost) from None
+
+    def operate(self, order: Operate, do: Callable[[], str], undo: Callable[[], object]) -> str:
+        """Have all ranks do an operation, as `do_together` does. Raise RankLost; the group has ended then."""
+        with self._guard():
+            self._peers.tell(encode_operation(order))
+            return do_together(self._peers, self._limits, do, undo)
+
+    def operate_loras(self, order: Operate) -> str:
+        """Load or unload a LoRA in all ranks; return why it was not done, empty if it was. Raise RankLost; the group
+        has ended then."""
+        with self._guard():
+            self._peers.tell(encode_operation(order))
+            return operate_loras_together(self.loras, order, self._peers, self._limits)
 
     @property
     def pids(self) -> list[int]:
@@ -158,8 +156,13 @@ class RankGroup:
         self._processes.kill()
         self._exchange.close()
 
-    def _ended(self, lost: RankLost) -> RankLost:
-        """End the group; return what was lost, with what the end of its process says."""
-        said = self._processes.end(lost)
-        self.close()
-        return said
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Do what all ranks do together. Raise RankLost, with what the end of its process says; the group has ended
+        then."""
+        try:
+            yield
+        except RankLost as lost:
+            said = self._processes.end(lost)
+            self.close()
+            raise said from None

@@ -120,6 +120,15 @@ class Peers:
         heard = self._buffers[self.meet()]
         return [heard[rank, : said.size].copy().view(np.int64).tolist() for rank in range(len(heard))]
 
+    def words(self, own: str) -> list[str]:
+        """Return what each rank says, cut to a length. Raise RankLost."""
+        text = own.encode()[: _MOST_REASON_BYTES // 2]
+        said = np.frombuffer(_LENGTH.pack(len(text)) + text, np.uint8)
+        self._buffers[self._parity][self._rank, : said.size] = said
+        heard = [each.data for each in self._buffers[self.meet()]]
+        ends = [_LENGTH.size + _LENGTH.unpack(each[: _LENGTH.size])[0] for each in heard]
+        return [bytes(each[_LENGTH.size : end]).decode(errors="ignore") for each, end in zip(heard, ends, strict=True)]
+
     def descriptors(self, own: int) -> dict[int, int]:
         """Give a descriptor to each peer; return those that they gave, by rank. They are the caller's. Raise
         RankLost."""

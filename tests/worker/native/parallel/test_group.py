@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from services.worker.native.config import read_config
-from services.worker.native.parallel.group import GroupTerms, RankGroup, check_processors, refused_operation
+from services.worker.native.parallel.group import GroupTerms, RankGroup, check_processors
 from services.worker.native.parallel.peers import RankLost
+from services.worker.native.parallel.rank import RankSizes
 from services.worker.native.runner import NativeRunner
 from services.worker.native.weights import load_weights
 from shared.errors import ModelError
@@ -90,11 +91,13 @@ def started(directory: Path, of: GroupTerms) -> RankGroup:
     """Return a group whose ranks have just been started."""
     config = read_config(directory)
     layout = KvLayout("float32", config.layers, config.kv_heads, config.head_dim, 16)
-    return RankGroup(directory, config, layout, (8, 64), of)
+    sizes = RankSizes(capacity_blocks=8, context_length=64, lora_rank=8, lora_bytes=0)
+    return RankGroup(directory, config, layout, sizes, of)
 
 
 def ready(directory: Path, group: RankGroup) -> None:
     group.decoder(load_weights(directory, read_config(directory)))
+    group.await_ranks()
 
 
 def test_two_ranks_draw_the_tokens_of_one(tiny: Path, two: NativeRunner) -> None:
@@ -140,16 +143,6 @@ def test_a_group_that_sleeps_gives_its_pages_back_and_computes_again(two: Native
     assert not any(group_of(two).cache.memory)
     assert two.operate("wake", "", "", 1) == ""
     assert answer(two, 4) == said
-
-
-@pytest.mark.parametrize(("operation", "level"), [("sleep", 2), ("load_lora", 1), ("unload_lora", 1)])
-def test_what_is_not_built_for_ranks_is_refused_by_the_name_of_the_setting(
-    two: NativeRunner, operation: str, level: int
-) -> None:
-    refused = two.operate(operation, "", "", level)  # type: ignore[arg-type]
-    assert refused.startswith(f"{operation}: ")
-    assert refused.endswith("set tensor_parallel = 1")
-    assert refused == refused_operation(operation, level)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_killed_while_the_group_is_idle_ends_the_next_step_by_its_name(two: NativeRunner) -> None:

@@ -18,7 +18,7 @@ from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Linear
 from services.worker.native.parallel.peers import buffer_bytes
 from services.worker.native.parallel.plan import decode_plan, encode_plan
-from services.worker.native.parallel.rank import rank_cache, rank_decoder
+from services.worker.native.parallel.rank import RankSizes, rank_cache, rank_decoder
 from services.worker.native.parallel.shares import share_out
 from services.worker.native.prepare import prepare
 from services.worker.native.weights import load_weights
@@ -55,8 +55,9 @@ class Both:
         self._peers = peers
         pages = HostPages(layout.block_bytes * BLOCKS)
         self.caches = [rank_cache(layout, BLOCKS, share, pages, own) for share, own in zip(shares, peers, strict=True)]
+        sizes = RankSizes(capacity_blocks=BLOCKS, context_length=POSITIONS, lora_rank=8, lora_bytes=0)
         self._decoders = [
-            rank_decoder(config, weights, share, cache, own, POSITIONS)
+            rank_decoder(config, weights, share, cache, own, sizes)
             for share, cache, own in zip(shares, self.caches, peers, strict=True)
         ]
 
@@ -67,9 +68,10 @@ class Both:
 
     def ranks(self, works: Sequence[Work]) -> NDArray[np.float32]:
         """Compute a step in all ranks, of which all but the first see its plan alone; return rank 0's logits."""
-        plan = encode_plan(works, BLOCK_SIZE)
+        plan = decode_plan(encode_plan(works, BLOCK_SIZE))
+        assert isinstance(plan, list)
         calls = [partial(self._decoders[0].step, works)]
-        calls += [partial(decoder.step, decode_plan(plan)) for decoder in self._decoders[1:]]
+        calls += [partial(decoder.step, plan) for decoder in self._decoders[1:]]
         logits: NDArray[np.float32] = at_once(calls)[0]
         return logits
 
