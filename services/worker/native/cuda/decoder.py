@@ -174,11 +174,11 @@ class CudaDecoder:
             return bias
         added = self._buffers.added[: len(hidden)]
         self._product(added, x, weight)
+        loras.add(added, x, number, projections)
         if norm is None:
             assert self._exchange is not None
             self._exchange.add_total(hidden, added, factor)
             return bias
-        loras.add(added, x, number, projections)
         if self._exchange is not None:
             self._exchange.total(added)
         self._norm_floats(hidden, added, bias, norm, hidden.shape[1], factor=factor)

@@ -21,7 +21,7 @@ from cupy.cuda import runtime  # pyright: ignore[reportMissingImports]
 from services.worker.config import WorkerConfig
 from services.worker.contracts.runner import AttachedPool
 from services.worker.native.config import ModelConfig
-from services.worker.native.cuda.orders import LogitsOrder, StepOrder, encode_order
+from services.worker.native.cuda.orders import RankDuty, encode_order
 from services.worker.native.cuda.rank_order import CudaRankOrder
 from services.worker.native.cuda.rank_place import RankPlace
 from services.worker.native.parallel.copies import CopyEnds, GroupCopier
@@ -112,7 +112,7 @@ class CudaRankGroup:
             self.close()
             raise said from None
 
-    def tell(self, order: StepOrder | LogitsOrder) -> None:
+    def tell(self, order: RankDuty) -> None:
         """Have all other ranks carry out an order. Raise RankLost."""
         self.place.peers.tell(encode_order(order))
 

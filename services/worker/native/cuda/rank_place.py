@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from services.worker.config import WorkerConfig
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.exchange import DeviceExchange, exchange_bytes
+from services.worker.native.parallel.operations import RankLimits
 from services.worker.native.parallel.peers import Peers
 from services.worker.native.parallel.shares import Share
 from services.worker.sharing.memory import MapFailed
@@ -54,6 +55,10 @@ class RankPlace:
         return self.gpus[self.rank]
 
     @property
+    def limits(self) -> RankLimits:
+        return RankLimits(self.limit_s, self.start_limit_s)
+
+    @property
     def vocabulary(self) -> list[slice]:
         """The part of each rank."""
         return [share.vocab for share in self.shares]
@@ -67,7 +72,7 @@ class RankPlace:
         """Return the settings of this rank alone: its GPU, and its share of it."""
         cuda = settings.cuda
         memory_share = cuda.memory_share / self.gpus.count(self.gpu)
-        return replace(settings, cuda=replace(cuda, gpu=self.gpu, memory_share=memory_share), lora_bytes=0)
+        return replace(settings, cuda=replace(cuda, gpu=self.gpu, memory_share=memory_share))
 
     def room(self) -> RankRoom:
         """Return what all ranks have, when all have come here, and none has taken memory. Raise RankLost."""

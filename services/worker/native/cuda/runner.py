@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, CudaConfig
-from services.worker.contracts.messages import EngineOperation, MemoryUse, Ready
+from services.worker.contracts.messages import EngineOperation, MemoryUse, Operate, Ready
 from services.worker.contracts.runner import AttachedPool, Drawn, EmbeddingLookups, Work
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
@@ -43,7 +43,7 @@ from services.worker.native.cuda.group import CudaRankGroup
 from services.worker.native.cuda.kernels import PREFILL_ROWS, Kernels, compile_kernels
 from services.worker.native.cuda.layout import CudaStep, StepLayout, most_ints
 from services.worker.native.cuda.lora import place_lora
-from services.worker.native.cuda.orders import LogitsOrder, StepOrder
+from services.worker.native.cuda.orders import LogitsOrder, RankDuty, StepOrder
 from services.worker.native.cuda.pooling import Pooling
 from services.worker.native.cuda.rank_place import RankPlace
 from services.worker.native.cuda.sampler import CudaSampler
@@ -60,8 +60,11 @@ from services.worker.native.cuda.weights import (
 from services.worker.native.grammars import GrammarCache
 from services.worker.native.image_encoder import ImageEncoder, image_cost
 from services.worker.native.linear import Array
-from services.worker.native.lora import LORA_OPERATIONS, LoraRows, LoraStore, operate_loras
+from services.worker.native.lora import LORA_OPERATIONS, LoraRows, LoraStore, operate_loras, spans_by_lora
+from services.worker.native.lora_file import LoraLayers
 from services.worker.native.masks import MaskThread
+from services.worker.native.parallel.operations import operate_loras_together
+from services.worker.native.parallel.weights import rank_lora
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.weights import check_digest
@@ -177,7 +180,10 @@ class CudaRunner:
         self._blocks = min(first_blocks or capacity_blocks, capacity_blocks)
         """How many blocks of KV there are at present."""
         self._loras = LoraStore(
-            config, most_rank=lora_rank, most_bytes=lora_bytes, place=lambda layers: place_lora(layers, element_type)
+            config if place is None else place.config,
+            most_rank=lora_rank,
+            most_bytes=lora_bytes,
+            place=self._place_lora,
         )
         self._masks = MaskThread(grammars)
         self._memory = memory
@@ -249,6 +255,12 @@ class CudaRunner:
                 self.stream.synchronize()
                 self._place.peers.meet()
                 self._place.peers.limit(self._place.limit_s)
+
+    def _place_lora(self, layers: LoraLayers) -> LoraLayers:
+        """Copy a LoRA, or this rank's part of it, to the device. Raise ModelError if there is no room."""
+        if self._place is not None:
+            layers = rank_lora(layers, self._place.config, self._place.share)
+        return place_lora(layers, self._settings.dtype)
 
     def _new_decoder(self, weights: CudaWeights, kernels: Kernels) -> CudaDecoder:
         parts = (self.pages, kernels, self._blas, self._buffers, self._exchange)
@@ -378,16 +390,20 @@ class CudaRunner:
         placed = [] if self._images is None else self._images.place(works)
         padded_rows = self._graphs.rows_for(works) if self.use_graphs and not placed else 0
         step = self._layout.lay_out(works, padded_rows=padded_rows)
+        loras = spans_by_lora(works)
         if self._group is not None:
-            self._group.tell(StepOrder(step, padded_rows))
-        return self._enqueue(step, padded_rows, self._loras.of(works), placed)[: len(works)]
+            self._group.tell(StepOrder(step, padded_rows, loras))
+        return self._enqueue(step, padded_rows, self._loras.of(loras), placed)[: len(works)]
 
-    def obey(self, order: StepOrder | LogitsOrder) -> None:
-        """Compute this rank's part of what rank 0 computes, and wait for it. Raise RankLost."""
+    def obey(self, order: RankDuty) -> None:
+        """Do this rank's part of what rank 0 does, and wait for it. Raise RankLost."""
+        if isinstance(order, Operate):
+            self._operate(order)
+            return
         assert self._exchange is not None
         with self.stream:
             if isinstance(order, StepOrder):
-                self._enqueue(order.step, order.padded_rows)
+                self._enqueue(order.step, order.padded_rows, self._loras.of(order.loras))
             else:
                 self._decoder.logits(order.first, order.rows)
             self._drawing.wait()
@@ -421,20 +437,32 @@ class CudaRunner:
         Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, or weights in
         that of the memory service; at level 2 the weights are read again at `wake`, unless the service still has them.
         """
-        if self._group is not None and operation != "clear":
+        order = Operate(0, operation, name, path, level)
+        if self._group is None or operation == "clear":
+            return self._operate(order)
+        if operation not in LORA_OPERATIONS:
             return f"{operation}: not built for ranks on GPUs: set tensor_parallel = 1"
+        with self._group.guard():
+            self._group.tell(order)
+            return self._operate(order)
+
+    def _operate(self, order: Operate) -> str:
+        """Do an operation in this process; return why it was not done. All ranks load and unload LoRAs at once."""
         with device_errors_as_model_error(), self.stream, cp.cuda.using_allocator(self._memory.allocator()):
-            match operation:
+            match order.operation:
                 case "clear":
                     if self.encoder_cache is not None:
                         self.encoder_cache.clear()
                     return ""
                 case "sleep":
-                    return self._sleep(level)
+                    return self._sleep(order.level)
                 case "wake":
                     return self._wake()
                 case "load_lora" | "unload_lora":
-                    failed = operate_loras(self._loras, operation, name, path)
+                    if self._place is None:
+                        failed = operate_loras(self._loras, order.operation, order.name, order.path)
+                    else:
+                        failed = operate_loras_together(self._loras, order, self._place.peers, self._place.limits)
                     self.stream.synchronize()
                     return failed
 

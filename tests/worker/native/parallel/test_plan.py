@@ -6,8 +6,9 @@ from array import array
 
 import numpy as np
 
+from services.worker.contracts.messages import Operate
 from services.worker.contracts.runner import Work
-from services.worker.native.parallel.plan import decode_plan, encode_plan
+from services.worker.native.parallel.plan import PlannedWork, decode_plan, encode_operation, encode_plan
 from services.worker.native.step import lay_out
 from shared.messages.generate import Sampling
 from tests.worker.native.works import work
@@ -20,8 +21,25 @@ WORKS = [
 ]
 
 
+def heard(works: list[Work]) -> list[PlannedWork]:
+    plan = decode_plan(encode_plan(works, 16))
+    assert isinstance(plan, list)
+    return plan
+
+
+def test_an_operation_arrives_as_it_was_given() -> None:
+    order = Operate(0, "load_lora", "poet", "/srv/poet")
+    assert decode_plan(bytearray(encode_operation(order))) == order
+
+
+def test_a_plan_has_the_lora_of_each_work() -> None:
+    works = [work([1, 2, 3], [0]), work([4, 5], [1])]
+    works[1].lora = "poet"
+    assert [planned.lora for planned in heard(works)] == ["", "poet"]
+
+
 def test_a_plan_is_laid_out_as_the_works_are() -> None:
-    planned = lay_out(decode_plan(encode_plan(WORKS, 16)), 16, 1 << 10)
+    planned = lay_out(heard(WORKS), 16, 1 << 10)
     laid = lay_out(WORKS, 16, 1 << 10)
     for field in ("tokens", "positions", "slots", "offsets", "drawing_rows"):
         np.testing.assert_array_equal(getattr(planned, field), getattr(laid, field))
@@ -36,4 +54,4 @@ def test_a_plan_is_laid_out_as_the_works_are() -> None:
 def test_a_plan_has_only_what_the_step_computes() -> None:
     long: Work = work(list(range(1000)), list(range(200)), start=999)
     assert len(encode_plan([long], 16)) < 400
-    assert decode_plan(encode_plan([long], 16))[0].tokens == [999]
+    assert heard([long])[0].tokens == [999]
