@@ -65,6 +65,7 @@ class CudaRankGroup:
 
     def __init__(self, settings: WorkerConfig, directory: Path, config: ModelConfig) -> None:
         """Start the ranks of a prepared model. Raise ConfigError and ModelError."""
+        self._settings, self._directory, self._config = settings, directory, config
         ranks = settings.tensor_parallel
         shares, gpus = share_out_evenly(config, ranks), rank_gpus(settings)
         self._exchange = HostPages(2 * ranks * buffer_bytes(config.vocab, ranks))
@@ -101,6 +102,12 @@ class CudaRankGroup:
             close_ends(ends[1:])
             for _, theirs in copies:
                 theirs.close()
+
+    def started_again(self, capacity_blocks: int) -> CudaRankGroup:
+        """Return a group like this one, which has ended, whose ranks have so many blocks. Raise what the first start
+        raises."""
+        settings = msgspec.structs.replace(self._settings, capacity_blocks=capacity_blocks, capacity_bytes=0)
+        return CudaRankGroup(settings, self._directory, self._config)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -6,7 +6,8 @@
 All device memory comes from one DeviceMemory, and the memory of the largest step is allocated at start. `step` returns
 when the device has done the step. Only one thread may use it at a time.
 
-A sleeping engine frees everything and is built again by the code of its start, so there is one way to take memory.
+A sleeping engine frees everything and is built again by the code of its start, so there is one way to take memory. Its
+further ranks end, and are started again.
 
 Each rank of a tensor-parallel group has a runner of its part. That of rank 0 is the engine's; the others `obey` it.
 docs/decisions/0030 says why the engine is its own.
@@ -18,6 +19,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,7 @@ from services.worker.native.lora import LORA_OPERATIONS, LoraRows, LoraStore, op
 from services.worker.native.lora_file import LoraLayers
 from services.worker.native.masks import MaskThread
 from services.worker.native.parallel.operations import operate_loras_together
+from services.worker.native.parallel.peers import RankLost
 from services.worker.native.parallel.weights import rank_lora
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
@@ -332,10 +335,12 @@ class CudaRunner:
         The device has then done the step, so that the blocks that it filled can be copied on any stream. Raises
         ModelError if the device fails, and RankLost if another rank is.
         """
-        if self._group is None:
+        with self._guard():
             return self._step(works)
-        with self._group.guard():
-            return self._step(works)
+
+    def _guard(self) -> AbstractContextManager[None]:
+        """Return what ends the group, if there is one, where a rank is lost in what all do together."""
+        return nullcontext() if self._group is None else self._group.guard()
 
     def _step(self, works: Sequence[Work]) -> list[Drawn | None]:
         drawing = [work for work in works if work.draws]
@@ -436,12 +441,11 @@ class CudaRunner:
 
         Sleep gives all memory back to the device. At level 1 weights and LoRAs are kept in host memory, or weights in
         that of the memory service; at level 2 the weights are read again at `wake`, unless the service still has them.
+        Several ranks have level 2 alone, at which no LoRA is loaded.
         """
         order = Operate(0, operation, name, path, level)
-        if self._group is None or operation == "clear":
+        if self._group is None or operation not in LORA_OPERATIONS:
             return self._operate(order)
-        if operation not in LORA_OPERATIONS:
-            return f"{operation}: not built for ranks on GPUs: set tensor_parallel = 1"
         with self._group.guard():
             self._group.tell(order)
             return self._operate(order)
@@ -467,6 +471,10 @@ class CudaRunner:
                     return failed
 
     def _sleep(self, level: int) -> str:
+        if self._group is not None:
+            if level == 1:
+                return "sleep: level 1 is not built for ranks on GPUs: use level 2, or set tensor_parallel = 1"
+            assert not self._loras.size_bytes, "the other ranks lose theirs"
         self.stream.synchronize()
         if level == 1:
             try:
@@ -483,8 +491,10 @@ class CudaRunner:
         return ""
 
     def _give_back(self) -> None:
-        """Free everything on the device, and give it back to the device."""
+        """Free everything on the device, and give it back to the device. All other ranks end."""
         self._free_memory()
+        if self._group is not None:
+            self._group.close()
         gc.collect()  # an error's traceback may hold arrays in a cycle
         if self._shared is not None:
             self._shared.unmap()
@@ -494,12 +504,8 @@ class CudaRunner:
         failed, copier = "", None
         self._blocks = self._facts.capacity_blocks
         try:
-            with no_room_as_model_error(self._facts.path, "the weights"):
-                self._take_memory(self._weights_again(), lambda _share: None)
-                self._loras.move(cp.asarray)
-                if self._mover is not None:
-                    copier = self.copier()
-        except (ModelError, ConfigError) as wrong:
+            copier = self._take_again()
+        except (ModelError, ConfigError, RankLost) as wrong:
             failed = f"wake: {wrong}"
         if failed:
             self._give_back()
@@ -509,15 +515,30 @@ class CudaRunner:
             self._mover.renew(copier)
         return ""
 
+    def _take_again(self) -> Copier | None:
+        """Take the memory that sleep gave back, and start the other ranks; return the mover's new copier, if there is a
+        mover. Raise ModelError, ConfigError, RankLost."""
+        if self._group is not None:
+            self._group = self._group.started_again(self._blocks)
+            self._place = self._group.place
+        with self._guard(), no_room_as_model_error(self._facts.path, "the weights"):
+            if self._place is not None:
+                self._place.room()  # which all ranks hear when they start
+            self._take_memory(self._weights_again(), lambda _share: None)
+            self._loras.move(cp.asarray)
+            return None if self._mover is None else self._block_copier()
+
     def _weights_again(self) -> CudaWeights:
         """Return the weights on the device. Raise ModelError if they are not the same any longer."""
         if self._kept is not None:
             return weights_on_device(self._kept)
-        directory = Path(self._facts.path)
-        check_digest(directory, self._config, self._digest)
+        directory, config, share = Path(self._facts.path), self._config, None
+        if self._place is not None:
+            config, share = self._place.config, self._place.share
+        check_digest(directory, config, self._digest)
         if self._shared is not None:
             return self._shared.load()
-        return load_cuda_weights(directory, self._config, self._settings.dtype)
+        return load_cuda_weights(directory, config, self._settings.dtype, share=share)
 
     def memory_use(self) -> MemoryUse:
         with device_errors_as_model_error(), cp.cuda.Device(self._memory.device):
@@ -536,14 +557,17 @@ class CudaRunner:
         by a step that is scheduled after that.
         """
         self._clock = clock
-        copier: Copier
         with device_errors_as_model_error():
-            copier = self.copier()
-            if self._group is not None:
-                assert self.pool_place is not None
-                copier = self._group.copier(copier, self._facts.kv_layout.block_bytes, self.pool_place)
-            self._mover = TransferMover(copier, clock, verify=self._verify)
+            self._mover = TransferMover(self._block_copier(), clock, verify=self._verify)
         return self._mover
+
+    def _block_copier(self) -> Copier:
+        """Return a copier of whole blocks, of which each rank copies its part."""
+        copier = self.copier()
+        if self._group is None:
+            return copier
+        assert self.pool_place is not None
+        return self._group.copier(copier, self._facts.kv_layout.block_bytes, self.pool_place)
 
     def copier(self) -> CudaCopier:
         """Return a copier between the KV pages and a pool; of a rank, for its part of blocks."""

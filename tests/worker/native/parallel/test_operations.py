@@ -21,14 +21,15 @@ from services.worker.native.runner import NativeRunner, load_native
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.memory.test_service import serving, shown
-from tests.worker.native.parallel.test_group import LIMIT_S, PROMPT, SLOTS, _no_orphans, answer, group_of, terms
-from tests.worker.native.parallel.threaded import at_once, closing_all, connected
+from tests.worker.native.parallel.test_group import PROMPT, SLOTS, _no_orphans, answer, group_of, terms
+from tests.worker.native.parallel.threaded import LIMIT_S, at_once, closing_all, connected
 from tests.worker.native.test_shared_weights import LIMITS, quiet
 from tests.worker.native.works import work
 
 __all__ = ["_no_orphans"]
 BLOCKS = 32
-OTHER_SLOTS = [10, 11, 12, 13, 14]
+PATIENCE_S = 300.0
+"""How long a rank may take to start, and for a step, on a machine that does other things too."""
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def two(tiny: Path) -> Iterator[NativeRunner]:
         yield runner
 
 
-def runner_of(directory: Path, ranks: int, limit_s: float = LIMIT_S) -> NativeRunner:
-    group = terms(ranks, limit_s) if ranks > 1 else None
+def runner_of(directory: Path, ranks: int, limit_s: float = PATIENCE_S) -> NativeRunner:
+    group = terms(ranks, limit_s, PATIENCE_S) if ranks > 1 else None
     return NativeRunner(directory, capacity_blocks=BLOCKS, lora_bytes=1 << 24, group=group)
 
 
@@ -65,6 +66,13 @@ def answers(runner: NativeRunner, loras: list[str], length: int) -> list[list[in
             assert drawn is not None
             history.append(drawn.token)
     return [history[len(PROMPT) :] for history in histories]
+
+
+def no_more_files(pid: int) -> tuple[int, int]:
+    """Have a process open no further file; return the limits that it had."""
+    _, most = limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, most))
+    return limits
 
 
 @pytest.mark.parametrize(
@@ -144,11 +152,7 @@ def test_a_rank_that_cannot_load_a_lora_is_named_and_no_rank_has_it(
 ) -> None:
     lora = write_lora(tmp_path / "lora", tiny)
     pid = group_of(two).pids[0]
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    lowest = max(int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir())
-    taken = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
-    lowest = next(number for number in range(lowest + 2) if number not in taken)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    limits = no_more_files(pid)
     refused = load(two, "poet", lora)
     assert refused.startswith("load_lora: ")
     assert refused.endswith("Too many open files (rank 1)")
@@ -234,8 +238,7 @@ def test_a_rank_that_cannot_read_the_weights_again_is_named_and_all_stay_asleep(
     said = answer(two, 4)
     assert two.operate("sleep", "", "", 2) == ""
     pids = [os.getpid(), *group_of(two).pids]
-    limits = resource.prlimit(pids[1], resource.RLIMIT_NOFILE)
-    resource.prlimit(pids[1], resource.RLIMIT_NOFILE, (3, limits[1]))
+    limits = no_more_files(pids[1])
     refused = two.operate("wake", "", "", 1)
     assert refused.startswith("wake: ")
     assert refused.endswith("Too many open files (rank 1)")
