@@ -1,4 +1,5 @@
-"""Ranks as processes on GPUs, or on one if there is no other: logits, answers, blocks in the store, and lost ranks."""
+"""Ranks as processes on GPUs, or on one if there is no other: logits, answers, LoRAs, sleep, blocks in the store, and
+lost ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,13 +36,15 @@ from shared.messages.frames import PromptLogprobs
 from shared.messages.generate import Sampling
 from tests.gpu.device import cupy_on_a_device
 from tests.process_tree import children
+from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.drawer_socket import listening
 from tests.worker.native.golden.cases import CASES
+from tests.worker.native.merged import write_merged
 from tests.worker.native.works import work
 from tests.worker.shell import LIMIT_S
 from tests.worker.test_engine_main import Store, answer, ready
-from tests.worker.test_tensor_parallel import ended_ranks
+from tests.worker.test_tensor_parallel import ended_ranks, operated
 
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
@@ -238,11 +242,159 @@ def test_a_rank_that_stands_still_while_a_prompt_is_scored_is_named(
             runner.step([scored])
 
 
-def test_what_is_not_built_for_ranks_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+def test_a_group_sleeps_at_level_2_alone(tmp_path: Path) -> None:
     with runner_of(config_of(tmp_path, 2)) as runner:
-        refused = "sleep: not built for ranks on GPUs: set tensor_parallel = 1"
+        refused = "sleep: level 1 is not built for ranks on GPUs: use level 2, or set tensor_parallel = 1"
         assert runner.operate("sleep", "", "", 1) == refused
         assert runner.operate("clear", "", "", 1) == ""
+        assert greedy(runner, 4)
+
+
+def greedy(runner: CudaRunner, length: int, loras: Sequence[str] = ("",)) -> list[list[int]]:
+    """Return what a runner draws after PROMPT with each of these LoRAs, all in the same steps."""
+    histories, start = [list(PROMPT) for _ in loras], 0
+    for _ in range(length):
+        works = []
+        for number, (lora, history) in enumerate(zip(loras, histories, strict=True)):
+            slots = range(10 * number, 10 * number + 10)
+            works.append(work(history, slots, start=start, prompt_tokens=len(PROMPT), sequence=number))
+            works[-1].lora = lora
+        start = len(histories[0])
+        for history, drawn in zip(histories, runner.step(works), strict=True):
+            assert drawn is not None
+            history.append(drawn.token)
+    return [history[len(PROMPT) :] for history in histories]
+
+
+@pytest.mark.parametrize("shape", ["head of 64, 4 share", "one head for both ranks", "biases", "norms around"])
+def test_two_ranks_draw_the_tokens_of_one_with_different_loras_in_one_step(tmp_path: Path, shape: str) -> None:
+    model = {"tied": False, **SHAPES[shape]}
+    loras = ("poet", "", "clerk", "poet")
+    said, plain = [], []
+    for ranks in (1, 2):
+        config = config_of(tmp_path, ranks, **model)
+        with runner_of(config) as runner:
+            plain.append(greedy(runner, 8))
+            for seed, name in enumerate(("poet", "clerk")):
+                lora = write_lora(tmp_path / name, Path(config.model), seed=seed, rank=5 + seed)
+                assert runner.operate("load_lora", name, str(lora), 1) == ""
+            said.append(greedy(runner, 8, loras))
+            plain.append(greedy(runner, 8))
+            assert runner.operate("unload_lora", "poet", "", 1) == ""
+            assert runner.operate("load_lora", "poet", str(tmp_path / "clerk"), 1) == ""
+            assert greedy(runner, 8, ("poet",)) == [said[-1][2]]
+    assert said[1] == said[0]
+    assert said[0][0] == said[0][3] not in (said[0][1], said[0][2])
+    assert plain == [[said[0][1]]] * 4
+
+
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+def test_two_ranks_have_the_numpy_decoders_logits_with_a_lora(tmp_path: Path, element_type: Any) -> None:
+    config = config_of(tmp_path, 2, element_type, **{**SHAPES["own head"], "shards": 1})
+    base = Path(config.model)
+    lora = write_lora(tmp_path / "lora", base, rank=5)
+    merged = write_merged(tmp_path / "merged", base, lora)
+    with runner_of(config) as runner:
+        assert runner.operate("load_lora", "poet", str(lora), 1) == ""
+        both = RanksAndNumPy(merged, runner, element_type)
+        works = [work(PROMPT, range(10))]
+        expected = both.reference.step(works)
+        works[0].lora = "poet"
+        bound = (1e-3 if element_type == "float32" else 0.1) * np.abs(expected).max()
+        np.testing.assert_allclose(both.logits(works), expected, rtol=0, atol=bound)
+
+
+def test_a_lora_that_cannot_be_served_is_refused_in_the_line_of_one_rank(tmp_path: Path) -> None:
+    lines = []
+    for ranks in (1, 2):
+        config = config_of(tmp_path, ranks)
+        other = tmp_path / "other"
+        if not other.exists():
+            write_lora(tmp_path / "lora", write_tiny_model(other, hidden=96, heads=6))
+        with runner_of(config) as runner:
+            lines.append(runner.operate("load_lora", "poet", str(tmp_path / "lora"), 1))
+            lines.append(runner.operate("unload_lora", "poet", "", 1))
+            assert greedy(runner, 2)
+    assert "has shape" in lines[0]
+    assert lines[:2] == lines[2:]
+
+
+def test_a_rank_that_ends_before_a_lora_is_loaded_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 2)
+    lora = write_lora(tmp_path / "lora", Path(config.model))
+    with runner_of(config) as runner:
+        assert runner._group is not None
+        os.kill(runner._group.pids[0], signal.SIGKILL)
+        with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 was killed by signal 9 \(SIGKILL\)$"):
+            runner.operate("load_lora", "poet", str(lora), 1)
+
+
+def test_a_group_that_slept_has_given_its_memory_back_and_draws_the_same(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 2, **SHAPES["head of 64, 4 share"])
+    lora = write_lora(tmp_path / "lora", Path(config.model))
+    with runner_of(config) as runner:
+        expected = greedy(runner, 8)
+        for _ in range(2):
+            assert runner._group is not None
+            assert runner.operate("load_lora", "poet", str(lora), 1) == ""
+            with_lora = greedy(runner, 8, ("poet",))
+            assert runner.operate("unload_lora", "poet", "", 1) == ""
+            pids = list(runner._group.pids)
+            assert runner.operate("sleep", "", "", 2) == ""
+            ended_ranks(pids)
+            assert runner._memory.statistics().reserved_bytes == 0
+            assert runner.operate("wake", "", "", 1) == ""
+            assert greedy(runner, 8) == expected
+            assert runner.operate("load_lora", "poet", str(lora), 1) == ""
+            assert greedy(runner, 8, ("poet",)) == with_lora
+            assert runner.operate("unload_lora", "poet", "", 1) == ""
+
+
+def test_a_group_does_not_wake_with_other_weights(tmp_path: Path) -> None:
+    with runner_of(config_of(tmp_path, 2)) as runner:
+        expected = greedy(runner, 4)
+        weights = Path(runner.facts.path) / "model.safetensors"
+        stored = weights.read_bytes()
+        assert runner.operate("sleep", "", "", 2) == ""
+        weights.write_bytes(stored[:-400] + bytes(400))
+        assert "the weights have changed since the worker started" in runner.operate("wake", "", "", 1)
+        assert runner._memory.statistics().reserved_bytes == 0
+        weights.write_bytes(stored)
+        assert runner.operate("wake", "", "", 1) == ""
+        assert greedy(runner, 4) == expected
+
+
+def test_a_group_of_which_a_rank_cannot_start_stays_asleep_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with runner_of(config_of(tmp_path, 2)) as runner:
+        expected = greedy(runner, 4)
+        assert runner.operate("sleep", "", "", 2) == ""
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/bin/false")
+            said = "wake: tensor_parallel: rank 1 ended with status 1; the log may have its last words"
+            assert runner.operate("wake", "", "", 1) == said
+        assert runner._memory.statistics().reserved_bytes == 0
+        assert runner.operate("wake", "", "", 1) == ""
+        assert greedy(runner, 4) == expected
+
+
+async def test_an_engine_of_two_ranks_exchanges_blocks_after_it_has_slept(tmp_path: Path, memory: Path) -> None:
+    kvbm = KVConnectorConfig(pool=str(memory / "pool"), wait_s=LIMIT_S)
+    two = await EngineProcess.start(replace(config_of(tmp_path, 2), kvbm=kvbm), "tiny", "w1")
+    store = Store(memory / "pool", await ready(two))
+    async with listening(store.directory, store.drawer):
+        await store.linked(two)
+        computed = await answer(two, PROMPT, 8, store=store)
+        await store.saved(two, 6)
+        assert await operated(two, "sleep") == ""
+        assert await operated(two, "wake") == ""
+        await store.linked(two)
+        loaded = await answer(two, PROMPT, 8, store=store)
+        assert [part.tokens for part in loaded] == [part.tokens for part in computed]
+        assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
+        assert await two.end(LIMIT_S) == 0
+    store.drawer.close()
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

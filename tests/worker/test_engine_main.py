@@ -92,6 +92,7 @@ async def answer(
     max_tokens: int,
     steps: list[Stepped] | None = None,
     store: Store | None = None,
+    lora: str = "",
 ) -> list[Part]:
     submit = Submit(
         request="r",
@@ -101,6 +102,7 @@ async def answer(
         prompt_tokens=len(prompt),
         sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
         time_left_s=60.0,
+        lora=lora,
     )
     assert engine.submit(submit)
     parts: list[Part] = []

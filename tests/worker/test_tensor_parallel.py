@@ -13,12 +13,24 @@ from msgspec.structs import replace
 
 from services.worker.__main__ import check_files
 from services.worker.config import KVConnectorConfig, WeightsConfig, WorkerConfig
-from services.worker.contracts.messages import Failed, Loading, Ready, Stepped
+from services.worker.contracts.messages import (
+    EngineOperation,
+    Failed,
+    KvbmAsks,
+    KvbmLink,
+    Loading,
+    MemoryUse,
+    Operate,
+    Operated,
+    Ready,
+    Stepped,
+)
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.process import EngineProcess, engine_environment
 from shared.errors import ModelError
 from tests.integration.stack import eventually
 from tests.process_tree import children
+from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.drawer_socket import listening
 from tests.worker.shell import LIMIT_S
@@ -92,6 +104,61 @@ async def test_blocks_that_two_ranks_stored_are_loaded_by_one_and_back(tmp_path:
         assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
         assert await two.end(LIMIT_S) == 0
         assert await one.end(LIMIT_S) == 0
+    store.drawer.close()
+
+
+async def operated(engine: EngineProcess, operation: EngineOperation, name: str = "", path: str = "") -> str:
+    """Have an engine do an operation, sleep at level 2; return why it was not done."""
+    engine.send(Operate(1, operation, name, path, level=2))
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            report = await engine.receive()
+            if isinstance(report, Operated):
+                return report.failed
+            assert isinstance(report, Stepped | MemoryUse | KvbmLink | KvbmAsks), report
+
+
+async def test_blocks_of_a_lora_are_stored_by_two_ranks_and_loaded_by_one_with_the_same(tmp_path: Path) -> None:
+    kvbm = KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=LIMIT_S)
+    config = config_of(tmp_path, 2, tied=False)
+    lora = write_lora(tmp_path / "lora", Path(config.model))
+    two = await EngineProcess.start(replace(config, kvbm=kvbm), "tiny", "w1")
+    store = Store(tmp_path / "pool", await ready(two))
+    async with listening(store.directory, store.drawer):
+        await store.linked(two)
+        assert await operated(two, "load_lora", "poet", str(lora)) == ""
+        computed = await answer(two, PROMPT, 8, store=store, lora="poet")
+        await store.saved(two, 6)
+        one = await EngineProcess.start(replace(config_of(tmp_path, 1), kvbm=kvbm), "tiny", "w2")
+        await ready(one)
+        await store.linked(one)
+        assert await operated(one, "load_lora", "poet", str(lora)) == ""
+        plain = await answer(one, PROMPT, 8, store=store)
+        assert (plain[-1].cached_tokens, plain[-1].cached_host_tokens) == (0, 0)
+        loaded = await answer(one, PROMPT, 8, store=store, lora="poet")
+        assert [part.tokens for part in loaded] == [part.tokens for part in computed]
+        assert [part.tokens for part in loaded] != [part.tokens for part in plain]
+        assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
+        assert await two.end(LIMIT_S) == 0
+        assert await one.end(LIMIT_S) == 0
+    store.drawer.close()
+
+
+async def test_an_engine_of_two_ranks_exchanges_blocks_after_it_has_slept(tmp_path: Path) -> None:
+    kvbm = KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=LIMIT_S)
+    two = await EngineProcess.start(replace(config_of(tmp_path, 2), kvbm=kvbm), "tiny", "w1")
+    store = Store(tmp_path / "pool", await ready(two))
+    async with listening(store.directory, store.drawer):
+        await store.linked(two)
+        computed = await answer(two, PROMPT, 8, store=store)
+        await store.saved(two, 6)
+        assert await operated(two, "sleep") == ""
+        assert await operated(two, "wake") == ""
+        await store.linked(two)
+        loaded = await answer(two, PROMPT, 8, store=store)
+        assert [part.tokens for part in loaded] == [part.tokens for part in computed]
+        assert (loaded[-1].cached_tokens, loaded[-1].cached_host_tokens) == (96, 96)
+        assert await two.end(LIMIT_S) == 0
     store.drawer.close()
 
 

@@ -104,7 +104,7 @@ class CudaRankGroup:
                 theirs.close()
 
     def started_again(self, capacity_blocks: int) -> CudaRankGroup:
-        """Return a group like this one, which has ended, whose ranks have so many blocks. Raise what the first start
+        """Return a group like this one, which has ended, whose ranks have `capacity_blocks`. Raise what the first start
         raises."""
         settings = msgspec.structs.replace(self._settings, capacity_blocks=capacity_blocks, capacity_bytes=0)
         return CudaRankGroup(settings, self._directory, self._config)
