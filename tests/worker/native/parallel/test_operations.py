@@ -43,8 +43,8 @@ def two(tiny: Path) -> Iterator[NativeRunner]:
         yield runner
 
 
-def runner_of(directory: Path, ranks: int, limit_s: float = PATIENCE_S) -> NativeRunner:
-    group = terms(ranks, limit_s, PATIENCE_S) if ranks > 1 else None
+def runner_of(directory: Path, ranks: int) -> NativeRunner:
+    group = terms(ranks, PATIENCE_S, PATIENCE_S) if ranks > 1 else None
     return NativeRunner(directory, capacity_blocks=BLOCKS, lora_bytes=1 << 24, group=group)
 
 
@@ -178,12 +178,12 @@ def operate_forever(runner: NativeRunner, lora: Path) -> None:
         assert runner.operate("unload_lora", "lora", "", 1) == ""
 
 
-def test_a_rank_that_stands_still_when_a_lora_is_loaded_is_named(tiny: Path, tmp_path: Path) -> None:
+def test_a_rank_that_stands_still_when_a_lora_is_loaded_is_named(tiny: Path, two: NativeRunner, tmp_path: Path) -> None:
     lora = write_lora(tmp_path / "lora", tiny)
-    with closing(runner_of(tiny, 2, limit_s=0.5)) as runner:
-        os.kill(group_of(runner).pids[0], signal.SIGSTOP)
-        with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 did not answer in 0\.5 s: it stands still$"):
-            load(runner, "lora", lora)
+    group_of(two)._limits = RankLimits(step_s=PATIENCE_S, operation_s=0.5)
+    os.kill(group_of(two).pids[0], signal.SIGSTOP)
+    with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 did not answer in 0\.5 s: it stands still$"):
+        load(two, "lora", lora)
 
 
 def test_a_group_that_slept_at_level_2_has_given_its_weights_back_and_reads_them_again(
