@@ -89,9 +89,7 @@ class NativeRunner:
         context_length = min(config.context_length, capacity_blocks * block_size)
         self._config = config
         self._shared = weights
-        sizes = RankSizes(
-            capacity_blocks=capacity_blocks, context_length=context_length, lora_rank=lora_rank, lora_bytes=lora_bytes
-        )
+        sizes = RankSizes(capacity_blocks, context_length, lora_rank, lora_bytes)
         self._group = RankGroup(directory, config, layout, sizes, group) if group is not None else None
         self._cache = self._group.cache if self._group else KvCache(layout, capacity_blocks, shared=shares_blocks)
         vision = config.vision if most_images and group is None else None
@@ -100,10 +98,7 @@ class NativeRunner:
         self._store: EmbeddingLookups | None = None
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
-        self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
-        if self._group is not None:
-            self._loras = self._group.loras
-            self._group.await_ranks()
+        self._loras = self._group_loras() or LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
@@ -120,6 +115,14 @@ class NativeRunner:
             self._facts = replace(
                 self._facts, images=vision.input, most_images=most_images, image_cost=image_cost(config)
             )
+
+    def _group_loras(self) -> LoraStore | None:
+        """Return what keeps rank 0's part of LoRAs, when all ranks have started; None if there is one rank. Raise
+        RankLost."""
+        if self._group is None:
+            return None
+        self._group.await_ranks()
+        return self._group.loras
 
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
         weights = load_weights(directory, self._config, self._file)

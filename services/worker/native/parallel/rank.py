@@ -34,7 +34,7 @@ from shared.errors import ModelError
 from shared.messages.cards import KvLayout
 
 
-class RankSizes(Struct, frozen=True, kw_only=True):
+class RankSizes(Struct, frozen=True):
     """What bounds a rank."""
 
     capacity_blocks: int
