@@ -26,7 +26,7 @@ from services.worker.native.cuda.shared_weights import SharedCudaWeights
 from services.worker.native.cuda.turn_room import turn_room
 from services.worker.native.cuda.weights import CudaWeights, load_cuda_weights
 from services.worker.native.grammars import GrammarCache
-from services.worker.native.parallel.shares import Share
+from services.worker.native.parallel.shares import Share, widest
 from services.worker.native.weights import HEAD, Checkpoint, tensor_shapes, weights_digest
 from services.worker.transfer.cuda import use_device
 from services.worker.transfer.device_memory import DeviceMemory
@@ -45,14 +45,14 @@ def start_runner(
 ) -> CudaRunner:
     """Return a runner of a prepared model, whose shape is `config`; or one rank's runner, which all ranks make at once.
     Rank 0 has the `group`. `stands_by` is that of `load_cuda`. Raise ConfigError, ModelError, RankLost."""
-    share = None if place is None else place.share
+    share, planned = (None, None) if place is None else (place.share, widest(place.shares))
     settings = settings if place is None else place.settings(settings)
     own = config if share is None else share.of(config)
     cuda, model = settings.cuda, str(directory)
     use_device(cuda.gpu)
-    shapes = _shapes(directory, config, share)
+    shapes = _shapes(directory, config, planned)
     room = _room(model, place, alone=stands_by or bool(settings.turns))
-    parts = _gpu_parts(settings, own, shapes, model, room, place)
+    parts = _gpu_parts(settings, config if planned is None else planned.of(config), shapes, model, room, place)
     with ExitStack() as loading:
         if settings.turns:
             loading.enter_context(_turn(settings, parts.needed_bytes, progress))

@@ -14,7 +14,7 @@ as many weights of a layer to read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -77,6 +77,23 @@ def share_out(config: ModelConfig, ranks: int, *, even: bool = False) -> tuple[S
             stores=rank % copies == 0,
         )
         for rank in range(ranks)
+    )
+
+
+def widest(shares: Sequence[Share]) -> Share:
+    """Return a share as large as the largest of each part, for which all ranks plan so that they plan the same: widths
+    that ranks do not divide differ by a row."""
+
+    def largest(parts: Iterable[slice]) -> slice:
+        return slice(0, max(map(_length, parts)))
+
+    return Share(
+        heads=largest(share.heads for share in shares),
+        kv_heads=largest(share.kv_heads for share in shares),
+        intermediate=largest(share.intermediate for share in shares),
+        vocab=largest(share.vocab for share in shares),
+        copied=shares[0].copied,
+        stores=True,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.worker.native.config import ModelConfig, read_config
-from services.worker.native.parallel.shares import MOST_RANKS, share_out, share_out_evenly
+from services.worker.native.parallel.shares import MOST_RANKS, share_out, share_out_evenly, widest
 from shared.errors import ModelError
 from tests.tiny_model import write_tiny_model
 
@@ -90,3 +90,13 @@ def test_a_rank_with_fewer_heads_has_more_of_the_width(tmp_path: Path) -> None:
 def test_heads_that_leave_nothing_of_the_width_have_equal_parts_of_it(tmp_path: Path) -> None:
     narrow = replace(config_of(tmp_path, 9, 3), head_dim=64, hidden=576, intermediate=64)
     assert [share.intermediate for share in share_out(narrow, 2)] == [slice(0, 32), slice(32, 64)]
+
+
+def test_ranks_plan_for_the_largest_of_each_part(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, 8, 4), intermediate=31, vocab=321)
+    shares = share_out(config, 4, even=True)
+    assert {part.vocab.stop - part.vocab.start for part in shares} == {80, 81}
+    assert {part.of(config).intermediate for part in shares} == {7, 8}
+    planned = widest(shares)
+    assert (planned.of(config).heads, planned.of(config).kv_heads, planned.of(config).intermediate) == (2, 1, 8)
+    assert planned.vocab == slice(0, 81)
