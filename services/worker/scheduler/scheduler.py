@@ -388,7 +388,8 @@ class Scheduler:
         return self.budget.throughput.tokens_per_s or self._limits.first_tokens_per_s
 
     def _consider_onboarding(self, now_s: float) -> None:
-        self.kv_cache.consider(self._queue.sequences, self._tokens_per_s, now_s)
+        if self._queue.sequences:
+            self.kv_cache.consider(self._queue.sequences, self._tokens_per_s, now_s)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None
