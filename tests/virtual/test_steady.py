@@ -90,7 +90,7 @@ def both(
     [
         (partial(tenants, "tenants"), 1.0, MODEL_S),
         (chats, 0.2, MODEL_S),
-        (agents, 2.0, slow),
+        (agents, 0.5, slow),
         (chats, 4.0, often_short),
     ],
 )

@@ -266,7 +266,8 @@ class Scheduler:
     @property
     def steady_steps(self) -> int:
         """How many steps, the one under way included, will do nothing but draw one token for each running sequence, if
-        no command comes: no sequence ends, and no block becomes full or is needed. 0 if that is not known."""
+        no command comes: no sequence ends, no block becomes full or is needed, and nothing else is to be reported. 0 if
+        that is not known."""
         step, size = self._step, self._limits.block_size
         if (
             not step
@@ -277,6 +278,9 @@ class Scheduler:
             or self.probe.work is not None
             or self.hand_overs.names
             or self._onboarding.enabled
+            or self.kv_cache.has_events
+            or self._outcome.parts
+            or self._outcome.notes
             or any(not s.begun or s.stop_tokens or s.work.images for s in step)
         ):
             return 0

@@ -515,6 +515,7 @@ def decoding(block_size: int = 16, waits: int = 0) -> EngineCore:
         block_size=block_size,
         capacity_blocks=99,
         max_running=2,
+        max_waiting=9,
         eos_token_ids=frozenset(),
     )
     core = EngineCore(Scheduler(limits), block_size)
