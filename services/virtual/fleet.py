@@ -13,6 +13,9 @@ Then workers may also have roles: where the router chooses a pair, the prompt is
               │              first token                                two messages later    computes the rest
               └▶ the decoder expects attempt n + 1, and loads each block that is stored
 
+Steps that only decode are computed ahead (`steady.py`), unless the workers of a machine slow one another or there is a
+block store. It changes no result.
+
 Real: policies, index, chains, speculation, reservations, the comparison of pairs with single workers, engines as they
 make themselves from a worker's settings (`workers.py`), messages. Modelled: the time of the arithmetic and of
 each message (`HOP_S`). Left out: the frontend's tokenising, lost or late messages.

@@ -3,9 +3,9 @@
     ends_s   | 0          | 1          | 2          | 3          |
              begin        passed ──▶ the step under way           the last one ends as every step does
 
-Nine of ten steps are of this kind. A fleet computes the times of all such steps that follow at once. It lets the steps
-pass in the engine only once something looks at the worker: a command, a load report, the worker's end. `EngineCore`
-says how many there are. Whatever comes before their end makes the fleet go on step by step.
+Most steps are of this kind where answers are long. A fleet computes the times of all that follow one another, as many
+as `EngineCore.steady_steps` says. It lets them pass in the engine only once something depends on the worker's state: a
+command, a load report, the worker's end. After a command, what follows the step under way is computed again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from services.worker.engine.core import REPORT_INTERVAL_S
 MOST_AHEAD = 128
 """The most steps whose times are computed at once: a command may make them useless."""
 LEAST_AHEAD = 3
+"""The fewest steps for which this takes less time than to compute each by itself."""
 _LEAST_S = 2 * REPORT_INTERVAL_S
 
 
