@@ -19,13 +19,17 @@ more than it can serve (random from 0.8 on), all workers are always busy, and so
 nothing, its time to the first token grows with the length of the trace. Any change in the order of things moves hits by
 0.2 %.
 
-    python -m benchmarks.trace --trace conversation_trace.jsonl [--quick] [--json] [--plot FILE] [--jobs N]
+With --hour only the policy `kv` runs, with 8 workers and at the trace's own pace, which takes an hour. The question is
+then how much processor time that takes of one core.
+
+    python -m benchmarks.trace --trace conversation_trace.jsonl [--quick | --hour] [--json] [--plot FILE] [--jobs N]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,7 +37,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from benchmarks.report import Goal, report
+from benchmarks.report import Goal, print_report, report
 from services.router.selection.policy import BUILT_IN
 from services.virtual.fleet import WINDOW_S, SimulatedFleet
 from services.virtual.loads import Ideal, LoadTrace, ideal, read_trace
@@ -48,6 +52,8 @@ ALL_BLOCKS = 1 << 18
 IN_FLIGHT = 128
 HITS_GOAL = 0.95
 QUICK_REQUESTS = 2000
+HOUR_WORKERS = 8
+HOUR_GOAL_S = 60.0
 
 
 class TraceRow(Struct, frozen=True):
@@ -73,17 +79,37 @@ class TraceRow(Struct, frozen=True):
     failed: int
 
 
+class HourRow(Struct, frozen=True):
+    """What the simulation of the trace at its own pace took."""
+
+    requests: int
+    simulated_s: float
+    steps: int
+    """The steps of all workers."""
+    cpu_s: float
+    step_us: float
+    """Microseconds of processor time a step, everything included."""
+
+
 def main() -> int:
     """Print a table, or with --json one object."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--trace", type=Path, required=True, help="conversation_trace.jsonl of Mooncake")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_REQUESTS} requests, 8 workers, load 0.8")
+    parser.add_argument("--hour", action="store_true", help="the time that a simulation of the trace as it is takes")
     parser.add_argument("--policies", nargs="+", default=[], help="by name or module:attribute")
     parser.add_argument("--jobs", type=int, default=1, help="processes; the figures do not depend on it")
     parser.add_argument("--plot", type=Path, help="a PNG")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     load = read_trace(flags.trace)
+    if flags.hour:
+        hour = _hour(load)
+        goal = Goal(
+            f"one hour, {HOUR_WORKERS} workers, one core", hour.cpu_s, "s", HOUR_GOAL_S, hour.cpu_s <= HOUR_GOAL_S
+        )
+        print_report("trace", [goal], [msgspec.to_builtins(hour)], as_json=flags.json)
+        return 0
     policies, fleets, loads = flags.policies or list(BUILT_IN), FLEETS, LOADS
     if flags.quick:
         load, fleets, loads = load.first(QUICK_REQUESTS), (8,), (0.8,)
@@ -100,6 +126,17 @@ def main() -> int:
     for row in rows:
         print(line(row))
     return 0
+
+
+def _hour(load: LoadTrace) -> HourRow:
+    fleet = SimulatedFleet(load, "kv", capacity_blocks=WORKER_BLOCKS)
+    for _ in range(HOUR_WORKERS):
+        fleet.join(default_timing())
+    began_s = time.process_time()
+    fleet.run()
+    cpu_s = time.process_time() - began_s
+    steps = sum(worker.last.progress for worker in fleet.workers.values())
+    return HourRow(len(load.requests), fleet.clock.now_s, steps, cpu_s, 1e6 * cpu_s / steps)
 
 
 def _all(runs: Sequence[tuple[LoadTrace, str, int, float, float]], jobs: int) -> Iterable[TraceRow]:

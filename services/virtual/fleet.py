@@ -13,6 +13,9 @@ Then workers may also have roles: where the router chooses a pair, the prompt is
               │              first token                                two messages later    computes the rest
               └▶ the decoder expects attempt n + 1, and loads each block that is stored
 
+Steps that only decode are computed ahead (`steady.py`), unless the workers of a machine slow one another or there is a
+block store. It changes no result.
+
 Real: policies, index, chains, speculation, reservations, the comparison of pairs with single workers, engines as they
 make themselves from a worker's settings (`workers.py`), messages. Modelled: the time of the arithmetic and of
 each message (`HOP_S`). Left out: the frontend's tokenising, lost or late messages.
@@ -38,6 +41,7 @@ from services.router.selection.policy import load_policy
 from services.virtual.journeys import Journey, TokenGaps
 from services.virtual.loads import LoadTrace, TracePrompts
 from services.virtual.machine import SimulatedMachine, StepTime
+from services.virtual.steady import SteadySteps, steady_steps
 from services.virtual.store import BlockStore, FleetClock, StoreSizes
 from services.virtual.workers import (
     LONGEST_STEP_S,
@@ -47,6 +51,7 @@ from services.virtual.workers import (
     WEIGHTS,
     SimulatedWorker,
     drawn,
+    drawn_ahead,
     engine_core,
     kv_layout,
     model_card,
@@ -146,6 +151,8 @@ class SimulatedFleet:
         most_late = len(self.journeys) if self._late is None else self._late.most
         while self._left and self.late_requests <= most_late:
             self.clock.step()
+        for worker in self.workers.values():
+            self._catch_up(worker)
 
     def join(
         self,
@@ -178,7 +185,8 @@ class SimulatedFleet:
     def leave(self, name: str) -> None:
         """Remove a worker; its requests continue on other workers from their tokens so far."""
         worker = self.workers.pop(name)
-        worker.gone = True
+        self._catch_up(worker)
+        worker.gone, worker.steady = True, None
         for clearing in self.router.remove_instance(name):
             while clearing.step(_SLICE_BLOCKS):
                 pass
@@ -245,6 +253,11 @@ class SimulatedFleet:
         self._route(journey)
 
     def _order(self, worker: SimulatedWorker, order: EngineOrder) -> None:
+        self._catch_up(worker)
+        if worker.steady is not None:  # what follows the step under way is no longer known
+            steady, worker.steady = worker.steady, None
+            [elapsed_s] = steady.elapsed_s(1)
+            self.clock.at(steady.end_s, partial(self._finish, worker, steady.works, elapsed_s))
         if worker.stepping and comes_meanwhile(order, after_others=bool(worker.arrived)):
             worker.core.handle(order, self.clock.now_s)
         else:
@@ -281,6 +294,8 @@ class SimulatedFleet:
         worker.stepping = works is not None
         if works is None:
             self._rest(worker, self.clock.now_s if core.busy else core.wait_until_s)
+        elif not worker.machine.slows and (steps := core.steady_steps) and self._begin_steady(worker, works, steps):
+            pass
         else:
             worker.machine.begin(works, worker.step_s, partial(self._finish, worker, works))
             if self.store is not None:
@@ -316,6 +331,45 @@ class SimulatedFleet:
             self.prefilled[window] = self.prefilled.get(window, 0) + prompt_tokens
         self._heard_of(worker, told)
         self._begin(worker)
+
+    # --- steps that only decode
+
+    def _begin_steady(self, worker: SimulatedWorker, works: Sequence[Work], steps: int) -> bool:
+        """Begin all steps up to the first that does something else. Return False if it is not worth it."""
+        worker.steady = steady = steady_steps(works, steps + 1, worker.step_s, self.clock.now_s)
+        if steady is not None:
+            self.clock.at(steady.ends_s[-1], partial(self._end_steady, worker, steady))
+        return steady is not None
+
+    def _end_steady(self, worker: SimulatedWorker, steady: SteadySteps) -> None:
+        """End the last of the steps as any other, unless a command has come before."""
+        if worker.steady is steady:
+            self._catch_up(worker)
+            worker.steady = None
+            [elapsed_s] = steady.elapsed_s(1)
+            self._finish(worker, steady.works, elapsed_s)
+
+    def _catch_up(self, worker: SimulatedWorker) -> None:
+        """Let steps pass that have ended by now. Only the last of them makes a report."""
+        steady = worker.steady
+        if steady is None or (count := steady.due(self.clock.now_s)) < 1:
+            return
+        *before_s, elapsed_s = steady.elapsed_s(count)
+        ends_s = steady.ends_s[steady.passed + 1 : steady.passed + count + 1]
+        core = worker.core
+        if before_s:
+            core.pass_steps([drawn_ahead(work, count - 1) for work in steady.works], before_s, ends_s[-2])
+        [worker.last] = core.finish(list(map(drawn, steady.works)), elapsed_s)
+        for number in worker.last.one_token_attempts:
+            journey = self.journeys[number]
+            journey.produced += count
+            if self._gaps is not None:
+                for end_s in ends_s:
+                    self._gaps.add(journey, end_s)
+        core.begin(ends_s[-1])
+        steady.passed += count
+
+    # --- what steps report
 
     def _heard_of(self, worker: SimulatedWorker, told: Sequence[Stepped]) -> None:
         for report in told:
@@ -390,6 +444,7 @@ class SimulatedFleet:
         """Report the load, again and again."""
         if worker.gone:
             return
+        self._catch_up(worker)
         report = worker.report(self._capacity_blocks)
         self.clock.after(HOP_S, lambda: self.router.apply_load_report(report, self.clock.now_s))
         self.clock.after(REPORT_S, partial(self._report, worker))

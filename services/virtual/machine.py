@@ -44,6 +44,11 @@ class SimulatedMachine:
         self._busy_s = busy_s
         self._steps: list[_Step] = []
 
+    @property
+    def slows(self) -> bool:
+        """Whether its workers slow one another."""
+        return self._busy_s is not None
+
     def begin(self, works: Sequence[Work], step_s: StepTime, end: Callable[[float], None]) -> None:
         """Begin a step that takes `step_s` alone; `end` is called at its end with the seconds that it took."""
         if not works:

@@ -5,11 +5,13 @@ Real: `EngineCore.of` with the settings of a worker and its role, the KV connect
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from services.virtual.loads import VOCABULARY
 from services.virtual.machine import SimulatedMachine, StepTime
+from services.virtual.steady import SteadySteps
 from services.virtual.store import KVBM, BlockStore, FleetClock, PoolPlace
 from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, Ready, Stepped
@@ -43,6 +45,8 @@ class SimulatedWorker:
     arrived: list[EngineOrder] = field(default_factory=list)
     """Orders that came during a step."""
     stepping: bool = False
+    steady: SteadySteps | None = None
+    """Steps under way that the engine has not ended, though they may have ended by now."""
     wakes_s: float = inf
     """When the engine wakes up by itself."""
     gone: bool = False
@@ -137,8 +141,15 @@ _DRAWN = [Drawn(token) for token in range(VOCABULARY)]
 
 
 def drawn(work: Work) -> Drawn | None:
-    """Draw a token, if the step yields one, so that the outputs of two sequences differ within three tokens."""
-    end = work.end
-    if end != len(work.history):
-        return None
-    return _DRAWN[work.sequence >> 8 * ((end - work.prompt_tokens) % 3) & 255]
+    """Draw a token, if the step yields one."""
+    return _DRAWN[_token(work, work.end)] if work.end == len(work.history) else None
+
+
+def drawn_ahead(work: Work, count: int) -> Sequence[int]:
+    """Return the tokens of `count` steps that each draw one."""
+    return [_token(work, end) for end in range(work.end, work.end + count)]
+
+
+def _token(work: Work, end: int) -> int:
+    """Return the token of a step that ends at `end`. The outputs of two sequences differ within three tokens."""
+    return work.sequence >> 8 * ((end - work.prompt_tokens) % 3) & 255

@@ -405,6 +405,22 @@ class EngineCore:
         self._reported_s = now_s
         return self._report_pending()
 
+    @property
+    def steady_steps(self) -> int:
+        """How many steps, the one under way included, will do nothing but draw one token for each running sequence and
+        report it, if they are no shorter than REPORT_INTERVAL_S and no command comes. 0 if that is not known."""
+        if self._connector is not None or self._pending_steps or self._orders.busy or self._operation is not None:
+            return 0
+        return self._scheduler.steady_steps
+
+    def pass_steps(self, drawn: Sequence[Sequence[int]], elapsed_s: Sequence[float], now_s: float) -> None:
+        """Do what `finish` and `begin` would do for the step under way and those that follow, at most `steady_steps`,
+        in a fraction of the time, without reports. `drawn` are the tokens of each work, `now_s` is when the last of
+        them ended."""
+        self._progress += len(elapsed_s)
+        self._begun_s = now_s
+        self._scheduler.pass_steps(drawn, elapsed_s, now_s)
+
     def _report_all(self) -> list[Stepped]:
         """Report everything, also attempts that have ended since the last step, and blocks evicted since for loads."""
         outcome = self._scheduler.drain()

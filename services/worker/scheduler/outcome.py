@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -18,7 +19,7 @@ from shared.messages.kv_events import KvEvent
 class Outcome:
     """What happened since the outcome before it."""
 
-    parts: defaultdict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    parts: defaultdict[str, list[Part]] = field(default_factory=partial(defaultdict, list))
     """Frontend → its attempts' parts, in order."""
     boundary_parts: list[Part] = field(default_factory=list)
     """The parts among them that are the first or the last of their attempt."""
@@ -54,6 +55,8 @@ class Outcome:
         """Return several outcomes that are together as this one, without `prompt_parts`: their log-probabilities are in
         `parts`, in pieces. Each has at most `most_bytes` of log-probabilities of prompts and as much of embeddings, or
         one embedding. Everything else is in one of them, after the prompts and before the embeddings that follow."""
+        if not self.prompt_parts and not self.boundary_parts:
+            return [self]
         if not self.prompt_parts:
             return self._split_embeddings(most_bytes)
         first, *others = dataclasses.replace(self, prompt_parts=[])._split_embeddings(most_bytes)

@@ -48,6 +48,7 @@ the last blocks that running sequences may grow into; blocks held for a waiting 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from services.worker.contracts.messages import EngineLoad, Submit
@@ -262,6 +263,42 @@ class Scheduler:
             self._prefilling = [sequence for sequence in self._prefilling if sequence.uncomputed > 1]
         return self.drain()
 
+    @property
+    def steady_steps(self) -> int:
+        """How many steps, the one under way included, will do nothing but draw one token for each running sequence, if
+        no command comes: no sequence ends, no block becomes full or is needed, and nothing else is to be reported. 0 if
+        that is not known."""
+        step, size = self._step, self._limits.block_size
+        if (
+            not step
+            or len(step) != len(self._running)
+            or self._prefilling
+            or self._queue.sequences
+            or self._probe_due
+            or self.probe.work is not None
+            or self.hand_overs.names
+            or self._onboarding.enabled
+            or self.kv_cache.has_events
+            or self._outcome.parts
+            or self._outcome.notes
+            or any(not s.begun or s.stop_tokens or s.work.images for s in step)
+        ):
+            return 0
+        return min(min(size - s.work.start % size, s.most_tokens - s.work.end) for s in step) - 1
+
+    def pass_steps(self, drawn: Seq[Seq[int]], elapsed_s: Iterable[float], now_s: float) -> None:
+        """End the step under way and those that follow, at most `steady_steps`, and begin the one after them. `drawn`
+        are the tokens of each sequence, `now_s` is when the last of them ended."""
+        assert self._step is not None
+        assert now_s < self._earliest_end_s
+        for sequence, tokens in zip(self._step, drawn, strict=True):
+            sequence.tokens.extend(tokens)
+            sequence.work.start += len(tokens)
+            sequence.work.end += len(tokens)
+        for each_s in elapsed_s:
+            self.budget.throughput.record_decode(each_s)
+        self._step_began_s = now_s
+
     def drain(self) -> Outcome:
         """Return what has happened since the last call, or since the last `advance`, while no step is under way."""
         assert self._step is None
@@ -355,7 +392,8 @@ class Scheduler:
         return self.budget.throughput.tokens_per_s or self._limits.first_tokens_per_s
 
     def _consider_onboarding(self, now_s: float) -> None:
-        self.kv_cache.consider(self._queue.sequences, self._tokens_per_s, now_s)
+        if self._queue.sequences:
+            self.kv_cache.consider(self._queue.sequences, self._tokens_per_s, now_s)
 
     def _schedule_decodes(self) -> None:
         assert self._step is not None

@@ -505,3 +505,54 @@ def test_an_engine_that_sleeps_answers_a_probe_and_one_that_falls_asleep_compute
     assert engine.core.take_probed() == Probed(0.0)
     assert engine.core.take_probed() is None
     assert not engine.core.busy
+
+
+def decoding(block_size: int = 16, waits: int = 0) -> EngineCore:
+    """Return a core with two sequences that decode, in a step; their tokens are 9, 10 and so on."""
+    limits = SchedulerLimits(
+        model="m",
+        context_length=200,
+        block_size=block_size,
+        capacity_blocks=99,
+        max_running=2,
+        max_waiting=9,
+        eos_token_ids=frozenset(),
+    )
+    core = EngineCore(Scheduler(limits), block_size)
+    core.opening()
+    for number, tokens in enumerate((3, 5, 4)[: 2 + waits]):
+        prompt, sampling = pack_tokens(range(tokens)), Sampling(max_tokens=40, ignore_eos=True)
+        core.handle(Submit(str(number), 1, "f", prompt, tokens, sampling, 60.0, number=number), 0.0)
+    core.begin(0.0)
+    core.finish([Drawn(9), Drawn(9)], 0.5)
+    core.begin(0.5)
+    return core
+
+
+def test_steps_that_pass_together_leave_the_engine_as_they_do_one_by_one() -> None:
+    together, singly = decoding(), decoding()
+    count = together.steady_steps
+    assert count == 16 - 5 - 1, "the longer one fills its block in the step after them"
+    together.pass_steps([range(10, 10 + count)] * 2, [0.5] * count, 0.5 + 0.5 * count)
+    for step in range(count):
+        assert singly.steady_steps == count - step
+        [report] = singly.finish([Drawn(10 + step)] * 2, 0.5)
+        assert not report.event_batch
+        singly.begin(1.0 + 0.5 * step)
+    assert singly.steady_steps == together.steady_steps == 0
+    for core in (together, singly):
+        core.finish([Drawn(0)] * 2, 0.25)
+        core.begin(20.0)
+    reports = [core.finish([Drawn(0)] * 2, 0.5) for core in (together, singly)]
+    assert reports[0] == reports[1]
+    for core in (together, singly):
+        core.validate()
+
+
+def test_no_steps_are_foreseen_next_to_an_attempt_that_waits() -> None:
+    assert decoding().steady_steps > 0
+    assert decoding(waits=1).steady_steps == 0
+
+
+def test_an_answer_is_foreseen_up_to_its_last_token_but_one() -> None:
+    assert decoding(block_size=128).steady_steps == 38
