@@ -33,12 +33,6 @@ EMBEDDINGS = StoreLayout(
 A, B = (bytes([number]) * SIZE_BYTES for number in (1, 2))
 
 
-@pytest.fixture(autouse=True)
-def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kvbm that answers late is one that a test makes."""
-    monkeypatch.setattr(embedding_store, "WAIT_S", 30.0)
-
-
 @asynccontextmanager
 async def serving(
     pool: Path, *, size_bytes: int = 1 << 20, disk: str = "", store_time_s: float = 10.0
