@@ -344,7 +344,7 @@ async def test_a_socket_is_an_endpoint_however_long_its_path_and_whatever_is_in_
         server = EtcdServer(directory, socket=True)
         await asyncio.to_thread(server.start)
         try:
-            discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(server.endpoint,), lease_ttl_s=TTL_S))
+            discovery = EtcdDiscovery(DiscoveryConfig(endpoints=(server.endpoint,), lease_ttl_s=LONG_TTL_S))
             registration = await discovery.register(epochs)
             async with watching(discovery, PREFIX) as watched:
                 assert watched.entries.keys() == {LIVING}  # of a later epoch if a lease ended on a busy machine
