@@ -33,13 +33,18 @@ class Server:
         self.most_at_once = 0
         self.for_good: set[str] = set()
         self._running = 0
+        self._crowded = asyncio.Event()
+        """Set once as many requests as may be are there at the same time: until then none is answered."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         prompt = body["prompt"]
         self._running += 1
         self.most_at_once = max(self.most_at_once, self._running)
-        await asyncio.sleep(0.01)
+        if self._running == AT_ONCE:
+            self._crowded.set()
+        await self._crowded.wait()
+        await asyncio.sleep(0.01)  # for more than may be there at once
         self._running -= 1
         self.asked[prompt] += 1
         self.priorities.add(body["priority"])

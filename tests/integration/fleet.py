@@ -23,6 +23,7 @@ from shared import subjects
 from shared.messages.cards import ServiceName
 from tests.integration.stack import ROOT, eventually
 from tests.last_release import modules_of
+from tests.process_tree import children
 
 READY_LIMIT_S = 300.0
 STOP_LIMIT_S = 300.0
@@ -125,6 +126,23 @@ class Fleet:
             what="the workers are idle",
         )
 
+    @contextlib.contextmanager
+    def busiest(self, *names: str) -> Iterator[Service]:
+        """Yield the one of these workers, of those that live, that runs most. Their engines stand still meanwhile, so
+        that no answer ends before it is known whose it is."""
+        workers = [one for name in names if (one := self.services[name]).process.poll() is None]
+        engines = [engine for one in workers for engine in children(one.process.pid)]
+
+        def running() -> Service | None:
+            loads = [one.metric("headrace_inflight_requests") for one in workers]
+            return workers[loads.index(max(loads))] if any(loads) else None
+
+        _send(engines, signal.SIGSTOP)
+        try:
+            yield eventually(running, limit_s=READY_LIMIT_S, what="a worker runs a request")
+        finally:
+            _send(engines, signal.SIGCONT)
+
     def wait_ready(self, *names: str, limit_s: float = READY_LIMIT_S) -> None:
         """All of those named, or all there are."""
         for name in names or self.services:
@@ -133,6 +151,12 @@ class Fleet:
                 eventually(service.ready, limit_s=limit_s, what=f"{name} is ready")
             except AssertionError as wrong:
                 raise AssertionError(f"{wrong}\n{service.log.read_text()[-4000:]}") from None
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def explained(nats_url: str, namespace: str, request: str) -> dict[str, Any]:

@@ -100,15 +100,6 @@ def ask(
     return text, usage
 
 
-def busy(services: Fleet) -> Service:
-    """The worker that streams."""
-    return eventually(
-        lambda: next((services.services[name] for name in WORKERS if running(services.services[name])), None),
-        limit_s=LIMIT_S,
-        what="a worker runs the request",
-    )
-
-
 def running(worker: Service) -> float:
     return worker.metric("headrace_inflight_requests")
 
@@ -131,8 +122,9 @@ def test_a_killed_worker_changes_no_token_and_no_count(
     killed: list[Service] = []
 
     def kill() -> None:
-        killed.append(busy(services))
-        killed[0].kill()
+        with services.busiest(*WORKERS) as worker:
+            worker.kill()
+        killed.append(worker)
 
     again, counted = ask(client, sampling, kill)
     assert again == text
@@ -149,8 +141,9 @@ def test_log_probabilities_of_a_prompt_come_once_though_its_worker_is_killed(
     killed: list[Service] = []
 
     def kill() -> None:
-        killed.append(busy(services))
-        killed[0].kill()
+        with services.busiest(*WORKERS) as worker:
+            worker.kill()
+        killed.append(worker)
 
     before = migrations(services)
     whole = scores(client)
@@ -194,8 +187,9 @@ def test_a_worker_that_is_thawed_after_its_requests_went_elsewhere_mixes_into_no
     frozen: list[Service] = []
 
     def freeze() -> None:
-        frozen.append(busy(services))
-        frozen[0].process.send_signal(signal.SIGSTOP)
+        with services.busiest(*WORKERS) as worker:
+            worker.process.send_signal(signal.SIGSTOP)
+        frozen.append(worker)
 
     def thaw() -> None:
         frozen[0].process.send_signal(signal.SIGCONT)

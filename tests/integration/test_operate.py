@@ -52,11 +52,8 @@ class OperatedFleet:
 
     def busy(self) -> Service:
         """The worker that streams."""
-        return eventually(
-            lambda: next((one for one in self.workers if one.metric("headrace_inflight_requests")), None),
-            limit_s=LIMIT_S,
-            what="a worker runs the request",
-        )
+        with self.services.busiest(*(one.name for one in self.workers)) as worker:
+            return worker
 
     def ask(
         self,

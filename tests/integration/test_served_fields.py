@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.integration.fleet import Fleet, Service, fleet
+from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 from tests.worker.native.reference import last_hidden_states, logits_of
@@ -286,12 +286,9 @@ def test_the_least_tokens_are_counted_over_a_worker_that_is_killed(services: Fle
     [undisturbed] = asking.ask(**fields).choices
     services.wait_idle(*WORKERS)
 
-    def running() -> Service | None:
-        workers = [services.services[name] for name in WORKERS]
-        return next((worker for worker in workers if worker.metric("headrace_inflight_requests")), None)
-
     def kill() -> None:
-        eventually(running, limit_s=LIMIT_S, what="a worker runs the request").kill()
+        with services.busiest(*WORKERS) as worker:
+            worker.kill()
 
     frontend = services.services["frontend"]
     before = frontend.metric("headrace_model_migration_total")

@@ -19,7 +19,7 @@ from services.frontend.picker.wire import NAMESPACE, SUBSET, SUBSET_NAMESPACE
 from tests.servers import free_port
 
 BUFFER_BYTES = 16 << 20
-START_LIMIT_S = 30.0
+START_LIMIT_S = 180.0
 _FILTERS = "type.googleapis.com/envoy.extensions.filters"
 _DUPLEX = {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
 MODES: Mapping[str, dict[str, Any]] = {

@@ -36,6 +36,9 @@ class SimulatedServer:
         self.requests: list[ServerRequest] = []
         """The requests of clients: not what attached workers ask."""
         self.running = 0
+        self.goes_on = asyncio.Event()
+        """While it is not set, answers of events wait after their first event."""
+        self.goes_on.set()
         self.peer = Peer(model, int(address.rpartition(":")[2]))
         self._stack = AsyncExitStack()
 
@@ -72,8 +75,10 @@ class SimulatedServer:
             return web.Response(text=said, content_type="application/json")
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
-        for _ in range(pieces):
+        for number in range(pieces):
             await asyncio.sleep(pause_s)
+            if number:
+                await self.goes_on.wait()
             await answer.write(f"data: {said}\n\n".encode())
         await answer.write(b"data: [DONE]\n\n")
         return answer

@@ -391,7 +391,7 @@ async def test_a_killed_engine_ends_its_attempts_and_comes_back_with_an_empty_ca
 async def test_an_engine_that_stands_still_while_attempts_wait_is_killed_and_started_again(
     config: WorkerConfig,
 ) -> None:
-    async with running_worker(msgspec.structs.replace(config, stall_s=3.0)) as shell:
+    async with running_worker(msgspec.structs.replace(config, stall_s=10.0)) as shell:
         await serving(shell)
         pid = shell.worker.engine.pid
         assert pid is not None

@@ -92,7 +92,7 @@ async def test_an_engine_that_is_killed_under_streams_is_followed_by_its_standby
 
 
 async def test_an_engine_that_is_frozen_beyond_its_limit_is_followed_by_its_standby(config: WorkerConfig) -> None:
-    async with running_worker(msgspec.structs.replace(config, stall_s=1.0)) as shell:
+    async with running_worker(msgspec.structs.replace(config, stall_s=10.0)) as shell:
         await computed(shell, "before")
         waiting = await standing_by(shell)
         os.kill(engine_pid(shell), signal.SIGSTOP)

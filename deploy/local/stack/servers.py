@@ -6,6 +6,7 @@ NATS has no such sockets, so it has users, and a password that is drawn at each 
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import secrets
 import socket
@@ -24,6 +25,10 @@ ETCD_SOCKET, PEER_SOCKET = "etcd:0", "peer:0"
 ANSWER_LIMIT_S = 3.0
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Range of the ports to choose from. Above it the kernel chooses ports of outgoing connections, which could collide."""
+CLAIMS_LIMIT = 256
+"""The most ports that this process keeps for programs that do not listen yet. Beyond it the oldest is let go."""
+_claims: dict[int, socket.socket] = {}
+"""Port → the socket whose name keeps other processes from it."""
 
 
 ENVIRONMENT = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
@@ -89,8 +94,9 @@ def answers(flag: str, address: str) -> bool:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return `count` distinct ports of an address of this machine that are free now. Raise ConfigError if there are
-    fewer."""
+    """Return `count` distinct ports of an address of this machine that are free now. Until a program listens there, no
+    process gets one of them a second time from here. Raise ConfigError if there are fewer."""
+    _let_go(host)
     span = LAST_PORT - FIRST_PORT + 1
     start = secrets.randbelow(span)
     found: list[int] = []
@@ -98,9 +104,28 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         if len(found) == count:
             return found
         port = FIRST_PORT + (start + step) % span
-        if is_free(port, host):
+        if is_free(port, host) and _claim(port):
             found.append(port)
     raise ConfigError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
+
+
+def _claim(port: int) -> bool:
+    """Return whether no process keeps this port, and keep it. The kernel gives it back when this process ends."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0headrace-port-{port}")  # the name is of the network's namespace, as the port is
+    except OSError as wrong:
+        claim.close()
+        return wrong.errno != errno.EADDRINUSE  # such names are Linux's
+    _claims[port] = claim
+    return True
+
+
+def _let_go(host: str) -> None:
+    """Keep no port where a program listens, and no more than CLAIMS_LIMIT."""
+    listens = [port for port in _claims if not is_free(port, host)]
+    for port in {*listens, *list(_claims)[:-CLAIMS_LIMIT]}:
+        _claims.pop(port).close()
 
 
 def nats_settings(port: int, host: str = "127.0.0.1") -> str:

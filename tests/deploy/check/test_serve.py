@@ -180,7 +180,7 @@ def test_a_client_that_goes_in_the_middle_frees_the_measurement(server: ProbeSer
 
 
 def test_a_measurement_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "SESSION_S", 0.3)
+    monkeypatch.setattr(frames, "SESSION_S", 1.5)
     with serving() as server:
         connection, _, _ = admitted(server.address)
         assert closed(connection)

@@ -447,5 +447,31 @@ def test_free_ports_are_distinct_and_out_of_the_kernels_way() -> None:
     assert len(set(ports)) == 8
     assert all(servers.FIRST_PORT <= port <= servers.LAST_PORT for port in ports)
     assert all(servers.is_free(port) for port in ports)
+
+
+AS_FROM_THE_FIRST = "from deploy.local.stack import servers; servers.secrets.randbelow = lambda _: 0"
+
+
+def test_a_port_is_given_once_until_a_program_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers.secrets, "randbelow", lambda _: 0)
+    ours, ours_again = servers.free_ports(8), servers.free_ports(8)
+    asked = f"{AS_FROM_THE_FIRST}; print(*servers.free_ports(8))"
+    theirs = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert len({*ours, *ours_again, *map(int, theirs.split())}) == 3 * 8
+    with socket.create_server(("127.0.0.1", ours[0])):
+        servers.free_ports(1)
+    assert ours[0] not in servers._claims
+
+
+def test_ports_that_no_program_ever_used_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CLAIMS_LIMIT", 4)
+    first = servers.free_ports(1)
+    for _ in range(8):
+        servers.free_ports(1)
+    assert len(servers._claims) <= 4 + 1
+    assert first[0] not in servers._claims
+
+
+def test_the_servers_of_the_wheels_are_programs() -> None:
     assert os.access(servers.nats_server(), os.X_OK)
     assert os.access(servers.etcd(), os.X_OK)

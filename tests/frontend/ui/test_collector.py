@@ -60,13 +60,14 @@ async def test_unreadable_reports_and_those_of_strangers_are_left_out(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with world(directory) as w, stream(w) as answer:
-        await next_of(answer)
-        for _ in range(3):
+        seen = await next_of(answer)
+        # Snapshots that were made before the first report may still be on their way.
+        while [each["state"] for each in seen["workers"]] != ["silent", "ready"]:
             await publish(w, "w1", b"rubbish")
             await publish(w, "stranger", report("stranger", 1))
             await publish(w, "w2", report("w2", 1))
             seen = await next_of(answer)
-        assert [each["state"] for each in seen["workers"]] == ["silent", "ready"]
+            assert len(seen["workers"]) == 2
     assert "load report" in caplog.text
 
 

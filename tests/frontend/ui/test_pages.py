@@ -48,7 +48,7 @@ async def answering(w: World) -> Seen[str]:
 async def test_nothing_is_asked_while_no_page_is_open_and_once_for_all_that_are(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.2)
     async with world(directory) as w:
         asked = await answering(w)
         async with stream(w) as first, stream(w) as second:

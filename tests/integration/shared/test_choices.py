@@ -144,10 +144,9 @@ def test_a_killed_worker_changes_no_token_of_any_choice(
     killed: list[Service] = []
 
     def kill() -> None:
-        eventually(lambda: any(running(services).values()), limit_s=LIMIT_S, what="a worker runs them")
-        busiest = max(WORKERS, key=running(services).__getitem__)
-        killed.append(services.services[busiest])
-        killed[0].kill()
+        with services.busiest(*WORKERS) as worker:
+            worker.kill()
+        killed.append(worker)
 
     again, counted = streamed(client, sampling, 3, kill)
     assert again == texts

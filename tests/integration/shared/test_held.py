@@ -124,15 +124,6 @@ def alive(services: Fleet) -> list[Service]:
     return [service for name in WORKERS if (service := services.services[name]).process.poll() is None]
 
 
-def busy(services: Fleet) -> Service:
-    """The worker that streams."""
-    return eventually(
-        lambda: next((one for one in alive(services) if one.metric("headrace_inflight_requests")), None),
-        limit_s=LIMIT_S,
-        what="a worker runs the request",
-    )
-
-
 def migrations(services: Fleet) -> float:
     return services.services["frontend"].metric("headrace_model_migration_total")
 
@@ -161,8 +152,8 @@ def test_two_workers_killed_within_one_answer_change_nothing_of_it(
     killed: list[str] = []
 
     def kill() -> None:
-        worker = busy(services)
-        worker.kill()
+        with services.busiest(*WORKERS) as worker:
+            worker.kill()
         killed.append(worker.name)
 
     characters = sum(map(len, texts))

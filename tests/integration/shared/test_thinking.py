@@ -14,7 +14,6 @@ import pytest
 
 from tests.integration.fleet import Fleet, Service
 from tests.integration.shared.conftest import WithWorkers
-from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 180.0
@@ -142,20 +141,11 @@ def test_a_worker_killed_within_thinking_changes_no_token_and_not_where_it_ends(
     killed: list[Service] = []
 
     def kill() -> None:
-        killed.append(busy(services))
-        killed[0].kill()
+        with services.busiest(*WORKERS) as worker:
+            worker.kill()
+        killed.append(worker)
 
     assert ask(client, kill, **more) == said
     assert services.services["frontend"].metric("headrace_model_migration_total") >= 1
     start_worker(services, killed[0].name, model)
     services.wait_ready(*WORKERS)
-
-
-def busy(services: Fleet) -> Service:
-    """The worker that streams."""
-    workers = [services.services[name] for name in WORKERS]
-    return eventually(
-        lambda: next((one for one in workers if one.metric("headrace_inflight_requests")), None),
-        limit_s=LIMIT_S,
-        what="a worker runs the request",
-    )

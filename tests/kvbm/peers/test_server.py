@@ -159,7 +159,7 @@ async def test_a_block_that_was_discarded_meanwhile_is_not_sent(tmp_path: Path) 
 
 
 async def test_a_reader_that_does_not_read_is_cut_when_its_time_is_over(tmp_path: Path) -> None:
-    async with lender(tmp_path, replace(PEERS, lend_s=0.3)) as (store, _), client(store) as one:
+    async with lender(tmp_path, replace(PEERS, lend_s=2.0)) as (store, _), client(store) as one:
         one.stream._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lent = await one.borrow()
         await one.send(Take(3, one.hello.epoch, lent.loan, list(range(8))))

@@ -105,7 +105,7 @@ async def test_an_engine_encodes_what_another_one_does_not_bring_in_time(tmp_pat
 async def test_an_image_that_takes_longer_to_encode_than_kvbm_keeps_a_slot_is_stored_all_the_same(
     tmp_path: Path,
 ) -> None:
-    async with serving(tmp_path / "pool", store_time_s=0.05) as served:
+    async with serving(tmp_path / "pool", store_time_s=1.0) as served:
         one, two = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS) for worker in ("w1", "w2"))
 
         def encode_until_the_slot_is_lost() -> bytes:

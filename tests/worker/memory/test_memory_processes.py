@@ -189,7 +189,7 @@ def test_a_frozen_reader_keeps_its_weights_and_a_frozen_writer_loses_its_turn(ma
 def test_a_signal_ends_the_service_and_its_socket(machine: Machine) -> None:
     assert machine.writer("commit").ask("sum") == str(sum_of(MODEL, SIZE))
     machine.service.send(signal.SIGTERM)
-    assert machine.service.process.wait(20) == 0
+    assert machine.service.process.wait(60) == 0
     assert not (machine.directory / "socket").exists()
 
 

@@ -47,7 +47,7 @@ from shared.pool.lock import SOCKET
 from tests.worker.memory.memory_process import content_of, identity_of, mapped_sum, poke, sum_of
 
 SIZE = 3 * 4096
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 LIMITS = LedgerLimits(size_bytes=4 * SIZE)
 
 

@@ -87,7 +87,7 @@ class GroupRig:
         ]
         self.ended: list[int] = []
         self.copier = GroupCopier(
-            self.ranks[0].copier, BLOCK_BYTES, self.ends, self.place, self.ended.append, limit_s=3
+            self.ranks[0].copier, BLOCK_BYTES, self.ends, self.place, self.ended.append, limit_s=LIMIT_S
         )
         opened.callback(self.hang_up)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from services.worker.native.parallel.peers import Peers
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 Result = TypeVar("Result")
 
 
