@@ -46,7 +46,9 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""How a picture is turned upright, by its EXIF orientation. From 5 on, its width becomes its height."""
+"""How a picture is turned upright, by its EXIF orientation."""
+_FIRST_ON_ITS_SIDE = 5
+"""The EXIF orientation from which on a picture's width becomes its height."""
 _Size = tuple[int, int]
 """Width and height."""
 
@@ -89,8 +91,10 @@ def _format(source: bytes, stated: str) -> str:
 def _seen(asked: Prepare, kind: str, wanted: ImageInput) -> Prepared:
     """Return the image as a model sees it, in RGB. Raise _Refused, and whatever Pillow raises."""
     with _checked(asked.source, kind, asked.pixels_limit) as image:
-        turned = _orientation(image) >= 5
-        size, kept = _sizes(*(image.size[::-1] if turned else image.size), wanted, asked)
+        width, height = image.size
+        if _orientation(image) >= _FIRST_ON_ITS_SIDE:
+            width, height = height, width
+        size, kept = _sizes(width, height, wanted, asked)
         if asked.size_only:
             return Prepared(asked.key, b"", *kept)
         rgb = _on_white(_upright(image))
