@@ -18,6 +18,12 @@ HeadraceError
 
 from __future__ import annotations
 
+import msgspec
+
+MALFORMED = (msgspec.MsgspecError, UnicodeError, RecursionError)
+"""What msgspec raises for bytes or texts that are not what they should be. Its own error alone lacks texts that are not
+UTF-8, and nesting that is too deep."""
+
 
 class HeadraceError(Exception):
     """Any error this project raises on purpose."""

@@ -25,7 +25,7 @@ def main() -> int:
 def _answer(line: bytes) -> VirtualResult | VirtualFailure:
     try:
         return run(RUN.decode(line))
-    except (HeadraceError, OSError, msgspec.MsgspecError) as wrong:
+    except (HeadraceError, OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         return VirtualFailure(str(wrong))
 
 

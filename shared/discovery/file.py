@@ -110,7 +110,7 @@ def scan(directory: Path) -> dict[str, bytes]:
                 os.close(descriptor)
                 continue
             content = _FILE.decode(file.read_bytes())
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeError, RecursionError):
             continue  # just deleted; or not our file, since ours are replaced as a whole
         found.update({key: value.encode() for key, value in content.items()})
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ModelError
+from shared.errors import MALFORMED, ModelError
 from shared.model_file import (
     CONFIG,
     CONFIG_LIMIT_BYTES,
@@ -173,6 +173,6 @@ def end_of_turn_ids(added: Mapping[str, int]) -> Iterable[int]:
 def _vocabulary(tokenizer: _Tokenizer, directory: Path) -> dict[str, int]:
     try:
         vocab = msgspec.json.decode(tokenizer.model, type=_Model).vocab
-    except msgspec.MsgspecError as wrong:
+    except MALFORMED as wrong:
         raise ModelError(f"{directory / TOKENIZER}: {wrong}") from None
     return vocab if isinstance(vocab, dict) else {text: number for number, (text, _) in enumerate(vocab)}

@@ -423,6 +423,14 @@ BAD_BODIES = [
     _embed("a salt that is no text", "cache_salt", cache_salt=5),
     _embed("no time to embed", "deadline_s", deadline_s=0),
     Bad("no JSON to respond to", "responses", b"hello", 400),
+    Bad(
+        "an output that is not UTF-8",
+        "responses",
+        b'{"model": "%b", "input": [{"type": "custom_tool_call", "call_id": "c", "name": "g", "input": "i"}, '
+        b'{"type": "custom_tool_call_output", "call_id": "c", "output": "\xe9"}]}' % MODEL.encode(),
+        400,
+        "input[].output",
+    ),
     _response("nothing to respond to", "input", input=[]),
     _response("a number to respond to", "input", input=5),
     _response("a number for an item", "input[0]", input=[5]),

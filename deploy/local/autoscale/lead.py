@@ -20,7 +20,7 @@ from shared import subjects
 from shared.config import ServiceConfig
 from shared.discovery.backends import open_discovery
 from shared.discovery.contract import Registration
-from shared.errors import DiscoveryDown
+from shared.errors import MALFORMED, DiscoveryDown
 
 
 class AutoscalerEntry(Struct, frozen=True, order=True):
@@ -71,5 +71,5 @@ class Lead:
         entries = await self._discovery.list(self._prefix)
         try:
             return [msgspec.json.decode(value, type=AutoscalerEntry) for value in entries.values()]
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             raise DiscoveryDown(f"an entry below {self._prefix} is no autoscaler's: {wrong}") from None

@@ -84,9 +84,9 @@ class ChatApi(Struct, frozen=True):
                 deadline.extend()
                 if not line:
                     raise ChatError("the answer broke off")
-                if not line.startswith(b"data: "):
+                if not line.startswith(b"data:"):  # some servers put no space after it
                     continue
-                payload = line.removeprefix(b"data: ").strip()
+                payload = line.removeprefix(b"data:").strip()
                 if payload == b"[DONE]":
                     return
                 chunk = _decoded(payload)

@@ -177,7 +177,7 @@ class Answer:
                 for chunk in chunks:
                     for choice in chunk.get("choices") or ():
                         delta = choice.get("delta") or {}
-                        self._think(delta.get("reasoning_content") or "")
+                        self._think(delta.get("reasoning_content") or delta.get("reasoning") or "")
                         self._write(delta.get("content") or "")
                         limited = limited or choice.get("finish_reason") == "length"
                     usage = chunk.get("usage") or usage

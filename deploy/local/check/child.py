@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.check.measurements import DiskMeasured, GpusMeasured, MemoryMeasured, Unmeasured
+from shared.errors import MALFORMED
 
 GRACE_S = 0.5
 """How long a killed process may take to end before it is left to itself, in seconds."""
@@ -57,7 +58,7 @@ def ask(part: Part, directory: Path, limit_s: float | None = None) -> Measured:
                 pipe.close()
     try:
         return _MEASURED.decode(out)
-    except msgspec.DecodeError:
+    except MALFORMED:
         said = err.decode(errors="replace").strip().splitlines() or [f"the probe ended with status {child.returncode}"]
         return Unmeasured(said[-1], wanted=True)
 

@@ -25,7 +25,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from shared.errors import ProtocolError
+from shared.errors import MALFORMED, ProtocolError
 
 VERSION = 1
 LENGTH_BYTES = 4
@@ -139,7 +139,7 @@ def question(body: bytes) -> Question:
     """Decode a client's message. Raise ProtocolError."""
     try:
         return _QUESTION.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+    except MALFORMED as wrong:
         raise ProtocolError(f"an unreadable question: {wrong}") from None
 
 
@@ -147,5 +147,5 @@ def answer(body: bytes) -> Answer:
     """Decode a server's message. Raise ProtocolError."""
     try:
         return _ANSWER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+    except MALFORMED as wrong:
         raise ProtocolError(f"an unreadable answer: {wrong}") from None

@@ -14,7 +14,7 @@ import msgspec
 from deploy.local.route.answers import EVENT_SOURCES, MODEL_LIST, VERSION, Found, find_events, takes_text
 from deploy.local.route.targets import Target
 from deploy.local.usage import By
-from shared.errors import ConfigError, Unavailable
+from shared.errors import MALFORMED, ConfigError, Unavailable
 from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_key, read_tls
 from shared.vllm_sizes import read_sizes
 
@@ -54,14 +54,14 @@ async def ask(target: Target, key_file: Path | None, tls: TlsFiles, by: By = "au
         listed = await _get(http, target, "/v1/models")
         try:
             models = MODEL_LIST.decode(listed or b"")
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             raise ConfigError(f"/v1/models is no list of models: {wrong}"[:200]) from None
         if by == "text":
             return Found(models, text=True)
         version, metrics = await _get(http, target, "/version"), await _get(http, target, "/metrics")
         sources = await _get(http, target, "/kv_event_sources")
     found = Found(models)
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(*MALFORMED):
         said = VERSION.decode(version or b"").get("version")
         found = msgspec.structs.replace(found, version=str(said)[:64] if said else "")
     block_size, blocks, ranks = read_sizes((metrics or b"").decode(errors="replace"))
@@ -69,7 +69,7 @@ async def ask(target: Target, key_file: Path | None, tls: TlsFiles, by: By = "au
         return Found(models, text=True)
     try:
         kv_events = None if sources is None else EVENT_SOURCES.decode(sources)
-    except msgspec.MsgspecError:
+    except MALFORMED:
         kv_events = None
     events, replay, lacks = find_events(target.address or target.host, kv_events, ranks)
     for endpoint in filter(None, (events, replay)):

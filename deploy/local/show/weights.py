@@ -50,6 +50,6 @@ def _ask(directory: Path, question: dict[str, str], kind: type[T]) -> T:
             connection.connect(reachable(str(directory / SOCKET), opened))
             connection.send(msgspec.json.encode(question))
             return msgspec.json.decode(connection.recv(_PACKET_BYTES), type=kind)
-    except (OSError, msgspec.MsgspecError) as wrong:
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         reason = getattr(wrong, "strerror", None) or wrong
         raise Unavailable(f"no answer from the memory service in {directory}: {reason}") from None

@@ -33,7 +33,7 @@ from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, Flee
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags
-from shared.errors import ConfigError, Unavailable
+from shared.errors import MALFORMED, ConfigError, Unavailable
 from shared.installation import TREE
 from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, VirtualRun
 from shared.percentiles import SHARES
@@ -79,7 +79,7 @@ def _measured(file: Path) -> list[Measured]:
     """Return the loads of a file that `bench` has written. Raise ConfigError."""
     try:
         rows = msgspec.json.decode(read_given(file, FILE_LIMIT_BYTES, "--measured"), type=BenchFile).rows
-    except msgspec.MsgspecError as wrong:
+    except MALFORMED as wrong:
         raise ConfigError(f"--measured {file}: no file of `headrace bench`: {wrong}") from None
     return [measured_of(row) for row in rows]
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ConfigError
+from shared.errors import MALFORMED, ConfigError
 from shared.measured_times import Point
 
 Kind = Literal["prefill", "decode"]
@@ -91,7 +91,7 @@ def decode_profile(content: bytes, name: str) -> Profile:
     """Return a profile. Raise ConfigError, which begins with `name`."""
     try:
         profile = msgspec.json.decode(content, type=Profile)
-    except msgspec.MsgspecError as wrong:
+    except MALFORMED as wrong:
         raise ConfigError(f"{name}: no profile of `headrace profile`: {wrong}") from None
     if profile.format != FORMAT:
         raise ConfigError(f"{name}: a profile of format {profile.format}; this version reads {FORMAT}: measure again")

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.traffic import MADE_BLOCK, TOKENS_LIMIT, Traffic, TrafficRow, checked, unshared
-from shared.errors import ConfigError
+from shared.errors import MALFORMED, ConfigError
 
 FIELDS = ("input_tokens", "output_tokens")
 SHAPE_LEAST = {"Gamma": 0.001, "Weibull": 0.05}
@@ -60,7 +60,7 @@ class ServeGenClient:
         self._windows = _windows(trace.decode(errors="replace"), f"{name}-trace.csv")
         try:
             found = msgspec.json.decode(dataset, type=dict[int, dict[str, str]])
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             raise ConfigError(f"{name}-dataset.json: {wrong}") from None
         for second, histograms in found.items():
             if not histograms.keys() >= {*FIELDS}:
@@ -126,7 +126,7 @@ def _table(text: str, where: str) -> tuple[Sequence[int], Sequence[float]]:
     """Return the lengths of a histogram, and the sum of the shares up to each."""
     try:
         shares: Mapping[int, float] = msgspec.json.decode(_LENGTH.sub(r'"\1"', text), type=dict[int, float])
-    except msgspec.MsgspecError as wrong:
+    except MALFORMED as wrong:
         raise ConfigError(f"{where}: expected {{tokens: share, …}}: {wrong}") from None
     if (wrong_length := next((each for each in shares if not 0 <= each <= TOKENS_LIMIT), None)) is not None:
         raise ConfigError(f"{where}: a length of {wrong_length} tokens is out of range")

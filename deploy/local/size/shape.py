@@ -102,6 +102,15 @@ def shape_of(settings: Mapping[str, Any], where: str) -> ModelShape:
     each = matrices * hidden * reader.size("moe_intermediate_size", intermediate) if experts else 0
     shared = reader.size("n_shared_experts", 0) * each if experts else 0
     shared += matrices * hidden * reader.size("shared_expert_intermediate_size", 0) if experts else 0
+    used = reader.size("num_experts_per_tok") if experts else 0
+    for name, value, fits in (
+        ("head_dim", head_dim, head_dim > 0),
+        ("num_key_value_heads", kv_heads, 0 < kv_heads <= heads),
+        ("first_k_dense_replace", layers - expert_layers, expert_layers >= 0),
+        ("num_experts_per_tok", used, used <= experts),
+    ):
+        if not fits:
+            raise ConfigError(f"{where}: {name} is {value}, which does not fit the other sizes")
     latent, attention, kv_values = _attention(reader, hidden, heads, kv_heads, head_dim)
     return ModelShape(
         layers=layers,
@@ -115,7 +124,7 @@ def shape_of(settings: Mapping[str, Any], where: str) -> ModelShape:
         expert_weights=each,
         expert_layers=expert_layers,
         experts=experts,
-        used_experts=reader.size("num_experts_per_tok") if experts else 0,
+        used_experts=used,
         table_weights=hidden * reader.size("vocab_size"),
         tied=bool(settings.get("tie_word_embeddings", False)),
         kv_values=kv_values,
@@ -150,7 +159,8 @@ def _stored_bits(settings: Mapping[str, Any], where: str) -> float:
     if quantized.get("load_in_8bit") or quantized.get("load_in_4bit"):
         return 8.0 if quantized.get("load_in_8bit") else 4.5
     groups = quantized.get("config_groups")
-    weights = next(iter(groups.values())).get("weights") if isinstance(groups, dict) and groups else quantized
+    first = next(iter(groups.values())) if isinstance(groups, dict) and groups else {"weights": quantized}
+    weights = first.get("weights") if isinstance(first, dict) else None
     bits = weights.get("num_bits", weights.get("bits")) if isinstance(weights, dict) else None
     if not isinstance(bits, int) or not 1 <= bits <= 16:
         raise ConfigError(f"{where}: quantization {method or 'without a name'} is not known here: give --dtype")

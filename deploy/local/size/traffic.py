@@ -15,7 +15,7 @@ from random import Random
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ConfigError
+from shared.errors import MALFORMED, ConfigError
 
 MOONCAKE_BLOCK = 512
 MADE_BLOCK = 64
@@ -136,7 +136,7 @@ def _mooncake(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
             continue
         try:
             yield number, msgspec.json.decode(line, type=TrafficRow)
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             raise ConfigError(f"{name}:{number}: {wrong}") from None
 
 
@@ -178,7 +178,7 @@ def _log(text: str, name: str) -> Iterator[tuple[int, TrafficRow]]:
             continue
         try:
             read = msgspec.json.decode(line, type=_Line)
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             raise ConfigError(f"{name}:{number}: {wrong}") from None
         if read.message == LOGGED_END and read.fields.prompt_tokens and read.fields.output_tokens:
             found.append((1000 * (read.time.timestamp() - read.fields.seconds), number, read.fields))

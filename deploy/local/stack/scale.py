@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from deploy.local.stack import servers
 from deploy.local.stack.stack import UpOptions, named_workers, plan_worker
 from deploy.local.stack.up import Shell
-from shared.errors import ConfigError
+from shared.errors import MALFORMED, ConfigError
 from shared.processors import usable_processors
 from shared.socket_path import reachable
 
@@ -190,7 +190,7 @@ class ScaledWorkers:
         """Take up what is asked for. Return why that cannot be."""
         try:
             wanted = msgspec.json.decode(line, type=WantedWorkers)
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             return f"not a question: {wrong}"
         total = sum(wanted.workers.values())
         if launcher.stopping:

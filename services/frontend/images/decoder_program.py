@@ -1,12 +1,13 @@
 """Decodes and prepares images for a frontend: `python -m services.frontend.images.decoder_program`.
 
-    format by the first bytes ─▶ width and height ─▶ decoded ─▶ RGB ─▶ resized ─▶ cut ─▶ pixels
+    format by the first bytes ─▶ width and height ─▶ decoded ─▶ as people see it ─▶ resized ─▶ cut ─▶ pixels
           └── other than stated      └── too many pixels
 
-An image from which a picture is made becomes a PNG file: turned upright, RGB or a mask in grey, resized.
+An image from which a picture is made becomes a PNG file: as people see it, RGB or a mask in grey, resized.
 
-The pixels that a model sees are, byte for byte, those of transformers' processors on Pillow (CLIP's, SigLIP's,
-Qwen2-VL's) before these rescale and normalise. Like them, it does not turn a picture by its EXIF orientation.
+As people see it: turned upright by its EXIF orientation, on white where it is transparent, with 8 bits. The pixels that
+a model sees are, byte for byte, those that transformers' processors on Pillow (CLIP's, SigLIP's, Qwen2-VL's) make of
+that picture before they rescale and normalise.
 
 Only the decoder of the format that the first bytes show is tried, and only the first picture of a file is decoded.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import io
 
 import msgspec
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from services.frontend.child_program import run_program
 from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, PictureShape, Prepare, Prepared
@@ -36,6 +37,18 @@ Taking their pages again would cost a tenth of its time."""
 _SMOOTH = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS, Image.Resampling.HAMMING)
 """Filters whose weights have no steps: the last bit of a place in the source, which is another one if a part of it is
 resized, changes no pixel."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How a picture is turned upright, by its EXIF orientation."""
+_FIRST_ON_ITS_SIDE = 5
+"""The EXIF orientation from which on a picture's width becomes its height."""
 _Size = tuple[int, int]
 """Width and height."""
 
@@ -78,10 +91,13 @@ def _format(source: bytes, stated: str) -> str:
 def _seen(asked: Prepare, kind: str, wanted: ImageInput) -> Prepared:
     """Return the image as a model sees it, in RGB. Raise _Refused, and whatever Pillow raises."""
     with _checked(asked.source, kind, asked.pixels_limit) as image:
-        size, kept = _sizes(*image.size, wanted, asked)
+        width, height = image.size
+        if _orientation(image) >= _FIRST_ON_ITS_SIDE:
+            width, height = height, width
+        size, kept = _sizes(width, height, wanted, asked)
         if asked.size_only:
             return Prepared(asked.key, b"", *kept)
-        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        rgb = _on_white(_upright(image))
         return Prepared(asked.key, _middle(rgb, size, kept, Image.Resampling[wanted.filter]).tobytes(), *kept)
 
 
@@ -125,10 +141,10 @@ def _columns(length: int, size: int, kept: int) -> tuple[int, int, int]:
 def _picture(asked: Prepare, kind: str, shape: PictureShape) -> Prepared:
     """Return the image as a PNG file, from which a picture is made. Raise _Refused, and whatever Pillow raises."""
     with _checked(asked.source, kind, asked.pixels_limit) as image:
-        upright = ImageOps.exif_transpose(image)
+        upright = _upright(image)
         size = shape.size_of(*upright.size)
         if not shape.is_mask:
-            resized = upright.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+            resized = _on_white(upright).resize(size, Image.Resampling.LANCZOS)
         elif upright.has_transparency_data:
             resized = ImageOps.invert(upright.convert("RGBA").getchannel("A")).resize(size, Image.Resampling.NEAREST)
         else:
@@ -136,6 +152,35 @@ def _picture(asked: Prepare, kind: str, shape: PictureShape) -> Prepared:
     file = io.BytesIO()
     resized.save(file, format="PNG", compress_level=1)  # more takes many times as long, and saves little
     return Prepared(asked.key, file.getvalue(), *size, upright.size)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation that a file states before its pixels; 1, upright, if it states none, or nonsense."""
+    exif = Image.Exif()
+    try:
+        exif.load(image.info.get("exif", b""))
+        found = exif.get(ExifTags.Base.Orientation)
+    except Exception:  # noqa: BLE001  the picture may be whole all the same
+        return 1
+    return found if found in _TURNS else 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return a picture turned upright, with 8 bits. Raise whatever Pillow raises."""
+    orientation = _orientation(image)
+    if image.mode == "I;16":  # converted as it is, all but its darkest parts would be white
+        image = image.point(lambda level: level / 256).convert("L")
+    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return a picture in RGB, white where it is transparent: what is hidden from people is hidden from a model."""
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    clear = image.convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(clear, mask=clear.getchannel("A"))
+    return white
 
 
 def _checked(source: bytes, kind: str, pixels_limit: int) -> Image.Image:

@@ -36,7 +36,7 @@ from services.frontend.media.files import (
     room_fault,
 )
 from services.frontend.protocol.errors import field_error
-from shared.errors import InvalidRequest, Overloaded, Unavailable
+from shared.errors import MALFORMED, InvalidRequest, Overloaded, Unavailable
 from shared.messages.generate import Picture
 
 SWEEP_S = 60.0
@@ -188,7 +188,7 @@ class MediaStore:
         if self.directory is not None and match is not None and match["kind"] in CONTENT_TYPES:
             path = self.directory / name
             owner = await asyncio.to_thread(self.read, f"{match['id']}.json")
-            with suppress(msgspec.MsgspecError):
+            with suppress(*MALFORMED):
                 if owner is not None and msgspec.json.decode(owner, type=Owner).key == key and path.is_file():
                     return path
         raise InvalidRequest(f"no such file: {name[:64]}", param="name", code="file_not_found", status=404)

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shared.errors import InvalidRequest
+from shared.errors import MALFORMED, InvalidRequest
 
 Turn = dict[str, Any]
 """A message in the form that chat templates read. The arguments of its calls are still a text. Its content is a text,
@@ -252,7 +252,7 @@ def _decoded(text: str) -> object:
     none."""
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         pass
     paired = text.replace(r"\\", _PAIR)  # with no function that is called for each: a text may have a million
     escaped = _NO_ESCAPE.sub(r"\\\\", paired).replace(_PAIR, r"\\")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from shared.errors import ModelError
+from shared.errors import MALFORMED, ModelError
 
 
 class FoundToken(Struct):
@@ -76,7 +76,7 @@ class TokenizerJson(Struct):
         """Return the normalizer and the pre-tokenizer; None if one has an unknown form, which is no error."""
         try:
             return _STEP.decode(self.normalizer), _STEP.decode(self.pre_tokenizer)
-        except msgspec.MsgspecError:
+        except MALFORMED:
             return None
 
 
@@ -87,7 +87,7 @@ def parse_tokenizer_json(content: bytes) -> TokenizerJson:
     """Parse a tokenizer.json. Raise ModelError."""
     try:
         return msgspec.json.decode(content, type=TokenizerJson)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+    except MALFORMED as wrong:
         raise ModelError(f"tokenizer.json: {wrong}") from None
 
 

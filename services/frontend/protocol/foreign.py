@@ -18,7 +18,7 @@ from services.frontend.protocol.chat_chunks import Usage
 from services.frontend.protocol.decoding import Harmless, check_not_built, not_supported
 from services.frontend.protocol.ignored_fields import Advisory, IgnoredFields, ItemCount
 from services.frontend.protocol.messages import ChatMessage, image_parts
-from shared.errors import InvalidRequest
+from shared.errors import MALFORMED, InvalidRequest
 
 _PLACE = re.compile(r"\[\d+\]")
 _NOTHING = tuple(map(msgspec.Raw, (b"null", b"false", b"[]", b"{}")))
@@ -39,7 +39,7 @@ def arguments_of(text: str) -> dict[str, Any] | None:
     """Return the arguments of a call; None if it was cut off, so that they are not JSON."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except MALFORMED:
         return None
 
 

@@ -36,6 +36,7 @@ from services.frontend.protocol.parts import (
 )
 from services.frontend.protocol.responses_tools import AnyTool, chat_name
 from services.frontend.protocol.tools import TOOLS_LIMIT
+from shared.errors import MALFORMED
 
 ITEMS_LIMIT = 4096
 """Items of one input."""
@@ -475,8 +476,12 @@ def _result(item: CallOutput | ClientCallOutput) -> ResultContent | None:
         return item.output if isinstance(item, CallOutput) else None
     try:
         return _OUTPUT.decode(item.output)
-    except msgspec.MsgspecError:
+    except MALFORMED:
+        pass
+    try:
         return bytes(item.output).decode()
+    except UnicodeDecodeError:
+        raise field_error("input[].output", "is not UTF-8") from None
 
 
 def check_calls(before: Iterable[ChatMessage], items: Sequence[InputItem]) -> None:

@@ -30,6 +30,7 @@ from msgspec import Raw, Struct
 
 from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.errors import field_error
+from shared.errors import MALFORMED
 from shared.hashing import pack_hashes, sequence_hashes
 
 BYTES_A_TOKEN = 4
@@ -149,7 +150,7 @@ def _limits(given: Fields) -> Iterator[Raw]:
     """Yield what bounds an answer; `options.num_predict` is Ollama's."""
     for name in _LIMITS:
         yield given[name]
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    with suppress(*MALFORMED):
         yield msgspec.json.decode(given["options"], type=_Options).num_predict
 
 
@@ -163,14 +164,14 @@ def _compact(value: bytes) -> bytes:
 def _text(raw: Raw) -> str:
     try:
         return _TEXT.decode(raw) if raw else ""
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return ""
 
 
 def _count(raw: Raw) -> int:
     try:
         found = _COUNT.decode(raw) if raw else 0
-    except msgspec.MsgspecError:
+    except MALFORMED:
         return 0
     return found if 0 < found < COUNT_LIMIT else 0
 

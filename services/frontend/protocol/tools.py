@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from services.frontend.protocol.errors import field_error
+from shared.errors import MALFORMED
 
 TOOLS_LIMIT = 128
 """OpenAI's limit of tools in one request."""
@@ -181,5 +182,5 @@ def decoded_object(written: str, where: str) -> dict[str, Any]:
     """Decode a JSON object that a field holds as a text. Raise InvalidRequest."""
     try:
         return msgspec.json.decode(written, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as wrong:  # a ValidationError is one too
+    except MALFORMED as wrong:  # a ValidationError is one too
         raise field_error(where, f"not a JSON object: {wrong}") from None

@@ -45,7 +45,7 @@ from services.frontend.serving.reply import Opening
 from services.frontend.serving.request_context import RequestId, ignored_header, request_id
 from shared import subjects
 from shared.bus.contract import LAST_HEADER, Message, Subscription
-from shared.errors import BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
+from shared.errors import MALFORMED, BusDown, HeadraceError, InvalidRequest, Overloaded, ProtocolError, Unavailable
 from shared.messages.codec import JSON_HEADER
 from shared.rate_limited_log import RateLimitedLog
 from shared.runtime.runtime import Runtime
@@ -111,7 +111,7 @@ def _streams(body: bytes) -> bool:
     """Return whether a body asks for a stream. True for a body that is no JSON, since that is refused at once."""
     try:
         return _peek(body).stream is True
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         return True
 
 

@@ -40,7 +40,7 @@ from services.frontend.serving.request_context import RequestContext
 from services.frontend.serving.response_directory import ResponseDirectory, item_name, response_of
 from services.frontend.serving.response_store import StoredResponse
 from services.frontend.serving.responses_writer import ResponseWriter
-from shared.errors import InvalidRequest, ProtocolError
+from shared.errors import MALFORMED, InvalidRequest, ProtocolError
 from shared.messages.frontends import Forget, Recall, ResponseStoreRequest
 from shared.messages.generate import Sampling
 
@@ -113,7 +113,7 @@ class ServingResponses(Struct, frozen=True):
         former = await self._former(decoded, context)
         try:
             before = _MESSAGES.decode(former)
-        except msgspec.MsgspecError as strange:  # of a frontend of another version
+        except MALFORMED as strange:  # of a frontend of another version
             raise ProtocolError(f"the former conversation cannot be read: {strange}") from None
         chat = responses_request.as_chat(decoded, before, context.ignored)
         conversation = _append(former, messages_of(decoded.items, decoded.tools.chat_names))
@@ -204,7 +204,7 @@ def _too_large(param: str, what: str, limit_bytes: int) -> InvalidRequest:
 def _items(response: bytes) -> dict[str, bytes]:
     try:
         return items_by_id(response)
-    except msgspec.MsgspecError as strange:  # of a frontend of another version
+    except MALFORMED as strange:  # of a frontend of another version
         raise ProtocolError(f"a stored response cannot be read: {strange}") from None
 
 

@@ -34,7 +34,7 @@ from services.frontend.serving.picture_edits import images_of_video
 from services.frontend.serving.pictures import SEEDS, ServingPictures, picture_request
 from services.frontend.serving.reply import SILENCE, Chunk, Framing, Opening
 from services.frontend.serving.request_context import RequestContext
-from shared.errors import HeadraceError, InvalidRequest, Overloaded, Unavailable
+from shared.errors import MALFORMED, HeadraceError, InvalidRequest, Overloaded, Unavailable
 from shared.messages.generate import FRAMES_PER_S
 
 TICK_S = 1.0
@@ -356,7 +356,7 @@ class ServingVideos:
         """Return a job of a file. None if there is none. Blocks."""
         match = ID.fullmatch(name)
         content = None if match is None or match[1] != "video" else self._media.read(f"{name}.json")
-        with suppress(msgspec.MsgspecError):
+        with suppress(*MALFORMED):
             return None if content is None else _JOB.decode(content)
         return None
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from services.frontend.tool_parsers.reader import RUN_LIMIT_CHARACTERS, Malformed, Reading, TextReader
+from shared.errors import MALFORMED
 
 DEPTH_LIMIT = 64
 SCALAR_LIMIT_CHARACTERS = 512
@@ -140,7 +141,7 @@ def decoded(written: str) -> str:
     """Return the value of a text in quotes. Raise Malformed."""
     try:
         return msgspec.json.decode(written, type=str)
-    except msgspec.DecodeError:  # half a surrogate pair
+    except MALFORMED:  # half a surrogate pair
         raise Malformed("malformed") from None
 
 

@@ -51,7 +51,8 @@ async def read_events(
             missed.append((number, payload))
     except zmq.ZMQError as wrong:
         raise ConfigError(f"attached.events: {config.events}, attached.replay: {config.replay}: {wrong}") from None
-    except (msgspec.MsgspecError, ValueError) as wrong:  # a ValueError also for a message of other frames
+    # A ValueError is also raised for a message of other frames.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
         raise ConfigError(
             f"attached.events: {config.events} publishes no events as {_KINDS[config.kind]} has them: {wrong}"
         ) from None

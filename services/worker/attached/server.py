@@ -20,7 +20,7 @@ from services.worker.attached.api import Api, ServerLoad, ServerOutput, read_met
 from services.worker.config import AttachedConfig, WorkerConfig
 from services.worker.contracts.messages import Ready, Submit
 from services.worker.vllm.sampling import refusal
-from shared.errors import ConfigError, InvalidRequest, Unavailable
+from shared.errors import MALFORMED, ConfigError, InvalidRequest, Unavailable
 from shared.outbound import TlsFiles, TlsNames, describe_fault, open_connector, read_key, read_tls
 
 ANSWER_LIMIT_BYTES = 8 << 20
@@ -100,7 +100,8 @@ class Server:
                         if seen > allowed:
                             raise ValueError(f"it sends more than the {allowed} tokens that it was asked for")
                         yield output
-        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as wrong:  # a line too long, or no JSON
+        # A line is too long, or no JSON, or nested too deeply.
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError, RecursionError) as wrong:
             raise self._fault(self._api.path, f"broke off: {describe_fault(wrong, TLS_NAMES.ca_file)}") from None
 
     async def load(self) -> ServerLoad | None:
@@ -189,7 +190,7 @@ class Server:
     def _decoded(self, path: str, content: bytes) -> dict[str, Any]:
         try:
             return msgspec.json.decode(content, type=dict[str, Any])
-        except msgspec.MsgspecError as wrong:
+        except MALFORMED as wrong:
             raise ConfigError(str(self._fault(path, f"answers no JSON object: {wrong}"))) from None
 
     def _fault(self, path: str, what: str) -> Unavailable:

@@ -13,7 +13,7 @@ from services.worker.attached.vllm_api import ROWS as VLLM_ROWS
 from services.worker.config import AttachedConfig
 from services.worker.contracts.messages import Submit
 from services.worker.vllm.sampling import seed_for
-from shared.errors import InvalidRequest
+from shared.errors import MALFORMED, InvalidRequest
 from shared.hashing import token_array
 from shared.messages.generate import Sampling
 
@@ -101,7 +101,7 @@ def _read(payload: bytes, _submit: Submit, seen: int) -> ServerOutput:
 def _read_info(text: str) -> Sizes:
     try:
         info = _INFO.decode(text)
-    except msgspec.MsgspecError:
+    except MALFORMED:
         return 0, 0, 0
     size, ranks = max(0, info.page_size or 0), 0 if info.kv_events is None else info.kv_events.dp_size
     return size, max(0, info.max_total_num_tokens or 0) // size if size else 0, ranks

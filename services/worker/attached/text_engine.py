@@ -41,7 +41,7 @@ from services.worker.contracts.messages import (
 from services.worker.engine.async_end import AsyncEnd
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.one_line import one_line
-from shared.errors import ConfigError, HeadraceError, InvalidRequest
+from shared.errors import MALFORMED, ConfigError, HeadraceError, InvalidRequest
 from shared.messages.cards import KvLayout
 
 BLOCK_UNITS = 64
@@ -115,7 +115,7 @@ async def _look(server: Server, name: str, url: str) -> int:
         return CONTEXT_LENGTH
     try:
         models = _MODELS.decode(listed).data or []
-    except (msgspec.MsgspecError, UnicodeDecodeError) as wrong:
+    except MALFORMED as wrong:
         raise ConfigError(f"attached.url: {url}/v1/models is no list of models: {wrong}"[:500]) from None
     found = next((model for model in models if model.id == name), None)
     if found is None:

@@ -27,7 +27,7 @@ def lark_text(grammar: str) -> str:
     try:
         grammars = msgspec.json.decode(grammar, type=dict[str, list[dict[str, Any]]])["grammars"]
         first = grammars[0]
-    except (msgspec.DecodeError, KeyError, IndexError):
+    except (KeyError, IndexError, msgspec.MsgspecError, UnicodeError, RecursionError):
         raise ValueError("neither Lark nor a JSON list of grammars") from None
     return _one(first, {one["name"]: one for one in grammars[1:] if isinstance(one.get("name"), str)}, ())
 

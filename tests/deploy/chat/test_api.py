@@ -206,6 +206,17 @@ def test_chunks_of_other_servers_without_choices_or_delta_are_passed_over(
     assert capsys.readouterr().out == "x\n"
 
 
+def test_the_streams_of_other_servers_are_read(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a space after `data:`, with other line ends, and with the newer name of what a model thinks."""
+    thought = event({"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]})
+    written = thought + piece("Paris.") + b"data: [DONE]\n\n"
+    peer.body = written.replace(b"data: ", b"data:").replace(b"\n", b"\r\n")
+    chat(peer.url, "Where?")
+    said = capsys.readouterr()
+    assert said.out == "Paris.\n"
+    assert said.err.startswith("[thinking]\nhm\n[answer]\n")
+
+
 def test_no_model_yet_is_said(peer: Peer) -> None:
     peer.models = b'{"data": []}'
     with pytest.raises(ChatError, match="no model is served yet"):

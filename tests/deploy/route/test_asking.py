@@ -109,6 +109,16 @@ async def test_what_is_no_such_server_gets_one_line(peer: Peer, status: int, tex
     assert "\n" not in str(wrong.value)
 
 
+@pytest.mark.parametrize("listed", [b'{"data": [{"id": "\xe9"}]}', b'{"data": [], "more": ' + b"[" * 100_000])
+async def test_a_list_that_is_not_utf8_or_nested_too_deeply_gets_one_line(peer: Peer, listed: bytes) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=listed)
+
+    peer.said["/v1/models"] = answer
+    with pytest.raises(ConfigError, match=r"^/v1/models is no list of models: "):
+        await ask(target(peer), None, TlsFiles())
+
+
 async def test_a_server_that_is_slow_endless_or_not_there_takes_no_longer_than_the_limit(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,27 @@ def test_a_config_without_a_size_is_refused_by_the_name_of_the_size(
 
 
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"head_dim": 0}, "head_dim is 0, which does not fit the other sizes"),
+        ({"hidden_size": 1, "head_dim": None}, "head_dim is 0, which"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, which"),
+        ({"num_key_value_heads": 33}, "num_key_value_heads is 33, which"),
+        ({"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, which"),
+        (
+            {"num_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 33},
+            "first_k_dense_replace is 33, which",
+        ),
+        ({"quantization_config": {"config_groups": {"all": "int4"}}}, "quantization without a name is not known here"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(
+    settings: dict[str, object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"config.json: {said}" in refused(capsys, config(tmp_path, **settings), "--gpu", "H200")
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the model's 32 heads"),

@@ -86,6 +86,7 @@ def test_a_log_of_a_frontend_is_read_in_the_order_in_which_requests_began() -> N
         (log_line(1, 1.0, 5, 5) + "\n" + log_line(2, 1.0, 5, 5)[:-9], "t:2: "),
         (log_line(1, 1.0, 5, 5), "t: a trace has at least two requests, this one 1"),
         (line(0) + "\n" + line(1)[:-5], "t:2: "),
+        (line(0, more=[])[:-2] + "[" * 100_000, "t:1: maximum recursion depth"),
         (line(0, prompt=0), "t:1: 0 tokens in"),
         (line(0, output=-1), "t:1: 1000 tokens in and -1 out"),
         (line(5) + "\n" + line(4), "t:2: time goes back, from 5 to 4 ms"),

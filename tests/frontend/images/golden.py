@@ -1,4 +1,5 @@
-"""Writes the folder golden: small images, and the SHA-256 of what transformers' processors make of them.
+"""Writes the folder golden: small images, and the SHA-256 of what transformers' processors make of them as people see
+them: upright, on white, with 8 bits.
 
 Run with a Python that has transformers, NumPy and Pillow: `PYTHONPATH=. python tests/frontend/images/golden.py`. It was
 run with transformers 5.19.0 and Pillow 13.0.0.
@@ -57,23 +58,36 @@ def write_images() -> None:
     frames[0].save(FOLDER / "frames.gif", save_all=True, append_images=frames[1:])
 
 
+def shown(path: Path) -> Any:
+    """Return an image as people see it."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode == "I;16":
+        return Image.frombytes("L", image.size, image.tobytes()[1::2])  # the upper byte of each
+    if not image.has_transparency_data:
+        return image
+    white, clear = Image.new("RGB", image.size, (255, 255, 255)), image.convert("RGBA")
+    white.paste(clear, mask=clear)
+    return white
+
+
 def expected(path: Path, shape: dict[str, Any]) -> bytes:
     """Return what transformers makes of an image."""
     import numpy as np
-    from PIL import Image
 
     if "unit" in shape:
-        return in_units(Image.open(path), shape)
+        return in_units(shown(path), shape)
     clip = importlib.import_module("transformers.models.clip.image_processing_pil_clip")
     cut = {"height": shape["height"], "width": shape["width"]}
     processor = clip.CLIPImageProcessorPil(
         size={"shortest_edge": shape["resize"]} if shape["resize"] else cut,
         crop_size=cut,
-        resample=Image.Resampling[shape["filter"]],
+        resample=importlib.import_module("PIL.Image").Resampling[shape["filter"]],
         do_rescale=False,
         do_normalize=False,
     )
-    [pixels] = processor(Image.open(path))["pixel_values"]
+    [pixels] = processor(shown(path))["pixel_values"]
     return np.asarray(pixels).transpose(1, 2, 0).astype(np.uint8).tobytes()
 
 

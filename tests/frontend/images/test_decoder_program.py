@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import PictureShape, Prepare, key_of
@@ -105,10 +105,51 @@ def test_with_a_filter_of_steps_all_columns_are_resized(filter_: str, width: int
     assert prepare(asked(file.getvalue(), "", wanted)).pixels == whole.tobytes()
 
 
-def test_a_picture_is_not_turned_by_its_orientation_as_the_processor_does_not() -> None:
-    turned, plain = (prepare(asked((FOLDER / name).read_bytes())) for name in ("turned.jpg", "tall.jpg"))
-    assert turned.pixels
-    assert turned.pixels != plain.pixels
+def png(image: Image.Image, **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", **more)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_a_picture_is_turned_upright_and_its_size_with_it(orientation: int, kind: str) -> None:
+    stated, file = Image.Exif(), io.BytesIO()
+    stated[ExifTags.Base.Orientation] = orientation
+    Image.frombytes("RGB", (72, 40), random.Random(1).randbytes(72 * 40 * 3)).save(file, kind, exif=stated)
+    upright = ImageOps.exif_transpose(Image.open(file))
+    found = prepare(asked(file.getvalue(), "", UNITS))
+    assert (found.width, found.height) == upright.size == ((40, 72) if orientation in (5, 6, 7, 8) else (72, 40))
+    assert found.pixels == upright.tobytes()
+    assert prepare(replace(asked(file.getvalue(), "", UNITS), size_only=True)) == replace(found, pixels=b"")
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"\xff" * 40])
+def test_a_picture_with_broken_exif_is_as_it_is(exif: bytes) -> None:
+    file = png(Image.new("RGB", (16, 16), "red"), exif=exif)
+    assert prepare(asked(file, "", UNITS)).pixels == bytes((255, 0, 0)) * 256
+    assert made_from(file, PictureShape(8, 8, 8, 100)).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "RGB", "P", "L"])
+def test_what_is_hidden_from_people_is_hidden_from_models(mode: str) -> None:
+    """What is drawn where a picture is transparent could tell a model what people do not see."""
+    if "A" in mode:
+        hidden = png(Image.new(mode, (16, 16), (0,) * len(mode)))
+    else:
+        hidden = png(Image.new(mode, (16, 16)), transparency=(0, 0, 0) if mode == "RGB" else 0)
+    assert set(prepare(asked(hidden, "", UNITS)).pixels) == {255}
+    assert set(made_from(hidden, PictureShape(8, 8, 8, 100)).tobytes()) == {255}
+
+
+def test_a_grey_picture_of_16_bits_keeps_its_shades() -> None:
+    shades = [0, 255, 256, 32_768, 65_535]
+    deep = Image.frombytes("I;16", (5, 1), b"".join(shade.to_bytes(2, "little") for shade in shades))
+    wanted = ImageInput(token_id=1, tokens=1, width=5, height=1, resize=0, filter="BICUBIC")
+    for file in (png(deep), png(deep, transparency=65_534)):
+        assert prepare(asked(file, "", wanted)).pixels[::3] == bytes((0, 0, 1, 128, 255))
+    mask = made_from(png(deep), PictureShape(5, 1, 1, 100, is_mask=True))
+    assert mask.tobytes() == bytes((0, 0, 1, 128, 255))
 
 
 def made_from(source: bytes, shape: PictureShape, pixels: int = 1 << 25) -> Image.Image:

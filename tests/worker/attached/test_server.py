@@ -250,6 +250,19 @@ async def test_answers_of_another_kind_are_named(peer: Peer, model: Path) -> Non
         await generated(peer, model)
 
 
+async def test_an_answer_that_is_not_utf8_or_nested_too_deeply_is_named(peer: Peer, model: Path) -> None:
+    async def latin(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=b'{"data": [{"id": "\xe9"}]}')
+
+    peer.said["/v1/models"] = latin
+    with pytest.raises(ConfigError, match="/v1/models answers no JSON object"):
+        await facts(peer, model)
+    del peer.said["/v1/models"]
+    peer.lines = ['{"choices": [], "more": ' + "[" * 100_000]
+    with pytest.raises(Unavailable, match="broke off"):
+        await generated(peer, model)
+
+
 async def test_what_no_attached_server_can_do_is_refused_by_name(peer: Peer, model: Path) -> None:
     lora = Submit("r", 1, "f", pack_tokens([1]), 1, Sampling(max_tokens=4), 9.0, lora="poet@0123456789abcdef")
     with pytest.raises(InvalidRequest, match=r"^lora: poet"):

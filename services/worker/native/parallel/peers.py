@@ -239,6 +239,6 @@ def _read_reason(number: int, connection: socket.socket) -> RankLost:
     try:
         said = connection.recv(_MOST_REASON_BYTES)
         told = _reasons.decode(said)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return RankLost(number, "has failed")
     return RankLost(told.rank, told.reason)
