@@ -7,6 +7,9 @@ The CPU time is that of our own processes: frontend, router, NATS, the worker's 
 vLLM's core. vLLM's own API server does what the frontend, the shell and the program do together, so its time is shown
 next to it.
 
+The sides take turns, and are compared round by round: a figure is the median of the rounds' ratios or differences.
+Other work on the machine makes the rounds of one side differ by more.
+
 Both have the same arguments. So neither compiles the model, which a worker does not on a CPU, unless `--compile` is
 given. What a worker chooses by itself stays: its one rank computes in the core's process, and that of `vllm serve` in a
 process of its own.
@@ -28,6 +31,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +50,9 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of the machine share one processor
 }
 ARGUMENTS = {"block_size": "32", "dtype": "float32", "max_num_seqs": "64", "max_model_len": "2048"}
-MS = 1e3
+WARM = 2
+"""Requests of a load that are not timed."""
+Row = dict[str, Any]
 
 
 @contextmanager
@@ -86,8 +92,8 @@ def load(port: int, model: Path, streams: int, requests: int, flags: argparse.Na
     """Run the load generator against a port; return its report."""
     command = [sys.executable, "-m", "benchmarks.sse_load", "--port", str(port), "--model", NAME]
     command += ["--tokenizer", str(model / "tokenizer.json"), "-c", str(streams), "-n", str(requests)]
-    command += ["--isl", str(flags.isl), "--osl", str(flags.osl), "--warmup", str(min(2, streams)), "--timeout", "600"]
-    command += ["--extra", '{"ignore_eos": true, "temperature": 0}', "--seed", str(flags.seed)]
+    command += ["--isl", str(flags.isl), "--osl", str(flags.osl), "--warmup", str(min(WARM, streams))]
+    command += ["--timeout", "600", "--extra", '{"ignore_eos": true, "temperature": 0}', "--seed", str(flags.seed)]
     flags.seed += 1  # each run has prompts of its own
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(ran.stdout.strip().rpartition("\n")[2])
@@ -132,9 +138,9 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
         alone += ["--host", "127.0.0.1", "--served-model-name", NAME, "--disable-uvicorn-access-log"]
         alone += [word for name, value in ARGUMENTS.items() for word in (f"--{name.replace('_', '-')}", value)]
         alone += [] if flags.compile else ["--enforce-eager"]
-        ours = [str(ROOT / "headrace"), "up", "--engine", "vllm", "--workers", "1", "--model", str(model)]
-        ours += ["--model-name", NAME, "--port", "18102", "--state", f"{folder}/state", "--frontends", "1"]
-        ours += ["--routers", "1", "--set", "frontend.limits.wait_s=0", "--set", "worker.threads=1"]
+        ours = [sys.executable, "-P", "-m", "deploy.local.cli", "up", "--engine", "vllm", "--workers", "1"]
+        ours += ["--model", str(model), "--model-name", NAME, "--port", "18102", "--state", f"{folder}/state"]
+        ours += ["--frontends", "1", "--routers", "1", "--set", "frontend.limits.wait_s=0", "--set", "worker.threads=1"]
         ours += ["--set", "worker.max_running=64", "--set", "worker.block_size=32"]
         ours += [
             word for name in ("dtype", "max_model_len") for word in ("--set", f"worker.vllm.{name}={ARGUMENTS[name]}")
@@ -154,7 +160,7 @@ def measure(flags: argparse.Namespace) -> list[dict[str, Any]]:
                         before = cpu_s(pid)
                         run = load(port, model, streams, max(4, flags.requests * streams), flags)
                         after = cpu_s(pid)
-                        tokens = run["n"] * flags.osl
+                        tokens = (run["n"] + min(WARM, streams)) * flags.osl
                         run["cpu_us_by"] = {
                             name: 1e6 * (spent_s - before.get(name, 0.0)) / max(1, tokens)
                             for name, spent_s in after.items()
@@ -172,15 +178,21 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def row_of(side: str, streams: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of some runs, and the spread of their tokens a second."""
+    """Return the medians of some runs, the spread of their tokens a second, and what each of them measured."""
     rates = [run["out_tok_s"] for run in runs]
     keys = ("out_tok_s", "ttft_p50_ms", "gap_p50_ms", "tpot_p50_ms", "cpu_us")
     medians = {key: _median([run[key] for run in runs if run[key] is not None]) for key in keys}
     errors = sum(sum(run["errors"].values()) for run in runs)
     names = sorted({name for run in runs for name in run["cpu_us_by"]})
     cpu = {name: round(statistics.median(run["cpu_us_by"].get(name, 0.0) for run in runs)) for name in names}
-    shown = {"spread": [min(rates), max(rates)], "errors": errors, "cpu_us_by": cpu}
+    rounds = {key: [run[key] for run in runs] for key in ("out_tok_s", "ttft_p50_ms", "tpot_p50_ms")}
+    shown = {"spread": [min(rates), max(rates)], "errors": errors, "cpu_us_by": cpu, "rounds": rounds}
     return {"side": side, "streams": streams, **medians, **shown}
+
+
+def _of_rounds(compare: Callable[[float, float], float], ours: Row, alone: Row, key: str) -> float:
+    """Return the median of what `compare` says of the two sides in each round."""
+    return statistics.median(map(compare, ours["rounds"][key], alone["rounds"][key]))
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
@@ -190,9 +202,9 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
         alone, ours = (
             next(r for r in rows if r["side"] == s and r["streams"] == streams) for s in ("vllm serve", "headrace")
         )
-        rate = ours["out_tok_s"] / alone["out_tok_s"]
-        gap = ours["tpot_p50_ms"] / alone["tpot_p50_ms"]
-        first = ours["ttft_p50_ms"] - alone["ttft_p50_ms"]
+        rate = _of_rounds(truediv, ours, alone, "out_tok_s")
+        gap = _of_rounds(truediv, ours, alone, "tpot_p50_ms")
+        first = _of_rounds(sub, ours, alone, "ttft_p50_ms")
         goals += [
             Goal(f"tokens a second, {streams} streams", round(rate, 3), "times", 0.95, rate >= 0.95),
             Goal(f"time between tokens, {streams} streams", round(gap, 3), "times", 1.02, gap <= 1.02),

@@ -42,15 +42,21 @@ class EngineEnd:
         self._connection.setblocking(True)
         self._awake = select.poll()
         self._awake.register(connection, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
         self._buffer = bytearray()
 
     def send(self, report: EngineReport) -> None:
         """Send a report. Waits while the shell does not read, so that the reports under way are bounded. Raises
         ChannelClosed."""
-        try:
-            self._connection.sendall(_frame(REPORTS.encode(report)))
-        except OSError as wrong:
-            raise ChannelClosed(f"shell: {wrong}") from wrong
+        unsent = memoryview(_frame(REPORTS.encode(report)))
+        while unsent:
+            try:
+                unsent = unsent[self._connection.send(unsent) :]
+            except BlockingIOError:  # uvloop makes a descriptor that it watches non-blocking
+                self._writable.poll()
+            except OSError as wrong:
+                raise ChannelClosed(f"shell: {wrong}") from wrong
 
     def watch(self, descriptor: int) -> None:
         """Make `receive` return when this descriptor is readable."""

@@ -7,6 +7,7 @@ import socket
 from contextlib import closing
 
 import pytest
+import uvloop
 
 from services.worker.contracts.messages import CancelAttempt, EngineOrder, Failed, Loading, Shutdown
 from services.worker.engine.async_end import AsyncEnd
@@ -49,6 +50,26 @@ async def test_it_reports_once_at_the_start_and_once_a_turn_and_ends_at_shutdown
         served.end.flush_soon()
         await asyncio.sleep(0)
         assert served.reports == 2, "nothing is reported after the end"
+
+
+async def test_an_engine_on_uvloop_waits_for_a_shell_that_does_not_read() -> None:
+    shell, engine, connection = await channel()
+    reports = [Failed(str(number) + "x" * 50_000) for number in range(50)]
+
+    async def report_all() -> None:
+        with closing(engine), Served(engine, connection).end.receiving():
+            for report in reports:
+                engine.send(report)
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(report_all())
+
+    with closing(shell):
+        serving = asyncio.ensure_future(asyncio.to_thread(serve))
+        assert await shell.receive() == Loading("report 1", 0.0)
+        assert [await shell.receive() for _ in reports] == reports
+        await serving
 
 
 async def test_a_shell_that_has_gone_ends_it() -> None:
