@@ -191,8 +191,9 @@ def row_of(side: str, streams: int, runs: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _of_rounds(compare: Callable[[float, float], float], ours: Row, alone: Row, key: str) -> float:
-    """Return the median of what `compare` says of the two sides in each round."""
-    return statistics.median(map(compare, ours["rounds"][key], alone["rounds"][key]))
+    """Return the median of what `compare` says of the two sides in each round in which both have the figure."""
+    pairs = zip(ours["rounds"][key], alone["rounds"][key], strict=True)
+    return statistics.median(compare(*pair) for pair in pairs if None not in pair)
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:

@@ -62,8 +62,8 @@ class TimeGrid:
         xs, ys = self._axes["x"], self._axes["y"]
         return next(((x, y) for x in xs for y in ys if (x, y) not in self.seconds), None)
 
-    def points(self) -> list[tuple[float, float, float]]:
-        """Return the largest complete grid of what was measured. Raise ValueError if a corner is missing."""
+    def places(self) -> list[Place]:
+        """Return the places of the largest complete grid that was measured. Raise ValueError if a corner is missing."""
         axes = {axis: list(values) for axis, values in self._axes.items()}
         pairs_of: tuple[tuple[Axis, Axis], ...] = (("x", "y"), ("y", "x"))
         for axis, other in pairs_of:
@@ -74,7 +74,7 @@ class TimeGrid:
         places = [(x, y) for x in axes["x"] for y in axes["y"]]
         if missing := [place for place in places if place not in self.seconds]:
             raise ValueError(f"{len(missing)} of the first {len(places)} points were not measured")
-        return [(x, y, self.seconds[x, y]) for x, y in places]
+        return places
 
     def _edges(self, axis: Axis, value: int) -> list[Place]:
         """Return the points at this value of an axis and both ends of the other."""

@@ -60,7 +60,7 @@ FIRST_REPETITIONS = 2
 REPETITIONS, MORE_REPETITIONS = 3, 5
 """How often in all, by rounds over all points; and how often one that is unsteady."""
 LONG_S = 5.0
-"""A point that takes longer is not measured again."""
+"""A point that takes about as long is measured twice alone."""
 UNSTEADY = 0.1
 """The spread above which a point is measured more often."""
 TOLERANCE = 0.08
@@ -204,8 +204,6 @@ class Sweep:
         self._overhead_s = 0.0 if known is None else known.overhead_s
         self._cached_seen = known is not None and known.cached_seen
         self._seeds = count(sum(each.repetitions for each in points) * 1000)
-        self._took_s: dict[tuple[Kind, int, int], float] = {}
-        """How long the last repetition of each point took, with what is computed before it."""
         self._until_s = time.monotonic() + options.limit_s
         longest = options.longest
         self._grids: dict[Kind, TimeGrid] = {
@@ -217,7 +215,7 @@ class Sweep:
         grid = TimeGrid(xs, ys, step=step, tolerance=TOLERANCE, most=GRID_POINTS)
         for point in self.points:
             if point.kind == kind:
-                grid.seconds[point.x, point.y], grid.spread[point.x, point.y] = point.seconds, point.spread
+                _note(grid, point)
         return grid
 
     @property
@@ -235,12 +233,12 @@ class Sweep:
                 await self._point(kind, place, FIRST_REPETITIONS)
                 if self._is_over():  # after a point, so that each call gets on
                     return
-        self.finished = True
-        while (places := self._unsure()) and not self._is_over():
+        while places := self._unsure():
             for kind, place in places:
                 await self._point(kind, place, 1)
                 if self._is_over():
-                    break
+                    return
+        self.finished = True
         self._options.out.write_bytes(encode_profile(self.profile(complete=True)))
 
     def _is_over(self) -> bool:
@@ -248,18 +246,15 @@ class Sweep:
 
     def _unsure(self) -> list[tuple[Kind, Place]]:
         """Return the points of both grids that are to be measured once more."""
-        longest_s = LONG_S * (2 if self._several else 1)
-        return [
-            (kind, (int(x), int(y)))
-            for kind, grid in self._grids.items()
-            for x, y, _ in _points_of(grid)
-            if _is_unsure(self._found[kind, int(x), int(y)])
-            and self._took_s.get((kind, int(x), int(y)), 0.0) <= longest_s
-        ]
+        unsure: list[tuple[Kind, Place]] = []
+        for kind, grid in self._grids.items():
+            unsure += [(kind, place) for place in _places_of(grid) if _is_unsure(self._found[kind, *place])]
+        return unsure
 
     def profile(self, *, complete: bool) -> Profile:
         """Return what was measured so far."""
-        prefill, decode = _points_of(self._grids["prefill"]), _points_of(self._grids["decode"])
+        prefill, decode = self._points_of("prefill"), self._points_of("decode")
+        busy = BusyTimes(self._busy("prefill"), self._busy("decode")) if self._several else None
         return Profile(
             subject=self._subject,
             when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -271,7 +266,7 @@ class Sweep:
             kv_tokens=self._sizes.kv_tokens,
             prefill=prefill,
             decode=decode,
-            busy=BusyTimes(self._busy("prefill", prefill), self._busy("decode", decode)) if self._several else None,
+            busy=busy,
             points=self.points,
         )
 
@@ -279,9 +274,13 @@ class Sweep:
     def _several(self) -> bool:
         return self._subject.workers > 1
 
-    def _busy(self, kind: Kind, points: Sequence[Point]) -> list[Point]:
+    def _points_of(self, kind: Kind) -> list[Point]:
+        """Return the complete part of a grid; empty if even its corners are missing."""
+        return [(x, y, self._found[kind, x, y].seconds) for x, y in _places_of(self._grids[kind])]
+
+    def _busy(self, kind: Kind) -> list[Point]:
         """Return the times of these points while all workers are busy."""
-        return [(x, y, self._found[kind, int(x), int(y)].busy_s) for x, y, _ in points]
+        return [(x, y, self._found[kind, x, y].busy_s) for x, y in _places_of(self._grids[kind])]
 
     async def _learn_overhead(self) -> None:
         """Measure what a first token takes without its step: that of a prompt of one token, less one decode step."""
@@ -298,10 +297,8 @@ class Sweep:
         found = self._found.get((kind, *place))
         alone, busy = ([], []) if found is None else (list(found.times), list(found.busy_times))
         for _ in range(repetitions):
-            began_s = time.monotonic()
             for group, seconds in zip(groups, (alone, busy), strict=False):
                 seconds.append(max(1e-6, await timed(place, group)))
-            self._took_s[kind, *place] = time.monotonic() - began_s
         point = MeasuredPoint(
             kind,
             *place,
@@ -314,10 +311,9 @@ class Sweep:
             busy_times=busy,
         )
         self._found[kind, *place] = point
-        grid = self._grids[kind]
-        grid.seconds[place], grid.spread[place] = point.seconds, point.spread
+        _note(self._grids[kind], point)
         self._terminal.progress("profile", self._done())
-        self._options.out.write_bytes(encode_profile(self.profile(complete=self.finished)))
+        self._options.out.write_bytes(encode_profile(self.profile(complete=False)))
 
     def _done(self) -> float:
         """Return the part of all repetitions that has been made, as far as they are known."""
@@ -384,7 +380,8 @@ class Sweep:
 
 def _is_unsure(point: MeasuredPoint) -> bool:
     """Return whether a point needs another repetition. One of an older version's file gets none."""
-    if not point.times or point.repetitions >= MORE_REPETITIONS:
+    long_s = point.seconds * (ANSWER_TOKENS if point.kind == "decode" else 1)
+    if not point.times or point.repetitions >= MORE_REPETITIONS or long_s > LONG_S:
         return False
     return point.repetitions < REPETITIONS or max(point.spread, point.busy_spread) > UNSTEADY
 
@@ -393,10 +390,19 @@ def _spread(times: Sequence[float]) -> float:
     return (max(times) - min(times)) / median(times)
 
 
-def _points_of(grid: TimeGrid) -> list[Point]:
-    """Return the complete part of a grid; empty if even its corners are missing."""
+def _note(grid: TimeGrid, point: MeasuredPoint) -> None:
+    """Give a grid a point's first repetitions, from which its further points follow: they stay as they are."""
+    first = point.times[:FIRST_REPETITIONS]
+    place = point.x, point.y
+    grid.seconds[place], grid.spread[place] = (
+        (median(first), _spread(first)) if first else (point.seconds, point.spread)
+    )
+
+
+def _places_of(grid: TimeGrid) -> list[Place]:
+    """Return the places of the complete part of a grid; none if even its corners are missing."""
     try:
-        return grid.points()
+        return grid.places()
     except ValueError:
         return []
 

@@ -104,8 +104,12 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         if len(found) == count:
             return found
         port = FIRST_PORT + (start + step) % span
-        if is_free(port, host) and _claim(port):
+        if not _claim(port):  # before one looks: else another process could let it go to its program in between
+            continue
+        if is_free(port, host):
             found.append(port)
+        elif port in _claims:
+            _claims.pop(port).close()
     raise ConfigError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
 
 
