@@ -248,7 +248,8 @@ class Sweep:
         """Return the points of both grids that are to be measured once more."""
         unsure: list[tuple[Kind, Place]] = []
         for kind, grid in self._grids.items():
-            unsure += [(kind, place) for place in _places_of(grid) if _is_unsure(self._found[kind, *place])]
+            places = [place for place in _places_of(grid) if _is_unsure(self._found[kind, *place])]
+            unsure.extend((kind, place) for place in places)
         return unsure
 
     def profile(self, *, complete: bool) -> Profile:
