@@ -22,7 +22,7 @@ from PIL import Image
 from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
 from services.frontend.images.decoder_program import prepare
-from services.frontend.images.decoding import Prepare, key_of
+from services.frontend.images.decoding import PictureShape, Prepare, key_of
 from services.frontend.images.reader import ImageReader
 from services.frontend.protocol.parts import ImageSource
 from shared.config import NatsConfig
@@ -346,6 +346,15 @@ async def test_the_turns_of_a_chat_decode_an_image_once_and_other_salts_decode_i
         assert other.key != found.key
         assert reader.prepared.hits == 2
         reader.prepared.validate()
+
+
+async def test_images_from_which_pictures_are_made_take_no_room_from_those_of_chats() -> None:
+    source = ImageSource("image", data_uri(RED))
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
+        for _ in range(2):
+            [found] = await reader.read([source], PictureShape(64, 64, 8, 512))
+            assert found.pixels.startswith(b"\x89PNG")
+        assert (len(reader.prepared), reader.prepared.hits) == (0, 0)
 
 
 async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
