@@ -589,6 +589,10 @@ async def test_a_key_without_any_tokens_has_no_image_decoded_that_keeps_its_shap
             body: dict[str, Any] = {"model": MODEL, "messages": user(shown(file)), "max_tokens": most}
             async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
                 assert answer.status == status, await answer.text()
+        body = {"model": MODEL, "messages": user(shown(RED)), "max_tokens": 79}
+        body["messages"][0]["content"][0]["image_url"]["url"] = "data:image/png,RED"
+        async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
+            assert answer.status == 400, "what its URL says is looked at first"
 
 
 async def test_a_key_without_tokens_has_no_image_decoded(seeing: Path, tmp_path: Path) -> None:
