@@ -110,6 +110,8 @@ class EngineSupervisor:
 
     encoding = 0
     """Number of images that wait until they are encoded for other workers."""
+    _stage_limit: asyncio.TimerHandle | None = None
+    """Kills the engine whose start has not come further in time. None before the first one."""
 
     def __init__(
         self,
@@ -162,8 +164,6 @@ class EngineSupervisor:
         """Done when the engine has computed the probe that it was asked for. None if it was not."""
         self._probe_begun_s = 0.0
         """When it was asked for it."""
-        self._stage_limit: asyncio.TimerHandle | None = None
-        """Kills the engine whose start has not come further in time. None before the first one."""
         self._killed = ""
         """Why the engine was killed. Empty if it was not."""
         self.facts: Ready | None = None
