@@ -113,6 +113,31 @@ async def test_a_chat_with_images_reaches_the_worker_prepared_and_the_router_wit
         assert (select.images, select.image_tokens) == (2, 40)
 
 
+async def test_what_a_template_writes_for_an_image_becomes_its_tokens_and_those_around_them(tmp_path: Path) -> None:
+    marks = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+    directory = write_tiny_model(tmp_path, marks=marks)
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", marks[0]))
+    around = f"\n\n{marks[0]}{marks[2]}{marks[1]}\n\n"
+    takes = replace(WANTED, template_text=marks[0], prompt_text=around)
+    async with world(directory, images=takes, settings=FrontendConfig()) as w, clients(w) as (client, http):
+        w.say("fine")
+        messages = user(text(f"a {marks[0]}"), shown(RED), text("b"))
+        answer = await client.chat.completions.create(model=MODEL, messages=messages)
+        [sent] = w.workers[0].generates.all
+        tokens = unpack_tokens(sent.tokens)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(tokens) == sent.prompt_tokens
+        async with http.post("/tokenize", json={"model": MODEL, "messages": messages}) as counted:
+            assert (await counted.json())["tokens"] == tokens
+        [image] = sent.images
+        assert tokens[image.start : image.start + image.tokens] == [319] * 20
+        assert [tokens.count(each) for each in (317, 318, 319)] == [1, 1, 20], "what the user has written stays a text"
+        whole = w.tokenizer.decode(tokens, skip_special_tokens=False)
+        assert f"user\na {marks[0]}\n\n{marks[0]}{marks[2] * 20}{marks[1]}\n\nb<|im_end|>" in whole
+        with pytest.raises(openai.BadRequestError, match="wrote 2 places for the 1 images"):
+            await client.chat.completions.create(model=MODEL, messages=user(text(marks[2]), shown(RED)))
+
+
 async def test_all_apis_show_the_same_image_to_the_worker(seeing: Path) -> None:
     plain = base64.b64encode(RED).decode()
     source = {"type": "base64", "media_type": "image/png", "data": plain}
