@@ -224,6 +224,7 @@ class Worker:
                 tasks.create_task(loop)
                 for loop in (
                     self._announcement.entries.run(),
+                    self._announcement.report_refusal(),
                     self._sender.run(),
                     self._report_load(),
                     self._kvbm.run(),

@@ -152,6 +152,10 @@ class ImageInput(Struct, frozen=True):
     """The least pixels of a prepared image with a unit."""
     most_pixels: int = 0
     """The most pixels of one, unless it is narrower than a unit."""
+    template_text: str = ""
+    """What a chat template writes in place of an image. Empty if it writes the text of the token."""
+    prompt_text: str = ""
+    """What that becomes before it is tokenised: a text in which that of the token stands once."""
 
 
 class PictureEdit(Struct, frozen=True):

@@ -55,7 +55,7 @@ class Prepare(Struct, frozen=True):
 
     source: bytes
     key: bytes
-    """Its key, by `key_of`."""
+    """Its key, by `key_of`. Empty if a picture is made from it."""
     stated: str
     """The media type that its sender states. Empty if there is none."""
     wanted: ImageInput | None
@@ -91,15 +91,12 @@ class Prepared(Struct, frozen=True):
     """What is wrong with the image: the rest of a sentence. Empty if nothing is."""
 
 
-def key_of(source: bytes, wanted: ImageInput | PictureShape) -> bytes:
-    """Return the key of an image: of its file and of all that has prepared it."""
-    how = f"{wanted}\n"
-    if isinstance(wanted, ImageInput):
-        size = f"{wanted.width} {wanted.height} {wanted.resize} {wanted.filter}"
-        if wanted.unit:
-            size = f"{wanted.unit} {wanted.least_pixels} {wanted.most_pixels} {wanted.filter}"
-        how = f"headrace 1, Pillow {PIL.__version__}, {size}\n"
-    digest = hashlib.sha256(how.encode())
+def key_of(source: bytes, wanted: ImageInput) -> bytes:
+    """Return the key of an image that a model sees: of its file and of all that has prepared it."""
+    size = f"{wanted.width} {wanted.height} {wanted.resize} {wanted.filter}"
+    if wanted.unit:
+        size = f"{wanted.unit} {wanted.least_pixels} {wanted.most_pixels} {wanted.filter}"
+    digest = hashlib.sha256(f"headrace 1, Pillow {PIL.__version__}, {size}\n".encode())
     digest.update(source)
     return digest.digest()
 

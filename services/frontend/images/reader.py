@@ -139,7 +139,7 @@ class ImageReader:
     def _question(self, data: bytes, stated: str, wanted: ImageInput | PictureShape) -> Prepare:
         seen, shape = (None, wanted) if isinstance(wanted, PictureShape) else (wanted, None)
         limits = self._config.pixels, self.prepared_limit
-        return Prepare(data, key_of(data, wanted), stated, seen, *limits, shape)
+        return Prepare(data, b"" if seen is None else key_of(data, seen), stated, seen, *limits, shape)
 
     async def _prepare(
         self, source: ImageSource, number: int, asked: Prepare, key: str, salt: str, size_only: bool
@@ -155,7 +155,7 @@ class ImageReader:
         prepared = PREPARED.decode(answer)
         if prepared.wrong:
             raise _refusal(source, number, prepared.wrong)
-        if not size_only:
+        if asked.wanted is not None and not size_only:  # what pictures are made from does not come again in each turn
             self.prepared.add(name, prepared)
         return prepared
 

@@ -122,6 +122,8 @@ class ServingChat(Struct, frozen=True):
         model, limits = self.models.find(request.model)
         asked = AskedText(request, plan, model, limits, context, deadline.at, priority)
         check_support(asked)
+        if limits.images is not None:
+            self.images.check(_sources(asked))
         if plan.is_chat or request.max_tokens == -1:
             default_tokens = self.config.default_max_tokens or None
         sized = await until(deadline.at, IMAGES_READ, self._sized_images(asked, plan))
@@ -154,8 +156,6 @@ class ServingChat(Struct, frozen=True):
         self, asked: AskedText, default_tokens: int | None, sizes: Sequence[ImageSize]
     ) -> tuple[TokenisedText, AnswerGrammar | None]:
         trace, limits = asked.context.trace, self.service.limits
-        if asked.limits.images is not None:
-            self.images.check(_sources(asked))
         with nullcontext() if trace is None else trace.span("tokenise"):
             pool = key_pool(self.pool, asked.context.permit)
             most_choices = min(limits.choices, limits.requests)
@@ -193,6 +193,7 @@ class ServingChat(Struct, frozen=True):
         Raise InvalidRequest, Overloaded and Unavailable."""
         if not isinstance(request, ChatRequest) or not _has_sizes(limits):
             return []
+        self.images.check(images_of(request.messages))
         return [(one.width, one.height) for one in await self._read(request, limits, context, size_only=True)]
 
     async def _read(
@@ -200,7 +201,6 @@ class ServingChat(Struct, frozen=True):
     ) -> list[Prepared]:
         sources, permit = images_of(request.messages), context.permit
         assert limits.images is not None
-        self.images.check(sources)
         return await self.images.read(
             sources,
             limits.images,

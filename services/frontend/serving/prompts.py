@@ -61,7 +61,7 @@ async def chat_prompt(
     """Return the prompt of a chat. `sizes` are those of its images if their tokens depend on them. `special`: with the
     tokens that the tokenizer puts around a text. Raise InvalidRequest, also for more than `most` tokens."""
     shown, takes = images_of(request.messages), limits.images
-    word = "" if takes is None else model.tokenizer.id_to_token(takes.token_id) or ""
+    word = "" if takes is None else takes.template_text or model.tokenizer.id_to_token(takes.token_id) or ""
     tools = mark_texts(word, chat.offered_tools(request))
     messages = mark_texts(word, messages_as_rendered(request.messages))
     template = model.tool_template if tools else model.template
@@ -80,6 +80,8 @@ async def chat_prompt(
         answer_begins=not request.continue_final_message and request.add_generation_prompt is not False,
         continues=bool(request.continue_final_message),
     )
+    if takes is not None and takes.template_text:
+        text = text.replace(takes.template_text, takes.prompt_text)
     continued = text_of(request.messages[-1]) if request.continue_final_message else ""
     is_open = reasoning.open_in(text) or reasoning.is_open(continued)
     plan = ParsePlan(model.tool_format if tools else None, model.thinks, is_open, reasoning.is_begun(continued))

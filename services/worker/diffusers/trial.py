@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import time
+from collections.abc import Callable
 
 from PIL import Image
 
@@ -30,15 +31,17 @@ _COLOURS = ((200, 60, 40), (20, 90, 220))
 _log = logging.getLogger(__name__)
 
 
-def try_ways(pipeline: Pipeline, limit_s: float) -> None:
-    """Find the ways of a pipeline that work. Raise ModelError if there is none, or they take longer, and MemoryError if
-    the device lacks the memory for one, which it may have at the next start."""
-    until_s, wrong = time.monotonic() + limit_s, ""
+def try_ways(pipeline: Pipeline, limit_s: float, begins: Callable[[], object]) -> None:
+    """Find the ways of a pipeline that work; `begins` is called before each trial. Raise ModelError if no way works, or
+    a trial takes longer than `limit_s` seconds, and MemoryError if the device lacks the memory for one, which it may
+    have at the next start."""
+    wrong = ""
     found: dict[WayName, list[bytes | str] | None] = {}
     for name, ways in pipeline.candidates.items():
         for way in ways:
             picture = trial_picture(name, pipeline.output)
-            made = _made(way, picture, until_s, limit_s)
+            begins()
+            made = _made(way, picture, limit_s)
             fault = made.failed or _size_fault(made, picture)
             if not fault:
                 pipeline.ways[name], found[name] = way, made.files
@@ -50,9 +53,13 @@ def try_ways(pipeline: Pipeline, limit_s: float) -> None:
     if not pipeline.ways:
         raise ModelError(f"the pipeline cannot compute a step: {wrong}")
     if "image" in pipeline.ways:
-        way, made_from = pipeline.ways["image"], [trial_picture("image", pipeline.output, count) for count in (1, 2)]
-        again, two = (_made(way, picture, until_s, limit_s).files for picture in made_from)
-        pipeline.images = MOST_IMAGES if two is not None and found["image"] == again != two else 1
+        again: list[list[bytes | str] | None] = []
+        for images in (1, 2):
+            begins()
+            picture = trial_picture("image", pipeline.output, images)
+            again.append(_made(pipeline.ways["image"], picture, limit_s).files)
+        one, two = again
+        pipeline.images = MOST_IMAGES if two is not None and found["image"] == one != two else 1
 
 
 def trial_picture(name: WayName, output: PictureOutput, images: int = 1) -> Picture:
@@ -74,9 +81,9 @@ def trial_picture(name: WayName, output: PictureOutput, images: int = 1) -> Pict
     )
 
 
-def _made(way: PipelineWay, picture: Picture, until_s: float, limit_s: float) -> PipelineRun:
+def _made(way: PipelineWay, picture: Picture, limit_s: float) -> PipelineRun:
     """Return a run of a picture that has ended. Raise ModelError if the time passes before."""
-    run = PipelineRun(way, [picture], lambda: None)
+    run, until_s = PipelineRun(way, [picture], lambda: None), time.monotonic() + limit_s
     while not run.ended:
         if run.resting and not run.computed:
             run.advance()

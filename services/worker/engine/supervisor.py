@@ -110,6 +110,8 @@ class EngineSupervisor:
 
     encoding = 0
     """Number of images that wait until they are encoded for other workers."""
+    _stage_limit: asyncio.TimerHandle | None = None
+    """Kills the engine whose start has not come further in time. None before the first one."""
 
     def __init__(
         self,
@@ -408,10 +410,10 @@ class EngineSupervisor:
                 self._loading(report)
                 if report.what == FIRST_TOKENS:
                     late = f"the engine did not compute its first tokens in {FIRST_TOKENS_LIMIT_S:g} s"
-                    loop.call_later(FIRST_TOKENS_LIMIT_S + GRACE_S, self._kill_if_not_ready, engine, late)
+                    self._limit_stage(engine, FIRST_TOKENS_LIMIT_S + GRACE_S, late)
             case StandingBy():
                 late = f"the standby did not take over in {TAKE_OVER_LIMIT_S:g} s"
-                loop.call_later(TAKE_OVER_LIMIT_S, self._kill_if_not_ready, engine, late)
+                self._limit_stage(engine, TAKE_OVER_LIMIT_S, late)
             case Ready():
                 self.facts = report
                 self._served = True
@@ -462,6 +464,13 @@ class EngineSupervisor:
                 self._kill(engine, late)
                 return
             self._probe = None
+
+    def _limit_stage(self, engine: Engine, limit_s: float, late: str) -> None:
+        """Kill the engine for this reason if it is not ready, and says of no other stage that it begins, in time."""
+        if self._stage_limit is not None:
+            self._stage_limit.cancel()
+        loop = asyncio.get_running_loop()
+        self._stage_limit = loop.call_later(limit_s, self._kill_if_not_ready, engine, late)
 
     def _kill_if_not_ready(self, engine: Engine, reason: str) -> None:
         if self._engine is engine and self.facts is None:

@@ -3,7 +3,7 @@
     connect ─▶ Attach ─▶ Fetch ─┬─▶ there: copy, Release ───────────────────────────────────▶ leave
                                 └─▶ not there: Store ─┬─▶ a slot: encode, copy, Commit ─────▶ leave
                                                       └─▶ none: Fetch ─┬─▶ it comes: copy ──▶ leave
-                                                                       └─▶ late: encode ────▶ leave
+                                                                       └─▶ late: encode, Store ─▶ …
 
 A slot is the right to encode: of engines that need a new image at the same time, one encodes it and the others wait.
 
@@ -265,8 +265,8 @@ class _Session:
         return True
 
     def store(self, name: bytes, embeddings: bytes) -> None:
-        """Store under this name, if this engine has a slot. Raise HeadraceError."""
-        if self._granted is not None and time.monotonic() >= self._write_until_s:  # to encode took too long
+        """Store under this name, if this engine has a slot or gets one now. Raise HeadraceError."""
+        if time.monotonic() >= self._write_until_s:  # to encode took too long, or another engine had the slot before
             self.abort()
             self.claim(name)
         granted = self._granted

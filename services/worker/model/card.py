@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,8 @@ from services.worker.model.facts import read_pooling, read_sampling
 from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
+from shared.discovery.catalogue import Catalogue, read_entry
+from shared.errors import DiscoveryDown, ProtocolError
 from shared.messages.cards import ASLEEP, MODEL_CARD, EventSource, ModelCard, Role, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
@@ -29,6 +33,8 @@ OPERATIONS = ("generate", "prefetch", "cancel", "resend", "snapshot", "files", "
 """The operations whose subjects a worker's address book names."""
 TEMPLATE_LIMIT_BYTES = 32 << 10
 """The maximum size of a chat template in a card, as JSON; half of what discovery takes as a value."""
+
+_log = logging.getLogger(__name__)
 
 
 def card_of(
@@ -164,6 +170,29 @@ class CardAnnouncement:
         except TimeoutError:
             return False
         return True
+
+    async def report_refusal(self) -> None:
+        """Log, once the first card is published, which other worker's card it contradicts, if it does: routers and
+        frontends then refuse it, and ask the worker for nothing."""
+        await self._published.wait()
+        own, namespace = self.card, self._runtime.namespace
+        if own is None:
+            return
+        prefix = subjects.model_key(namespace, own.model, "")
+        try:
+            found = await self._runtime.discovery.list(prefix)
+        except DiscoveryDown:
+            return
+        for key, value in found.items():
+            catalogue = Catalogue()
+            with suppress(ProtocolError):  # others leave it out, too
+                catalogue.set(key, read_entry(namespace, key, value))
+                catalogue.set(prefix + own.instance, own)
+            if wrong := catalogue.refused.get((own.model, own.instance)):
+                _log.error(
+                    "this worker's card is refused while another one came first, and it gets no requests: %s", wrong
+                )
+                return
 
     def _shown(self) -> None:
         if not self.entries.pending:

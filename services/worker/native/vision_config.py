@@ -80,6 +80,20 @@ class _ProcessorJson(Struct, frozen=True):
     rescale_factor: float = 1 / 255
 
 
+class FixedSize(Struct, frozen=True):
+    """How images are prepared that all have one size."""
+
+    resize: int
+    """Pixels of the shorter side, and the filter, as in `ImageInput`."""
+    filter: str
+    mean: tuple[float, float, float]
+    """What is taken off each scaled colour."""
+    std: tuple[float, float, float]
+    """What each colour is divided by then."""
+    scale: float
+    """The factor of a pixel's bytes, which comes first."""
+
+
 class VisionConfig(Struct, frozen=True):
     """The shape and arithmetic of a vision tower and its projector."""
 
@@ -98,12 +112,8 @@ class VisionConfig(Struct, frozen=True):
     """Whether the first position, which is CLIP's class, is left out."""
     projector_activation: TowerActivation
     projector_bias: bool
-    mean: tuple[float, float, float]
-    """What is taken off each scaled colour."""
-    std: tuple[float, float, float]
-    """What each colour is divided by then."""
-    scale: float
-    """The factor of a pixel's bytes, which comes first."""
+    prepared: FixedSize
+    """How images are prepared, and their bytes become numbers."""
     input: ImageInput
     """How images are prepared, and what stands for them in a prompt."""
 
@@ -144,9 +154,7 @@ def read_vision(directory: Path, file: ConfigJson, vocab: int) -> VisionConfig:
         _activation(path, "vision_config.hidden_act", tower.hidden_act),
         _activation(path, "projector_hidden_act", llava.projector_hidden_act),
     )
-    where, settings = read_processor(directory, "size")
-    processor = _convert(where, "", settings, _ProcessorJson)
-    resize = _resize(where, processor, tower.image_size)
+    prepared = read_fixed_size(directory, tower.image_size)
     return VisionConfig(
         kind=kind,
         hidden=tower.hidden_size,
@@ -160,12 +168,22 @@ def read_vision(directory: Path, file: ConfigJson, vocab: int) -> VisionConfig:
         drops_first=drops_first,
         projector_activation=activations[1],
         projector_bias=llava.multimodal_projector_bias,
+        prepared=prepared,
+        input=ImageInput(token_id, tokens, tower.image_size, tower.image_size, prepared.resize, prepared.filter),
+    )
+
+
+def read_fixed_size(directory: Path, side: int) -> FixedSize:
+    """Read how images are prepared for a tower that takes `side` by `side` pixels. Raise ModelError naming file and
+    field."""
+    path, settings = read_processor(directory, "size")
+    processor = _convert(path, "", settings, _ProcessorJson)
+    return FixedSize(
+        resize=_resize(path, processor, side),
+        filter=filter_name(path, processor.resample),
         mean=processor.image_mean if processor.do_normalize else (0.0, 0.0, 0.0),
         std=processor.image_std if processor.do_normalize else (1.0, 1.0, 1.0),
         scale=processor.rescale_factor if processor.do_rescale else 1.0,
-        input=ImageInput(
-            token_id, tokens, tower.image_size, tower.image_size, resize, filter_name(where, processor.resample)
-        ),
     )
 
 

@@ -70,9 +70,9 @@ class VisionTower:
         config = self._config
         size, patch = config.image_size, config.patch_size
         image = np.frombuffer(pixels, np.uint8).reshape(size, size, 3).astype(np.float32)
-        image *= np.float32(config.scale)
-        image -= np.asarray(config.mean, np.float32)
-        image /= np.asarray(config.std, np.float32)
+        image *= np.float32(config.prepared.scale)
+        image -= np.asarray(config.prepared.mean, np.float32)
+        image /= np.asarray(config.prepared.std, np.float32)
         side = size // patch
         cut = image[: side * patch, : side * patch].reshape(side, patch, side, patch, 3)
         patches = cut.transpose(0, 2, 4, 1, 3).reshape(side * side, 3 * patch * patch)

@@ -4,6 +4,7 @@
             an image's key, in hex  ──▶ its hash, which vLLM's caches and KV events name it by
 
     LLaVA       pixel_values: scaled and normed
+    Gemma 3     the same, and num_patches: one, since no crops are looked at by themselves
     Qwen2-VL    pixel_values: patches of bytes, which vLLM scales and norms; image_grid_thw: how many there are
 
 The prompt has all tokens of its images already, and its images are prepared: so vLLM's processor has nothing to do, and
@@ -32,7 +33,8 @@ from vllm.multimodal.inputs import (
 )
 
 from services.worker.contracts.messages import Submit
-from services.worker.native.vision_config import VisionConfig, read_vision
+from services.worker.native.vision_config import FixedSize, read_vision
+from services.worker.vllm.gemma_images import read_gemma
 from services.worker.vllm.qwen_images import PatchShape, grid_of, patches_of, read_input
 from shared.errors import ModelError
 from shared.hashing import token_array
@@ -43,6 +45,8 @@ from shared.model_files.config_json import read_config_json
 
 LLAVA = "LlavaForConditionalGeneration"
 """The architecture whose images all have one size and one number of tokens."""
+GEMMA = "Gemma3ForConditionalGeneration"
+"""The architecture whose images are the same in that, and stand between other tokens."""
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
 """The architectures whose images keep their shape, and have tokens by their size."""
 _Elements = dict[str, MultiModalFieldElem]
@@ -57,7 +61,7 @@ def takes_images(model: Path) -> bool:
         named = read_config_json(model).outer.get("architectures") or ()
     except ModelError:
         return False  # about which vLLM has words of its own
-    return any(name in (LLAVA, *QWEN) for name in named)
+    return any(name in (LLAVA, GEMMA, *QWEN) for name in named)
 
 
 class ImagePrompts:
@@ -81,12 +85,14 @@ class ImagePrompts:
         try:
             if model.architecture == LLAVA:
                 return _llava(model, most)
+            if model.architecture == GEMMA:
+                return _gemma(model, most)
             if model.architecture in QWEN:
                 return _qwen(model, most)
         except ModelError as wrong:
             _log.warning("images are refused: %s", wrong)
             return None
-        _log.warning("images are refused: of vLLM's models only %s take them here", ", ".join((LLAVA, *QWEN)))
+        _log.warning("images are refused: of vLLM's models only %s take them here", ", ".join((LLAVA, GEMMA, *QWEN)))
         return None
 
     def prompt(self, submit: Submit) -> MultiModalInput:
@@ -119,17 +125,33 @@ def _llava(model: ModelConfig, most: int) -> ImagePrompts:
     vision = read_vision(Path(model.model), read_config_json(Path(model.model)), model.get_vocab_size())
 
     def elements(image: Image) -> _Elements:
-        values = _normed(image.pixels, vision).to(model.dtype)
+        values = _normed(image.pixels, vision.input, vision.prepared).to(model.dtype)
         return {"pixel_values": MultiModalFieldElem(data=values, field=MultiModalBatchedField())}
 
     return ImagePrompts(vision.input, most, elements)
 
 
-def _normed(pixels: bytes, vision: VisionConfig) -> torch.Tensor:
+def _gemma(model: ModelConfig, most: int) -> ImagePrompts:
+    """Return how images of a Gemma 3 are passed on. Raise ModelError."""
+    arguments = model.get_multimodal_config().mm_processor_kwargs or {}
+    images, prepared = read_gemma(Path(model.model), model.hf_config, arguments)
+
+    def elements(image: Image) -> _Elements:
+        values = _normed(image.pixels, images, prepared).to(model.dtype)[None]
+        count = MultiModalBatchedField(keep_on_cpu=True)
+        return {
+            "pixel_values": MultiModalFieldElem(data=values, field=MultiModalFlatField(slices=[slice(0, 1)])),
+            "num_patches": MultiModalFieldElem(data=torch.tensor(1), field=count),
+        }
+
+    return ImagePrompts(images, most, elements)
+
+
+def _normed(pixels: bytes, images: ImageInput, prepared: FixedSize) -> torch.Tensor:
     """Return the values of one image, in the order of transformers' arithmetic on Pillow's pixels."""
-    colours = np.frombuffer(pixels, np.uint8).reshape(vision.input.height, vision.input.width, 3)
-    scaled = (colours.astype(np.float64) * vision.scale).astype(np.float32)
-    mean, std = (np.asarray(each, np.float32) for each in (vision.mean, vision.std))
+    colours = np.frombuffer(pixels, np.uint8).reshape(images.height, images.width, 3)
+    scaled = (colours.astype(np.float64) * prepared.scale).astype(np.float32)
+    mean, std = (np.asarray(each, np.float32) for each in (prepared.mean, prepared.std))
     normal = (scaled - mean) / std
     return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))
 

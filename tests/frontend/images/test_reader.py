@@ -22,7 +22,7 @@ from PIL import Image
 from services.frontend import child_processes
 from services.frontend.config import FrontendConfig, ImagesConfig
 from services.frontend.images.decoder_program import prepare
-from services.frontend.images.decoding import Prepare, key_of
+from services.frontend.images.decoding import PictureShape, Prepare, key_of
 from services.frontend.images.reader import ImageReader
 from services.frontend.protocol.parts import ImageSource
 from shared.config import NatsConfig
@@ -111,6 +111,31 @@ async def test_a_chat_with_images_reaches_the_worker_prepared_and_the_router_wit
         assert select.hashes == pack_hashes(sequence_hashes(sent.tokens, BLOCK_SIZE, extras=extras))
         assert select.hashes != pack_hashes(sequence_hashes(sent.tokens, BLOCK_SIZE))
         assert (select.images, select.image_tokens) == (2, 40)
+
+
+async def test_what_a_template_writes_for_an_image_becomes_its_tokens_and_those_around_them(tmp_path: Path) -> None:
+    marks = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+    directory = write_tiny_model(tmp_path, marks=marks)
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", marks[0]))
+    around = f"\n\n{marks[0]}{marks[2]}{marks[1]}\n\n"
+    takes = replace(WANTED, template_text=marks[0], prompt_text=around)
+    async with world(directory, images=takes, settings=FrontendConfig()) as w, clients(w) as (client, http):
+        w.say("fine")
+        messages = user(text(f"a {marks[0]}"), shown(RED), text("b"))
+        answer = await client.chat.completions.create(model=MODEL, messages=messages)
+        [sent] = w.workers[0].generates.all
+        tokens = unpack_tokens(sent.tokens)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(tokens) == sent.prompt_tokens
+        async with http.post("/tokenize", json={"model": MODEL, "messages": messages}) as counted:
+            assert (await counted.json())["tokens"] == tokens
+        [image] = sent.images
+        assert tokens[image.start : image.start + image.tokens] == [319] * 20
+        assert [tokens.count(each) for each in (317, 318, 319)] == [1, 1, 20], "what the user has written stays a text"
+        whole = w.tokenizer.decode(tokens, skip_special_tokens=False)
+        assert f"user\na {marks[0]}\n\n{marks[0]}{marks[2] * 20}{marks[1]}\n\nb<|im_end|>" in whole
+        with pytest.raises(openai.BadRequestError, match="wrote 2 places for the 1 images"):
+            await client.chat.completions.create(model=MODEL, messages=user(text(marks[2]), shown(RED)))
 
 
 async def test_all_apis_show_the_same_image_to_the_worker(seeing: Path) -> None:
@@ -348,6 +373,15 @@ async def test_the_turns_of_a_chat_decode_an_image_once_and_other_salts_decode_i
         reader.prepared.validate()
 
 
+async def test_images_from_which_pictures_are_made_take_no_room_from_those_of_chats() -> None:
+    source = ImageSource("image", data_uri(RED))
+    async with aclosing(ImageReader(ImagesConfig(), LIMIT)) as reader:
+        for _ in range(2):
+            [found] = await reader.read([source], PictureShape(64, 64, 8, 512))
+            assert found.pixels.startswith(b"\x89PNG")
+        assert (len(reader.prepared), reader.prepared.hits) == (0, 0)
+
+
 async def test_no_prepared_image_is_kept_if_the_settings_say_so() -> None:
     source = ImageSource("messages[0].content[0]", data_uri(RED))
     async with aclosing(ImageReader(ImagesConfig(prepared_bytes=0), LIMIT)) as reader:
@@ -580,6 +614,10 @@ async def test_a_key_without_any_tokens_has_no_image_decoded_that_keeps_its_shap
             body: dict[str, Any] = {"model": MODEL, "messages": user(shown(file)), "max_tokens": most}
             async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
                 assert answer.status == status, await answer.text()
+        body = {"model": MODEL, "messages": user(shown(RED)), "max_tokens": 79}
+        body["messages"][0]["content"][0]["image_url"]["url"] = "data:image/png,RED"
+        async with http.post("/v1/chat/completions", json=body, headers=bearer(ALICE)) as answer:
+            assert answer.status == 400, "what its URL says is looked at first"
 
 
 async def test_a_key_without_tokens_has_no_image_decoded(seeing: Path, tmp_path: Path) -> None:

@@ -237,3 +237,13 @@ async def test_an_engine_that_does_not_compute_its_first_tokens_in_time_is_kille
     engines = Engines(Loading(FIRST_TOKENS, 0.9), FACTS)
     async with running(engines):
         assert engines.lost == ["the engine did not compute its first tokens in 0.05 s"]
+
+
+async def test_an_engine_that_begins_its_first_tokens_again_has_the_whole_limit_again() -> None:
+    host = Engines(FACTS).host
+    engine = ScriptedEngine("0a", FACTS)
+    limits = list[asyncio.TimerHandle | None]()
+    for _ in range(2):
+        host._take_early(engine, Loading(FIRST_TOKENS, 0.9))
+        limits.append(host._stage_limit)
+    assert [limit is not None and limit.cancelled() for limit in limits] == [True, False]

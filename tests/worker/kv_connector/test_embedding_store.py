@@ -102,6 +102,33 @@ async def test_an_engine_encodes_what_another_one_does_not_bring_in_time(tmp_pat
         served.layouts.validate()
 
 
+async def test_an_engine_that_waited_in_vain_stores_what_the_other_one_gave_up(tmp_path: Path) -> None:
+    async with serving(tmp_path / "pool") as served:
+        one, two, three = (KvbmEmbeddings(tmp_path / "pool", worker, EMBEDDINGS, 30.0) for worker in ("w1", "w2", "w3"))
+        two._await_s = 0.05
+        claimed, waited, given_up = threading.Event(), threading.Event(), threading.Event()
+
+        def fail() -> bytes:
+            claimed.set()
+            assert waited.wait(30)
+            raise RuntimeError("no memory")
+
+        def encode() -> bytes:
+            waited.set()
+            assert given_up.wait(30)
+            return A
+
+        first = asyncio.create_task(asyncio.to_thread(one.fetch_or_encode, b"a" * 32, fail))
+        assert await asyncio.to_thread(claimed.wait, 30)
+        second = asyncio.create_task(asyncio.to_thread(two.fetch_or_encode, b"a" * 32, encode))
+        with pytest.raises(RuntimeError, match="no memory"):
+            await first
+        given_up.set()
+        assert await second == (A, False)
+        assert await asyncio.to_thread(three.fetch_or_encode, b"a" * 32, unexpected) == (A, True)
+        served.layouts.validate()
+
+
 async def test_an_image_that_takes_longer_to_encode_than_kvbm_keeps_a_slot_is_stored_all_the_same(
     tmp_path: Path,
 ) -> None:

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from services.worker.model.card import TEMPLATE_LIMIT_BYTES, card_of
+from services.worker.model.card import TEMPLATE_LIMIT_BYTES, CardAnnouncement, card_of
 from services.worker.model.facts import facts_of
+from shared import hashing, subjects
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.chat_templates import template_file
 from shared.discovery.intake import DEFAULT
+from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import ModelError
 from shared.messages.cards import MODEL_CARD, ModelCard
 from shared.messages.codec import JSON_HEADER
+from tests.fake_runtime import fake_runtime
 from tests.tiny_model import write_tiny_model
 
 
@@ -73,3 +78,31 @@ def test_a_relative_path_of_a_template_is_absolute_in_the_card(tmp_path: Path) -
     relative = Path(tmp_path / "other.jinja").relative_to("/")
     up = "/".join([".."] * (len(Path.cwd().parts) - 1))
     assert card_with(tmp_path, f"{up}/{relative}").chat_template == str((tmp_path / "other.jinja").resolve())
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+async def test_a_worker_says_itself_that_others_refuse_its_card(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, block_size: int
+) -> None:
+    write_tiny_model(tmp_path)
+    card, store, broker = card_with(tmp_path, ""), MemoryStore(), MemoryBroker()
+    first = replace(card, instance="b1", block_size=block_size, hash_self_test=hashing.self_test(block_size))
+    broken = subjects.model_key("test", "tiny", "c1")
+    values = {subjects.model_key("test", "tiny", "b1"): MODEL_CARD.encode(first, JSON_HEADER), broken: b"{"}
+    other = MemoryDiscovery(store)
+    registered = await other.register(lambda _epoch: values)
+    async with fake_runtime("test", "worker", "w1", MemoryBus(broker), broker, store) as runtime:
+        announcement = CardAnnouncement(runtime, None, "aggregated")
+        announcement.show(card)
+        publishing = runtime.tasks.create_task(announcement.entries.run())
+        await announcement.report_refusal()
+        publishing.cancel()
+        await announcement.entries.close()
+    await registered.close()
+    await other.close()
+    refusal = (
+        "this worker's card is refused while another one came first, and it gets no requests: block_size: the card"
+    )
+    expected = [] if block_size == 16 else [f"{refusal} has 16, b1 came first with 32"]
+    own = [record for record in caplog.records if record.name.endswith("worker.model.card")]
+    assert [record.message for record in own if record.levelno == logging.ERROR] == expected

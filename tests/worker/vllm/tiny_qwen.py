@@ -53,7 +53,7 @@ _SHAPES: dict[str, tuple[int, list[int], dict[str, Any], dict[str, Any]]] = {
 }
 """For each family the pixels of a patch, the parts of the rotation, more of the text part, more of the tower."""
 
-_WRITE = """
+WRITE = """
 import json, math, sys, torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -114,7 +114,7 @@ def write_model(directory: Path, family: str) -> Path:
         **{"image_token_id": IMAGE_TOKEN, "video_token_id": 318, "tie_word_embeddings": False},
         **{"vision_start_token_id": 316, "vision_end_token_id": 317},
     }
-    run_there(f"{_WRITE}\nmain({str(model)!r}, {config!r})")
+    run_there(f"{WRITE}\nmain({str(model)!r}, {config!r})")
     area = unit_of(family) ** 2
     processor: dict[str, Any] = {
         **{"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"},

@@ -255,7 +255,7 @@ class CudaVisionTower:
         config, rows, patches = self._config, count * self._positions, count * self._config.patches
         side = config.image_size // config.patch_size
         sizes = (np.int32(config.image_size), np.int32(config.patch_size), np.int32(side), np.int32(self._patch_row))
-        colours = (np.float32(number) for number in (config.scale, *config.mean, *config.std))
+        colours = map(np.float32, (config.prepared.scale, *config.prepared.mean, *config.prepared.std))
         self._kernels.cut_patches((patches,), (_THREADS,), (self._patches, self._pixels, *sizes, *colours))
         embedded, hidden = self._embedded[:patches], self._hidden[:rows]
         self._blas.product(embedded, self._patches[:patches], self._patch_weight)
