@@ -33,7 +33,7 @@ from benchmarks.gpu import llama, part
 from benchmarks.gpu.model import random_tile
 from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from services.worker.native.bfloat16 import from_bfloat16
-from services.worker.native.vision_config import VisionConfig, vision_shapes
+from services.worker.native.vision_config import FixedSize, VisionConfig, vision_shapes
 from services.worker.transfer.block_shape import BlockShape
 from shared.messages.cards import ImageInput
 
@@ -51,9 +51,13 @@ VIT_L = VisionConfig(
     drops_first=True,
     projector_activation="gelu",
     projector_bias=True,
-    mean=(0.48145466, 0.4578275, 0.40821073),
-    std=(0.26862954, 0.26130258, 0.27577711),
-    scale=1 / 255,
+    prepared=FixedSize(
+        resize=336,
+        filter="BICUBIC",
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        std=(0.26862954, 0.26130258, 0.27577711),
+        scale=1 / 255,
+    ),
     input=ImageInput(32_000, 576, 336, 336, 336, "BICUBIC"),
 )
 BATCHES = (1, 16)
@@ -195,8 +199,8 @@ class TorchTower:
         size, patch = config.image_size, config.patch_size
         side = size // patch
         pixels = np.stack([np.frombuffer(image, np.uint8).reshape(size, size, 3) for image in images])
-        mean, deviation = (np.asarray(each, np.float32) for each in (config.mean, config.std))
-        floats = (pixels.astype(np.float32) * np.float32(config.scale) - mean) / deviation
+        mean, deviation = (np.asarray(each, np.float32) for each in (config.prepared.mean, config.prepared.std))
+        floats = (pixels.astype(np.float32) * np.float32(config.prepared.scale) - mean) / deviation
         cut = floats.reshape(len(images), side, patch, side, patch, 3).transpose(0, 1, 3, 5, 2, 4)
         self._patches = self._placed(np.ascontiguousarray(cut.reshape(len(images), side * side, -1)))
 

@@ -449,11 +449,11 @@ def test_free_ports_are_distinct_and_out_of_the_kernels_way() -> None:
     assert all(servers.is_free(port) for port in ports)
 
 
-AS_FROM_THE_FIRST = "from deploy.local.stack import servers; servers.secrets.randbelow = lambda _: 0"
+AS_FROM_THE_FIRST = "import secrets; from deploy.local.stack import servers; secrets.randbelow = lambda _: 0"
 
 
 def test_a_port_is_given_once_until_a_program_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers.secrets, "randbelow", lambda _: 0)
+    monkeypatch.setattr("secrets.randbelow", lambda _: 0)
     ours, ours_again = servers.free_ports(8), servers.free_ports(8)
     asked = f"{AS_FROM_THE_FIRST}; print(*servers.free_ports(8))"
     theirs = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=True, capture_output=True, text=True).stdout
