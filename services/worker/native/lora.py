@@ -23,6 +23,7 @@ from services.worker.contracts.messages import EngineOperation
 from services.worker.native.config import ModelConfig
 from services.worker.native.linear import Array
 from services.worker.native.lora_file import LoraLayers, LoraPair, read_lora
+from services.worker.native.tensor_file import no_memory_as_model_error
 from shared.errors import ModelError
 
 LORA_OPERATIONS: tuple[EngineOperation, ...] = ("load_lora", "unload_lora")
@@ -108,11 +109,9 @@ class LoraStore:
         if name in self._loaded:
             raise ModelError(f"{name} is loaded already")
         left_bytes = self._most_bytes - self.size_bytes
-        try:
+        with no_memory_as_model_error(directory, "this LoRA"):
             read = read_lora(directory, self._config, most_rank=self._most_rank, most_bytes=left_bytes)
-        except MemoryError:
-            raise ModelError(f"{directory}: no memory is left for this LoRA") from None
-        self._loaded[name] = self._place(read)
+            self._loaded[name] = self._place(read)
 
     def unload(self, name: str) -> None:
         """Free a LoRA. Raise ModelError if it is not loaded."""

@@ -38,6 +38,7 @@ from services.worker.native.prepare import prepare
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
 from services.worker.native.sampler import sample
 from services.worker.native.shared_weights import SharedWeights, shared_weights
+from services.worker.native.tensor_file import no_memory_as_model_error
 from services.worker.native.vision_tower import VisionTower
 from services.worker.native.weights import check_digest, load_weights, weights_digest
 from services.worker.scheduler.encoder_cache import EncoderCache
@@ -98,7 +99,11 @@ class NativeRunner:
         self._store: EmbeddingLookups | None = None
         self._decoder = self._load_decoder(directory, context_length)
         """Not there while a sleeping engine has no weights."""
-        self._loras = self._group_loras() or LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
+        if self._group is not None:
+            self._group.await_ranks()
+            self._loras = self._group.loras
+        else:
+            self._loras = LoraStore(config, most_rank=lora_rank, most_bytes=lora_bytes)
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
@@ -116,23 +121,16 @@ class NativeRunner:
                 self._facts, images=vision.input, most_images=most_images, image_cost=image_cost(config)
             )
 
-    def _group_loras(self) -> LoraStore | None:
-        """Return what keeps rank 0's part of LoRAs, when all ranks have started; None if there is one rank. Raise
-        RankLost."""
-        if self._group is None:
-            return None
-        self._group.await_ranks()
-        return self._group.loras
-
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
         weights = load_weights(directory, self._config, self._file)
-        if self.encoder_cache is not None:
-            tower = VisionTower.load(directory, self._config, self._file)
-            self._images = None if tower is None else ImageEncoder(tower, self.encoder_cache, self._store)
         if self._group is not None:
             return self._group.decoder(weights)
         linear = calibrate_linear([layer.up for layer in weights.layers])
-        return Decoder(self._config, weights, self._cache, linear, context_length)
+        decoder = Decoder(self._config, weights, self._cache, linear, context_length)
+        if self.encoder_cache is not None:  # last: nothing is kept of a model that cannot be loaded
+            tower = VisionTower.load(directory, self._config, self._file)
+            self._images = None if tower is None else ImageEncoder(tower, self.encoder_cache, self._store)
+        return decoder
 
     @property
     def _file(self) -> Path | None:
@@ -228,10 +226,12 @@ class NativeRunner:
     def _wake(self) -> str:
         if hasattr(self, "_decoder"):
             return ""
+        directory = Path(self._facts.path)
         try:
-            if self._shared is not None:
-                self._shared.acquire()
-            check_digest(Path(self._facts.path), self._config, self._facts.weights, self._file)
+            with no_memory_as_model_error(directory, "the weights"):
+                if self._shared is not None:
+                    self._shared.acquire()
+                check_digest(directory, self._config, self._facts.weights, self._file)
         except ModelError as wrong:
             failed = f"wake: {wrong}"
         else:
@@ -242,8 +242,10 @@ class NativeRunner:
         return failed
 
     def _load_again(self) -> str:
+        directory = Path(self._facts.path)
         try:
-            self._decoder = self._load_decoder(Path(self._facts.path), self._facts.context_length)
+            with no_memory_as_model_error(directory, "the weights"):
+                self._decoder = self._load_decoder(directory, self._facts.context_length)
         except ModelError as wrong:
             return f"wake: {wrong}"
         return ""

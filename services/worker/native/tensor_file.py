@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -22,6 +23,17 @@ _ALIGNMENT_BYTES = 64
 PIECE_ELEMENTS = 1 << 22
 """The number of elements of the largest piece that `float_pieces` yields."""
 Floats = NDArray[np.float32]
+
+
+@contextmanager
+def no_memory_as_model_error(path: Path, what: str) -> Iterator[None]:
+    """Raise ModelError if this process has no memory for `what`, or cannot map it: what is read of `path`."""
+    try:
+        yield
+    except MemoryError:
+        raise ModelError(f"{path}: no memory is left for {what}") from None
+    except OSError as wrong:
+        raise ModelError(f"{path}: {wrong.strerror or wrong}") from None
 
 
 class TensorFile:

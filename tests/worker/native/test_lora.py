@@ -194,3 +194,11 @@ def test_a_lora_that_does_not_fit_the_device_is_not_kept(model: Path, tmp_path: 
     with pytest.raises(ModelError, match="no room"):
         store.load("poet", write_lora(tmp_path, model, targets=TARGETS[:1]))
     assert store.size_bytes == 0
+
+
+def test_a_lora_whose_part_finds_no_memory_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    lora = write_lora(tmp_path, model, targets=TARGETS[:1])
+    store = LoraStore(read_config(model), most_rank=64, most_bytes=1 << 30, place=lambda _layers: np.empty(1 << 58))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ModelError, match=f"^{lora}: no memory is left for this LoRA$"):
+        store.load("poet", lora)
+    assert store.size_bytes == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import select
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -185,6 +187,37 @@ def test_a_runner_does_not_wake_with_other_weights(tiny: NativeRunner) -> None:
     weights.write_bytes(stored)
     assert tiny.operate("wake", "", "", 1) == ""
     assert tiny.step([work([3, 4, 5], [0])])[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [(0, "Cannot allocate memory"), (1, "no memory is left for the weights")],
+    ids=["to map the file", "to convert it"],
+)
+def test_a_runner_without_memory_to_wake_stays_asleep_until_there_is_some(room: int, said: str, tmp_path: Path) -> None:
+    """In a process of its own, because the limit is one of all its threads."""
+    directory = write_tiny_model(tmp_path / "model", hidden=512, heads=8, intermediate=2048, dtype="bfloat16")
+    program = (
+        "import resource, sys\n"
+        "from pathlib import Path\n"
+        "from services.worker.native.runner import NativeRunner\n"
+        "directory, room = Path(sys.argv[1]), int(sys.argv[2])\n"
+        "weights = directory / 'model.safetensors'\n"
+        "runner = NativeRunner(directory, capacity_blocks=8)\n"
+        "assert runner.operate('sleep', '', '', 2) == ''\n"
+        "used_bytes = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+        "_, most = limits = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "left_bytes = room * weights.stat().st_size + (2 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used_bytes + left_bytes, most))\n"
+        "said = [runner.operate('wake', '', '', 1) for _ in range(2)]\n"
+        "resource.setrlimit(resource.RLIMIT_AS, limits)\n"
+        "assert str(weights) not in Path('/proc/self/maps').read_text()\n"
+        "print(*said, runner.operate('wake', '', '', 1), sep='\\n', end='')\n"
+        "runner.close()\n"
+    )
+    command = [sys.executable, "-c", program, str(directory), str(room)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (ran.stdout, ran.stderr) == (2 * f"wake: {directory}: {said}\n", "")
 
 
 def test_blocks_that_went_through_a_pool_give_the_same_tokens(tiny: NativeRunner, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from services.worker.native.cuda.rank_order import CudaRankOrder
 from services.worker.native.cuda.rank_place import RankPlace
 from services.worker.native.parallel.copies import CopyEnds, GroupCopier
 from services.worker.native.parallel.group import LEAST_LIMIT_S, STALL_SHARE
+from services.worker.native.parallel.operations import OPERATION_LIMIT_S
 from services.worker.native.parallel.peers import Peers, RankLost, buffer_bytes
 from services.worker.native.parallel.processes import RankProcesses, close_ends, connect
 from services.worker.native.parallel.shares import share_out_evenly
@@ -63,7 +64,9 @@ def rank_gpus(settings: WorkerConfig) -> tuple[int, ...]:
 class CudaRankGroup:
     """The further ranks' processes and rank 0's place. It belongs to the thread that made it, with which they die."""
 
-    def __init__(self, settings: WorkerConfig, directory: Path, config: ModelConfig) -> None:
+    def __init__(
+        self, settings: WorkerConfig, directory: Path, config: ModelConfig, start_limit_s: float = START_LIMIT_S
+    ) -> None:
         """Start the ranks of a prepared model. Raise ConfigError and ModelError."""
         self._settings, self._directory, self._config = settings, directory, config
         ranks = settings.tensor_parallel
@@ -75,8 +78,8 @@ class CudaRankGroup:
         self._copies = [own for own, _ in copies]
         peers = Peers(0, ends[0], self._exchange.array, [share.vocab for share in shares])
         limit_s = max(LEAST_LIMIT_S, settings.stall_s / STALL_SHARE)
-        self.place = RankPlace(0, config, shares, gpus, peers, START_LIMIT_S, limit_s)
-        peers.limit(START_LIMIT_S)
+        self.place = RankPlace(0, config, shares, gpus, peers, start_limit_s, limit_s)
+        peers.limit(start_limit_s)
         try:
             for rank, (_, theirs) in enumerate(copies, 1):
                 order = CudaRankOrder(
@@ -88,7 +91,7 @@ class CudaRankGroup:
                     exchange_bytes=self._exchange.size_bytes,
                     sockets=tuple(-1 if end is None else end.fileno() for end in ends[rank]),
                     copies=tuple(end.fileno() for end in theirs.all),
-                    start_limit_s=START_LIMIT_S,
+                    start_limit_s=start_limit_s,
                     limit_s=limit_s,
                     parent_pid=os.getpid(),
                 )
@@ -104,10 +107,10 @@ class CudaRankGroup:
                 theirs.close()
 
     def started_again(self, capacity_blocks: int) -> CudaRankGroup:
-        """Return a group like this one, which has ended, whose ranks have `capacity_blocks`. Raise what the first start
-        raises."""
+        """Return a group like this one, which has ended, whose ranks have `capacity_blocks` and as long to start as an
+        operation takes. Raise what the first start raises."""
         settings = msgspec.structs.replace(self._settings, capacity_blocks=capacity_blocks, capacity_bytes=0)
-        return CudaRankGroup(settings, self._directory, self._config)
+        return CudaRankGroup(settings, self._directory, self._config, OPERATION_LIMIT_S)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

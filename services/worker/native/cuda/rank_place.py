@@ -56,7 +56,7 @@ class RankPlace:
 
     @property
     def limits(self) -> RankLimits:
-        return RankLimits(self.limit_s, self.start_limit_s)
+        return RankLimits(self.limit_s)
 
     @property
     def vocabulary(self) -> list[slice]:

@@ -79,7 +79,7 @@ class RankGroup:
         shares = share_out(config, terms.ranks)
         self._config, self._share = config, shares[0]
         self._block_size, self._sizes = layout.block_size, sizes
-        self._limits = RankLimits(terms.limit_s, terms.start_limit_s)
+        self._limits = RankLimits(terms.limit_s)
         self._exchange = HostPages(2 * terms.ranks * buffer_bytes(config.vocab, terms.ranks))
         pages = HostPages(layout.block_bytes * sizes.capacity_blocks)
         ends = connect(terms.ranks)

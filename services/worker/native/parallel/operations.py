@@ -12,13 +12,17 @@ from services.worker.contracts.messages import Operate
 from services.worker.native.lora import LoraStore, operate_loras
 from services.worker.native.parallel.peers import Peers
 
+OPERATION_LIMIT_S = 180.0
+"""Most seconds that a rank waits for another in an operation. Well below those after which the worker kills an engine
+that has not answered (ENGINE_LIMIT_S of its operator), because the rank that stands still would not be named then."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankLimits:
     """How long a rank waits for another."""
 
     step_s: float
-    operation_s: float
+    operation_s: float = OPERATION_LIMIT_S
     """In an operation, in which each may read files for long."""
 
 

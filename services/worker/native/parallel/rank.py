@@ -28,6 +28,7 @@ from services.worker.native.parallel.program import run_rank
 from services.worker.native.parallel.rank_peers import RankPeers
 from services.worker.native.parallel.shares import Share, share_out
 from services.worker.native.parallel.weights import rank_lora, rank_weights
+from services.worker.native.tensor_file import no_memory_as_model_error
 from services.worker.native.weights import Weights, load_weights
 from services.worker.sharing.host_pages import HostPages
 from shared.errors import ModelError
@@ -123,7 +124,7 @@ class _Rank:
 
     def operate(self, order: Operate) -> None:
         """Do this rank's part of an operation."""
-        limits = RankLimits(self._order.limit_s, self._order.start_limit_s)
+        limits = RankLimits(self._order.limit_s)
         match order.operation:
             case "sleep":
                 do_together(self._peers, limits, self._drop, lambda: None)
@@ -141,7 +142,8 @@ class _Rank:
 
     def _wake(self, weights_file: str) -> str:
         try:
-            self._decoder = self._loaded(weights_file)
+            with no_memory_as_model_error(Path(self._order.directory), "the weights"):
+                self._decoder = self._loaded(weights_file)
         except ModelError as wrong:
             return f"wake: {wrong}"
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,9 +16,10 @@ import pytest
 
 from services.worker.config import WeightsConfig, WorkerConfig
 from services.worker.contracts.runner import Work
-from services.worker.native.parallel.operations import RankLimits, do_together
+from services.worker.native.parallel.operations import OPERATION_LIMIT_S, RankLimits, do_together
 from services.worker.native.parallel.peers import Peers, RankLost
 from services.worker.native.runner import NativeRunner, load_native
+from services.worker.operations.operator import ENGINE_LIMIT_S
 from tests.tiny_lora import write_lora
 from tests.tiny_model import write_tiny_model
 from tests.worker.memory.test_service import serving, shown
@@ -28,6 +30,8 @@ from tests.worker.native.works import work
 
 __all__ = ["_no_orphans"]
 BLOCKS = 32
+LEFT_BYTES = 2 << 20
+"""What a rank without memory has left: to hear an order and to answer it."""
 PATIENCE_S = 300.0
 """How long a rank may take to start, and for a step, on a machine that does other things too."""
 
@@ -41,6 +45,11 @@ def tiny(tmp_path: Path) -> Path:
 def two(tiny: Path) -> Iterator[NativeRunner]:
     with closing(runner_of(tiny, 2)) as runner:
         yield runner
+
+
+def write_large_model(directory: Path) -> Path:
+    """Write a model whose columns, and LoRA of rank 64, take several times LEFT_BYTES in each of two ranks."""
+    return write_tiny_model(directory, hidden=512, heads=8, intermediate=2048, layers=4, tied=False)
 
 
 def runner_of(directory: Path, ranks: int) -> NativeRunner:
@@ -72,6 +81,14 @@ def no_more_files(pid: int) -> tuple[int, int]:
     """Have a process open no further file; return the limits that it had."""
     _, most = limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, most))
+    return limits
+
+
+def no_more_memory(pid: int, left_bytes: int = LEFT_BYTES) -> tuple[int, int]:
+    """Leave a process this much address space; return the limits that it had."""
+    _, most = limits = resource.prlimit(pid, resource.RLIMIT_AS)
+    used_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (used_bytes + left_bytes, most))
     return limits
 
 
@@ -163,6 +180,20 @@ def test_a_rank_that_cannot_load_a_lora_is_named_and_no_rank_has_it(
     assert answers(two, ["poet", ""], 3)
 
 
+def test_a_rank_without_memory_for_a_lora_refuses_it(tmp_path: Path) -> None:
+    directory = write_large_model(tmp_path / "model")
+    lora = write_lora(tmp_path / "lora", directory, rank=64)
+    with closing(runner_of(directory, 2)) as runner:
+        pid = group_of(runner).pids[0]
+        limits = no_more_memory(pid)
+        for _ in range(2):
+            assert load(runner, "poet", lora) == f"load_lora: {lora}: Cannot allocate memory (rank 1)"
+            assert runner._loras.size_bytes == 0
+        resource.prlimit(pid, resource.RLIMIT_AS, limits)
+        assert load(runner, "poet", lora) == ""
+        assert answers(runner, ["poet", ""], 3)
+
+
 def test_a_rank_that_is_killed_while_loras_are_loaded_is_named(tiny: Path, two: NativeRunner, tmp_path: Path) -> None:
     lora = write_lora(tmp_path / "lora", tiny)
     killing = threading.Timer(0.05, os.kill, (group_of(two).pids[0], signal.SIGKILL))
@@ -181,9 +212,15 @@ def operate_forever(runner: NativeRunner, lora: Path) -> None:
 def test_a_rank_that_stands_still_when_a_lora_is_loaded_is_named(tiny: Path, two: NativeRunner, tmp_path: Path) -> None:
     lora = write_lora(tmp_path / "lora", tiny)
     group_of(two)._limits = RankLimits(step_s=PATIENCE_S, operation_s=0.5)
+    [(_, connection)] = group_of(two)._peers.connections
+    assert connection.recv(1, socket.MSG_PEEK), "rank 1 waits for an order"
     os.kill(group_of(two).pids[0], signal.SIGSTOP)
     with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 did not answer in 0\.5 s: it stands still$"):
         load(two, "lora", lora)
+
+
+def test_a_rank_that_stands_still_is_named_before_the_worker_kills_the_engine(two: NativeRunner) -> None:
+    assert group_of(two)._limits.operation_s == OPERATION_LIMIT_S < ENGINE_LIMIT_S
 
 
 def test_a_group_that_slept_at_level_2_has_given_its_weights_back_and_reads_them_again(
@@ -246,6 +283,29 @@ def test_a_rank_that_cannot_read_the_weights_again_is_named_and_all_stay_asleep(
     resource.prlimit(pids[1], resource.RLIMIT_NOFILE, limits)
     assert two.operate("wake", "", "", 1) == ""
     assert answer(two, 4) == said
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [(0, "Cannot allocate memory"), (1, "no memory is left for the weights")],
+    ids=["to map the file", "to copy columns"],
+)
+def test_a_rank_without_memory_to_wake_gives_back_what_it_has_and_all_stay_asleep(
+    room: int, said: str, tmp_path: Path
+) -> None:
+    directory = write_large_model(tmp_path / "model")
+    weights = directory / "model.safetensors"
+    with closing(runner_of(directory, 2)) as runner:
+        before = answer(runner, 3)
+        assert runner.operate("sleep", "", "", 2) == ""
+        pids = [os.getpid(), *group_of(runner).pids]
+        limits = no_more_memory(pids[1], room * weights.stat().st_size + LEFT_BYTES)
+        for _ in range(2):
+            assert runner.operate("wake", "", "", 1) == f"wake: {directory}: {said} (rank 1)"
+            assert not any(str(weights) in mapped(pid) for pid in pids)
+        resource.prlimit(pids[1], resource.RLIMIT_AS, limits)
+        assert runner.operate("wake", "", "", 1) == ""
+        assert answer(runner, 3) == before
 
 
 def test_ranks_give_weights_back_to_the_memory_service_and_map_them_again(tmp_path: Path) -> None:
