@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 
 import msgspec
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from services.frontend.child_program import run_program
 from services.frontend.images.decoding import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, PREPARE, PictureShape, Prepare, Prepared
@@ -49,6 +49,9 @@ _TURNS = {
 """How a picture is turned upright, by its EXIF orientation."""
 _FIRST_ON_ITS_SIDE = 5
 """The EXIF orientation from which on a picture's width becomes its height."""
+_FEW_LEVELS = {"1": (1, 255), "L;2": (3, 85), "L;4": (15, 17)}
+"""How a PNG of fewer than 8 bits of grey has them, by Pillow's name: its lightest level, and the step of each among
+the pixels of 8 bits."""
 _Size = tuple[int, int]
 """Width and height."""
 
@@ -97,7 +100,7 @@ def _seen(asked: Prepare, kind: str, wanted: ImageInput) -> Prepared:
         size, kept = _sizes(width, height, wanted, asked)
         if asked.size_only:
             return Prepared(asked.key, b"", *kept)
-        rgb = _on_white(_upright(image))
+        rgb = _on_white(_upright(image, asked.source))
         return Prepared(asked.key, _middle(rgb, size, kept, Image.Resampling[wanted.filter]).tobytes(), *kept)
 
 
@@ -141,7 +144,7 @@ def _columns(length: int, size: int, kept: int) -> tuple[int, int, int]:
 def _picture(asked: Prepare, kind: str, shape: PictureShape) -> Prepared:
     """Return the image as a PNG file, from which a picture is made. Raise _Refused, and whatever Pillow raises."""
     with _checked(asked.source, kind, asked.pixels_limit) as image:
-        upright = _upright(image)
+        upright = _upright(image, asked.source)
         size = shape.size_of(*upright.size)
         if not shape.is_mask:
             resized = _on_white(upright).resize(size, Image.Resampling.LANCZOS)
@@ -165,12 +168,49 @@ def _orientation(image: Image.Image) -> int:
     return found if found in _TURNS else 1
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Return a picture turned upright, with 8 bits. Raise whatever Pillow raises."""
+def _upright(image: ImageFile.ImageFile, source: bytes) -> Image.Image:
+    """Return the picture of a file turned upright, with 8 bits. Raise _Refused, and whatever Pillow raises."""
     orientation = _orientation(image)
+    decoded = _decoded_png(image, source) if image.format == "PNG" else image
+    return decoded.transpose(_TURNS[orientation]) if orientation in _TURNS else decoded
+
+
+def _decoded_png(image: ImageFile.ImageFile, source: bytes) -> Image.Image:
+    """Return the picture of a PNG file with 8 bits, transparent where programs show it so: Pillow takes the last tRNS
+    chunk in place of the first one, and its level as if pixels had as many bits. Raise as `_upright`."""
+    bits = str(image.tile[0].args)
+    image.load()
+    image.info.pop("transparency", None)
+    stated = _transparency(source)
+    levels = [int.from_bytes(stated[at : at + 2], "big") for at in range(0, len(stated), 2)]
     if image.mode == "I;16":  # converted as it is, all but its darkest parts would be white
-        image = image.point(lambda level: level / 256).convert("L")
-    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+        grey = image.point(lambda level: level / 256).convert("L")
+        if not levels:
+            return grey
+        opaque = image.convert("I").point([255 * (level != levels[0]) for level in range(1 << 16)], "L")
+        return Image.merge("LA", (grey, opaque))
+    if stated and image.mode == "P":
+        image.info["transparency"] = stated
+    elif stated and bits == "RGB;16B":  # the lower bits, which decide, are lost
+        raise _Refused("is a PNG of 16 bits with a transparent colour (tRNS); send 8 bits, or an alpha channel")
+    elif stated and image.mode == "RGB":
+        image.info["transparency"] = tuple(level & 255 for level in levels[:3])
+    elif stated and image.mode in ("1", "L"):
+        most, step = _FEW_LEVELS.get(bits, (255, 1))
+        image.info["transparency"] = (levels[0] & most) * step
+    return image
+
+
+def _transparency(source: bytes) -> bytes:
+    """Return what a PNG file's first tRNS chunk says. Empty if there is none before its pixels: it has no effect
+    after them."""
+    at = 8
+    while (kind := source[at + 4 : at + 8]) not in (b"", b"IDAT"):
+        end = at + 8 + int.from_bytes(source[at : at + 4], "big")
+        if kind == b"tRNS":
+            return source[at + 8 : end]
+        at = end + 4
+    return b""
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -183,7 +223,7 @@ def _on_white(image: Image.Image) -> Image.Image:
     return white
 
 
-def _checked(source: bytes, kind: str, pixels_limit: int) -> Image.Image:
+def _checked(source: bytes, kind: str, pixels_limit: int) -> ImageFile.ImageFile:
     """Return an image that is not decoded yet. Raise _Refused, and whatever Pillow raises."""
     image = Image.open(io.BytesIO(source), formats=[kind])
     width, height = image.size

@@ -96,7 +96,7 @@ def key_of(source: bytes, wanted: ImageInput) -> bytes:
     size = f"{wanted.width} {wanted.height} {wanted.resize} {wanted.filter}"
     if wanted.unit:
         size = f"{wanted.unit} {wanted.least_pixels} {wanted.most_pixels} {wanted.filter}"
-    digest = hashlib.sha256(f"headrace 1, Pillow {PIL.__version__}, {size}\n".encode())
+    digest = hashlib.sha256(f"headrace 2, Pillow {PIL.__version__}, {size}\n".encode())
     digest.update(source)
     return digest.digest()
 

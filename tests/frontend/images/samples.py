@@ -31,15 +31,28 @@ def gif_of(frames: int) -> bytes:
     return file[:begins] + file[begins:-1] * frames + b";"
 
 
+def png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
 def png_of_size(width: int, height: int) -> bytes:
     """Return a PNG that says it has this size, and has some rows of it: a bomb has all, in as few bytes."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
     rows = zlib.compress(bytes(1 + (width + 7) // 8) * min(height, 100))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + head + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
+
+
+def png_of_row(width: int, bits: int, colours: int, row: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
+    """Return a PNG of one row, with chunks before and after its pixels. `colours` is its colour type: 0 is grey, 2 is
+    RGB, 3 has a palette."""
+    head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, bits, colours, 0, 0, 0))
+    pixels = png_chunk(b"IDAT", zlib.compress(b"\0" + row))
+    return b"\x89PNG\r\n\x1a\n" + head + before + pixels + after + png_chunk(b"IEND", b"")
+
+
+def png_clear(*levels: int) -> bytes:
+    """Return the tRNS chunk that makes a level of grey transparent, or a colour of three levels."""
+    return png_chunk(b"tRNS", struct.pack(f">{len(levels)}H", *levels))
 
 
 def data_uri(file: bytes, kind: str = "image/png") -> str:

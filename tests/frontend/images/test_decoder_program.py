@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import random
+import struct
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from services.frontend.images.decoder_program import prepare
 from services.frontend.images.decoding import PictureShape, Prepare, key_of
 from shared.messages.cards import ImageInput
 from tests.frontend.images.golden import FOLDER, SHAPES, SIZED
-from tests.frontend.images.samples import SVG, animated_webp, gif_of, picture, png_of_size
+from tests.frontend.images.samples import (
+    SVG,
+    animated_webp,
+    gif_of,
+    picture,
+    png_chunk,
+    png_clear,
+    png_of_row,
+    png_of_size,
+)
 
 WANTED = ImageInput(token_id=1, tokens=4, width=4, height=4, resize=4, filter="BICUBIC")
 UNITS = ImageInput(1, 0, 0, 0, 0, "BICUBIC", unit=8, least_pixels=256, most_pixels=1 << 14)
@@ -150,6 +160,58 @@ def test_a_grey_picture_of_16_bits_keeps_its_shades() -> None:
         assert prepare(asked(file, "", wanted)).pixels[::3] == bytes((0, 0, 1, 128, 255))
     mask = made_from(png(deep), PictureShape(5, 1, 1, 100, is_mask=True))
     assert mask.tobytes() == bytes((0, 0, 1, 128, 255))
+
+
+PALETTE = png_chunk(b"PLTE", bytes((10, 10, 10, 20, 20, 20)))
+
+
+@pytest.mark.parametrize(
+    ("bits", "colours", "row", "before", "shown"),
+    [
+        (1, 0, b"\x40", png_clear(0), (255, 255)),
+        (1, 0, b"\x40", png_clear(1), (0, 255)),
+        (1, 0, b"\x40", png_clear(2), (255, 255)),  # the lowest bits alone count
+        (2, 0, b"\x60", png_clear(1), (255, 170)),
+        (2, 0, b"\x60", png_clear(2), (85, 255)),
+        (2, 0, b"\x60", png_clear(6), (85, 255)),
+        (4, 0, b"\x1e", png_clear(1), (255, 238)),
+        (4, 0, b"\x1e", png_clear(14), (17, 255)),
+        (8, 0, b"\x07\x09", png_clear(7), (255, 9)),
+        (8, 0, b"\x07\x09", png_clear(0x107), (255, 9)),
+        (16, 0, struct.pack(">2H", 300, 301), png_clear(300), (255, 1)),
+        (16, 0, struct.pack(">2H", 32_768, 128), png_clear(128), (128, 255)),
+        (16, 0, struct.pack(">2H", 0, 65_535), png_clear(0), (255, 255)),
+        (8, 2, b"\x07\x07\x07\x09\x09\x09", png_clear(0x107, 7, 7), (255, 9)),
+        (1, 3, b"\x40", PALETTE + png_chunk(b"tRNS", b"\0"), (255, 20)),
+        (8, 0, b"\x07\x09", png_clear(7) + png_clear(9), (255, 9)),
+        (1, 3, b"\x40", PALETTE + png_chunk(b"tRNS", b"\xff\0") + png_chunk(b"tRNS", b"\0"), (10, 255)),
+        (8, 0, b"\x07\x09", png_chunk(b"tEXt", b"tRNS\0tRNS"), (7, 9)),
+    ],
+)
+def test_what_a_png_of_any_depth_hides_is_hidden_and_nothing_else(
+    bits: int, colours: int, row: bytes, before: bytes, shown: tuple[int, int]
+) -> None:
+    wanted = ImageInput(token_id=1, tokens=1, width=2, height=1, resize=0, filter="BICUBIC")
+    expected = bytes(level for level in shown for _ in range(3))
+    for after in (b"", png_clear(9, 9, 9) if colours != 3 else png_chunk(b"tRNS", b"\xff\xff")):
+        file = png_of_row(2, bits, colours, row, before, after)
+        assert prepare(asked(file, "", wanted)).pixels == expected
+        assert made_from(file, PictureShape(2, 1, 1, 100)).tobytes() == expected
+
+
+def test_a_mask_of_16_bits_is_white_where_its_level_is_transparent() -> None:
+    file = png_of_row(2, 16, 0, struct.pack(">2H", 300, 301), png_clear(300))
+    assert made_from(file, PictureShape(2, 1, 1, 100, is_mask=True)).tobytes() == b"\xff\0"
+
+
+def test_a_transparent_colour_of_16_bits_is_refused_and_an_opaque_picture_is_not() -> None:
+    row = struct.pack(">6H", *(0x1234, 0x1234, 0x1234), *(0x1235, 0x1235, 0x1235))
+    file = png_of_row(2, 16, 2, row, png_clear(0x1234, 0x1234, 0x1234))
+    why = "is a PNG of 16 bits with a transparent colour (tRNS); send 8 bits, or an alpha channel"
+    assert prepare(asked(file)).wrong == why
+    assert prepare(Prepare(file, b"key", "", None, 99, 0, PictureShape(8, 8, 8, 100))).wrong == why
+    wanted = ImageInput(token_id=1, tokens=1, width=2, height=1, resize=0, filter="BICUBIC")
+    assert prepare(asked(png_of_row(2, 16, 2, row), "", wanted)).pixels == b"\x12" * 6
 
 
 def made_from(source: bytes, shape: PictureShape, pixels: int = 1 << 25) -> Image.Image:
