@@ -9,6 +9,7 @@ from the cards and their order alone, so it may change when the reference goes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import assert_never
 
@@ -229,6 +230,25 @@ class Catalogue:
             assert self._known[model][instance] == card
             assert _agreed(card) == _agreed(self._reference[model])
         assert all(self.refused.values())
+
+
+def read_catalogue(namespace: str, values: Mapping[str, bytes]) -> tuple[Catalogue, list[str]]:
+    """Return the catalogue that services make of discovery's values, if cards came in the order in which their
+    instances started; and each key that it leaves out, with the reason."""
+    catalogue, unreadable = Catalogue(), list[str]()
+    entries: dict[str, Entry] = {}
+    for key, value in sorted(values.items()):
+        try:
+            entries[key] = read_entry(namespace, key, value)
+        except ProtocolError as wrong:
+            unreadable.append(f"{key}: {wrong}")
+    started = {each.instance: each.started for each in entries.values() if isinstance(each, Instance)}
+    for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
+        try:
+            catalogue.set(key, entry)
+        except ProtocolError as wrong:
+            unreadable.append(f"{key}: {wrong}")
+    return catalogue, unreadable
 
 
 def _protocol(instance: Instance | None) -> int:

@@ -11,9 +11,8 @@ from operator import attrgetter
 from msgspec import Struct
 
 from deploy.local.table import age, narrowed, size, table
-from shared.discovery.catalogue import Catalogue, Entry, read_entry
-from shared.errors import ProtocolError
-from shared.messages.cards import Instance, ModelCard
+from shared.discovery.catalogue import Catalogue, read_catalogue
+from shared.messages.cards import ModelCard
 from shared.messages.frontends import RecentRequests
 from shared.messages.kvbm import KvbmState
 from shared.messages.load import LoadReport
@@ -149,14 +148,7 @@ def overview(
     `values` are discovery's keys and values, `reports` the last report of each worker, `states` and `stores` the
     answers of routers and block stores, `now` seconds since 1970, `pid_namespace` that of this process.
     """
-    entries: dict[str, Entry] = {}
-    unreadable: list[str] = []
-    for key, value in sorted(values.items()):
-        try:
-            entries[key] = read_entry(namespace, key, value)
-        except ProtocolError as wrong:
-            unreadable.append(f"{key}: {wrong}")
-    catalogue = _catalogue(entries, unreadable)
+    catalogue, unreadable = read_catalogue(namespace, values)
     cards = [card for _, card in sorted(catalogue.cards.items())]
     sleeping = _sleeping(catalogue)
     known = {card.instance: card for card in (*sleeping, *cards)}
@@ -263,19 +255,6 @@ def _reached(prefill: ModelCard, cards: Sequence[ModelCard], catalogue: Catalogu
         and (card.kvbm == prefill.kvbm or {card.kvbm, prefill.kvbm} <= listening)
         for card in cards
     )
-
-
-def _catalogue(entries: Mapping[str, Entry], unreadable: list[str]) -> Catalogue:
-    """Return the catalogue that the services have, if cards arrived in the order in which their instances started. Keys
-    that it does not take are added to `unreadable`."""
-    started = {each.instance: each.started for each in entries.values() if isinstance(each, Instance)}
-    catalogue = Catalogue()
-    for key, entry in sorted(entries.items(), key=lambda item: started.get(item[1].instance, 0.0)):
-        try:
-            catalogue.set(key, entry)
-        except ProtocolError as wrong:
-            unreadable.append(f"{key}: {wrong}")
-    return catalogue
 
 
 def _model_rows(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,8 +15,8 @@ from services.worker.model.facts import read_pooling, read_sampling
 from shared import hashing, subjects
 from shared.chat_templates import NAMES, template_file
 from shared.discovery.announcement import Announcement
-from shared.discovery.catalogue import Catalogue, read_entry
-from shared.errors import DiscoveryDown, ProtocolError
+from shared.discovery.catalogue import read_catalogue
+from shared.errors import DiscoveryDown
 from shared.messages.cards import ASLEEP, MODEL_CARD, EventSource, ModelCard, Role, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from shared.model_file import TOKENIZER_LIMIT_BYTES, read_model_file
@@ -151,6 +150,8 @@ class CardAnnouncement:
         self._state = ""
         self._published = asyncio.Event()
         """Set while discovery has all that was shown last."""
+        self._card_published = asyncio.Event()
+        """Set once discovery has a card."""
 
     def show(self, card: ModelCard | None, state: str = "") -> None:
         """Publish this card, or none while no request would be accepted; `state` is `Instance.state`."""
@@ -172,31 +173,28 @@ class CardAnnouncement:
         return True
 
     async def report_refusal(self) -> None:
-        """Log, once the first card is published, which other worker's card it contradicts, if it does: routers and
-        frontends then refuse it, and ask the worker for nothing."""
-        await self._published.wait()
-        own, namespace = self.card, self._runtime.namespace
-        if own is None:
-            return
-        prefix = subjects.model_key(namespace, own.model, "")
+        """Log, once the first card is published, why it is refused, if it is: routers and frontends then ask the worker
+        for nothing."""
+        own = None
+        while own is None:  # a worker that takes turns may withdraw it at once
+            await self._card_published.wait()
+            self._card_published.clear()
+            own = self.card
         try:
-            found = await self._runtime.discovery.list(prefix)
+            found = await self._runtime.discovery.list(subjects.namespace_prefix(self._runtime.namespace))
         except DiscoveryDown:
             return
-        for key, value in found.items():
-            catalogue = Catalogue()
-            with suppress(ProtocolError):  # others leave it out, too
-                catalogue.set(key, read_entry(namespace, key, value))
-                catalogue.set(prefix + own.instance, own)
-            if wrong := catalogue.refused.get((own.model, own.instance)):
-                _log.error(
-                    "this worker's card is refused while another one came first, and it gets no requests: %s", wrong
-                )
-                return
+        key = subjects.model_key(self._runtime.namespace, own.model, own.instance)
+        others, _ = read_catalogue(self._runtime.namespace, {name: found[name] for name in found if name != key})
+        others.set(key, own)  # the last one that came
+        if wrong := others.refused.get((own.model, own.instance)):
+            _log.error("this worker's card is refused, and it gets no requests: %s", wrong)
 
     def _shown(self) -> None:
         if not self.entries.pending:
             self._published.set()
+            if self.card is not None:
+                self._card_published.set()
         if self.card is not None or (self.turn is not None and self._state == ASLEEP):
             self._runtime.health.ready()  # routers can choose it, or its turn comes; a rolling restart waits for that
 

@@ -15,7 +15,7 @@ from shared.chat_templates import template_file
 from shared.discovery.intake import DEFAULT
 from shared.discovery.memory import MemoryDiscovery, MemoryStore
 from shared.errors import ModelError
-from shared.messages.cards import MODEL_CARD, ModelCard
+from shared.messages.cards import ASLEEP, INSTANCE, MODEL_CARD, Instance, ModelCard, TurnTaker
 from shared.messages.codec import JSON_HEADER
 from tests.fake_runtime import fake_runtime
 from tests.tiny_model import write_tiny_model
@@ -80,29 +80,61 @@ def test_a_relative_path_of_a_template_is_absolute_in_the_card(tmp_path: Path) -
     assert card_with(tmp_path, f"{up}/{relative}").chat_template == str((tmp_path / "other.jinja").resolve())
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
-async def test_a_worker_says_itself_that_others_refuse_its_card(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, block_size: int
-) -> None:
-    write_tiny_model(tmp_path)
-    card, store, broker = card_with(tmp_path, ""), MemoryStore(), MemoryBroker()
-    first = replace(card, instance="b1", block_size=block_size, hash_self_test=hashing.self_test(block_size))
-    broken = subjects.model_key("test", "tiny", "c1")
-    values = {subjects.model_key("test", "tiny", "b1"): MODEL_CARD.encode(first, JSON_HEADER), broken: b"{"}
-    other = MemoryDiscovery(store)
-    registered = await other.register(lambda _epoch: values)
+async def refusals_of(
+    card: ModelCard, others: dict[str, tuple[int, float]], caplog: pytest.LogCaptureFixture, *, late: bool = False
+) -> list[str]:
+    """Return what a worker with this card logs as an error, next to workers that are there already: of these block
+    sizes, started at these times. With `late` it publishes its other entries first."""
+    store, broker = MemoryStore(), MemoryBroker()
+    values = {subjects.model_key("test", "tiny", "c1"): b"{"}
+    for name, (size, started) in others.items():
+        one = replace(card, instance=name, block_size=size, hash_self_test=hashing.self_test(size))
+        instance = Instance("test", "worker", name, 1, "here", 1, started, "0.1.0")
+        values[subjects.model_key("test", "tiny", name)] = MODEL_CARD.encode(one, JSON_HEADER)
+        values[subjects.instance_key("test", "worker", name)] = INSTANCE.encode(instance, JSON_HEADER)
+    there = MemoryDiscovery(store)
+    registered = await there.register(lambda _epoch: values)
     async with fake_runtime("test", "worker", "w1", MemoryBus(broker), broker, store) as runtime:
         announcement = CardAnnouncement(runtime, None, "aggregated")
-        announcement.show(card)
         publishing = runtime.tasks.create_task(announcement.entries.run())
-        await announcement.report_refusal()
+        reporting = runtime.tasks.create_task(announcement.report_refusal())
+        if late:
+            announcement.turn = TurnTaker("turns", card)
+            announcement.show(None, ASLEEP)
+            assert await announcement.published_within(60)
+        announcement.show(card)
+        await reporting
         publishing.cancel()
         await announcement.entries.close()
     await registered.close()
-    await other.close()
-    refusal = (
-        "this worker's card is refused while another one came first, and it gets no requests: block_size: the card"
-    )
-    expected = [] if block_size == 16 else [f"{refusal} has 16, b1 came first with 32"]
+    await there.close()
     own = [record for record in caplog.records if record.name.endswith("worker.model.card")]
-    assert [record.message for record in own if record.levelno == logging.ERROR] == expected
+    return [record.message for record in own if record.levelno == logging.ERROR]
+
+
+REFUSAL = "this worker's card is refused, and it gets no requests: block_size: the card has 16, b1 came first with 32"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("block_size", "expected"), [(16, []), (32, [REFUSAL])])
+async def test_a_worker_says_itself_that_others_refuse_its_card(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, block_size: int, expected: list[str], late: bool
+) -> None:
+    write_tiny_model(tmp_path)
+    assert await refusals_of(card_with(tmp_path, ""), {"b1": (block_size, 1.0)}, caplog, late=late) == expected
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({"a1": (16, 1.0), "b1": (32, 2.0)}, []),
+        ({"a1": (32, 2.0), "b1": (16, 1.0)}, []),
+        ({"a1": (16, 2.0), "b1": (32, 1.0)}, [REFUSAL]),
+        ({"b1": (32, 1e12)}, [REFUSAL]),
+    ],
+)
+async def test_a_worker_refused_or_not_is_so_by_the_order_in_which_the_others_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, others: dict[str, tuple[int, float]], expected: list[str]
+) -> None:
+    write_tiny_model(tmp_path)
+    assert await refusals_of(card_with(tmp_path, ""), others, caplog) == expected
