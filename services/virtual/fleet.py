@@ -41,7 +41,7 @@ from services.router.selection.policy import load_policy
 from services.virtual.journeys import Journey, TokenGaps
 from services.virtual.loads import LoadTrace, TracePrompts
 from services.virtual.machine import SimulatedMachine, StepTime
-from services.virtual.steady import SteadySteps, steady_steps
+from services.virtual.steady import FIRST_AHEAD, MOST_AHEAD, SteadySteps, steady_steps
 from services.virtual.store import BlockStore, FleetClock, StoreSizes
 from services.virtual.workers import (
     LONGEST_STEP_S,
@@ -256,6 +256,7 @@ class SimulatedFleet:
         self._catch_up(worker)
         if worker.steady is not None:  # what follows the step under way is no longer known
             steady, worker.steady = worker.steady, None
+            worker.ahead = max(FIRST_AHEAD, worker.ahead // 2)
             [elapsed_s] = steady.elapsed_s(1)
             self.clock.at(steady.end_s, partial(self._finish, worker, steady.works, elapsed_s))
         if worker.stepping and comes_meanwhile(order, after_others=bool(worker.arrived)):
@@ -335,8 +336,9 @@ class SimulatedFleet:
     # --- steps that only decode
 
     def _begin_steady(self, worker: SimulatedWorker, works: Sequence[Work], steps: int) -> bool:
-        """Begin all steps up to the first that does something else. Return False if it is not worth it."""
-        worker.steady = steady = steady_steps(works, steps + 1, worker.step_s, self.clock.now_s)
+        """Begin steps up to the first that may do something else. Return False if it is not worth it."""
+        most, until_s = min(steps + 1, worker.ahead), worker.core.wait_until_s
+        worker.steady = steady = steady_steps(works, most, worker.step_s, self.clock.now_s, until_s)
         if steady is not None:
             self.clock.at(steady.ends_s[-1], partial(self._end_steady, worker, steady))
         return steady is not None
@@ -346,6 +348,7 @@ class SimulatedFleet:
         if worker.steady is steady:
             self._catch_up(worker)
             worker.steady = None
+            worker.ahead = min(MOST_AHEAD, worker.ahead + len(steady.ends_s) - 1)
             [elapsed_s] = steady.elapsed_s(1)
             self._finish(worker, steady.works, elapsed_s)
 

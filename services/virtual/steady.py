@@ -3,9 +3,10 @@
     ends_s   | 0          | 1          | 2          | 3          |
              begin        passed ──▶ the step under way           the last one ends as every step does
 
-Most steps are of this kind where answers are long. A fleet computes the times of all that follow one another, as many
-as `EngineCore.steady_steps` says. It lets them pass in the engine only once something depends on the worker's state: a
-command, a load report, the worker's end. After a command, what follows the step under way is computed again.
+Most steps are of this kind where answers are long. A fleet computes the times of those that follow one another, at most
+as many as `EngineCore.steady_steps` says: few where commands come often, more where they do not. It lets them pass in
+the engine only once something depends on the worker's state: a command, a load report, the worker's end. After a
+command, what follows the step under way is computed again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from services.virtual.machine import StepTime
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import REPORT_INTERVAL_S
 
+FIRST_AHEAD = 8
+"""How many steps' times are computed at once at first, and where commands come often: each makes the rest useless."""
 MOST_AHEAD = 128
-"""The most steps whose times are computed at once: a command may make them useless."""
+"""The most steps whose times are computed at once, where commands are seldom."""
 LEAST_AHEAD = 3
 """The fewest steps for which this takes less time than to compute each by itself."""
 _LEAST_S = 2 * REPORT_INTERVAL_S
@@ -51,10 +55,12 @@ class SteadySteps:
         return [end_s - began_s for began_s, end_s in pairwise(self.ends_s[self.passed : self.passed + count + 1])]
 
 
-def steady_steps(works: Sequence[Work], most: int, step_s: StepTime, now_s: float) -> SteadySteps | None:
-    """Return the steps from the one that begins now on, at most `most`. None if they are too few to be worth it. Steps
-    that share a report with others are not steady: their tokens come later than they end."""
-    most = min(most, MOST_AHEAD)
+def steady_steps(
+    works: Sequence[Work], most: int, step_s: StepTime, now_s: float, until_s: float | None
+) -> SteadySteps | None:
+    """Return the steps from the one that begins now on: at most `most`, all of which begin before `until_s`, if that
+    is not None. Return None if they are too few to be worth it. Steps that share a report with others are not steady:
+    their tokens come later than they end."""
     if most < LEAST_AHEAD:
         return None
     ahead = [
@@ -64,12 +70,15 @@ def steady_steps(works: Sequence[Work], most: int, step_s: StepTime, now_s: floa
         for work in works
     ]
     ends_s = array("d", [now_s])
+    until_s = inf if until_s is None else until_s
     for _ in range(most):
         seconds = step_s(ahead)
         if seconds < _LEAST_S:
             break
         now_s += seconds
         ends_s.append(now_s)
+        if now_s >= until_s:
+            break
         for work in ahead:
             work.start = work.end
             work.end += 1

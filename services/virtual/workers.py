@@ -11,7 +11,7 @@ from math import inf
 
 from services.virtual.loads import VOCABULARY
 from services.virtual.machine import SimulatedMachine, StepTime
-from services.virtual.steady import SteadySteps
+from services.virtual.steady import FIRST_AHEAD, SteadySteps
 from services.virtual.store import KVBM, BlockStore, FleetClock, PoolPlace
 from services.worker.config import EngineConfig, KVConnectorConfig, WorkerConfig
 from services.worker.contracts.messages import EngineOrder, Ready, Stepped
@@ -47,6 +47,9 @@ class SimulatedWorker:
     stepping: bool = False
     steady: SteadySteps | None = None
     """Steps under way that the engine has not ended, though they may have ended by now."""
+    ahead: int = FIRST_AHEAD
+    """How many such steps are computed at once at most. It halves when a command cuts them off. Otherwise it grows by
+    their number when they have passed."""
     wakes_s: float = inf
     """When the engine wakes up by itself."""
     gone: bool = False

@@ -5,17 +5,20 @@ from functools import partial
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.saturation_loads import tenants
 from services.virtual.fleet import Late, SimulatedFleet
-from services.virtual.journeys import TokenGaps
-from services.virtual.loads import LoadTrace, agents, chats
+from services.virtual.journeys import Journey, TokenGaps
+from services.virtual.loads import LoadTrace, TraceRequest, agents, chats
 from services.virtual.machine import SimulatedMachine, StepTime
-from services.virtual.steady import MOST_AHEAD, steady_steps
+from services.virtual.steady import FIRST_AHEAD, MOST_AHEAD, steady_steps
 from services.worker.config import SimulatedConfig
+from services.worker.contracts.messages import Submit
 from services.worker.contracts.runner import Work
 from services.worker.engine.core import REPORT_INTERVAL_S
 from services.worker.simulated.timing import Timing
+from shared.messages.frames import NOT_BEGUN
 from shared.messages.generate import Sampling
 
 REQUESTS = 30
@@ -32,14 +35,23 @@ def often_short(works: Sequence[Work]) -> float:
     return 0.0009 * len(works) + 1e-5 * sum(len(work.tokens) for work in works)
 
 
+class ImpatientFleet(SimulatedFleet):
+    """A fleet whose requests have deadlines, and wait only a short time until they begin."""
+
+    def _submit(self, journey: Journey, attempt: int, *, prefill_only: bool = False) -> Submit:
+        submit = super()._submit(journey, attempt, prefill_only=prefill_only)
+        return replace(submit, time_left_s=1.0 + journey.request.number % 5, wait_left_s=0.3)
+
+
 class Run:
     """A fleet, everything that its router hears, and whether a worker had steady steps under way at a report."""
 
     def __init__(
-        self, load: LoadTrace, step_s: StepTime, *, stepwise: bool, blocks: int, late: Late | None = None
+        self, load: LoadTrace, step_s: StepTime, *, stepwise: bool, blocks: int, late: Late | None, impatient: bool
     ) -> None:
         self.gaps = TokenGaps()
-        self.fleet = SimulatedFleet(load, "kv", capacity_blocks=blocks, gaps=self.gaps, late=late)
+        fleet = ImpatientFleet if impatient else SimulatedFleet
+        self.fleet = fleet(load, "kv", capacity_blocks=blocks, gaps=self.gaps, late=late)
         self._step_s = step_s
         self._stepwise = stepwise
         self.steady = 0
@@ -73,9 +85,18 @@ class Run:
 
 
 def both(
-    load: LoadTrace, step_s: StepTime, *, blocks: int = 4000, late: Late | None = None, leaves: bool = False
+    load: LoadTrace,
+    step_s: StepTime,
+    *,
+    blocks: int = 4000,
+    late: Late | None = None,
+    leaves: bool = False,
+    impatient: bool = False,
 ) -> list[Run]:
-    runs = [Run(load, step_s, stepwise=stepwise, blocks=blocks, late=late) for stepwise in (False, True)]
+    runs = [
+        Run(load, step_s, stepwise=stepwise, blocks=blocks, late=late, impatient=impatient)
+        for stepwise in (False, True)
+    ]
     for run in runs:
         if leaves:
             middle_s = load.requests[REQUESTS // 2].arrival_s
@@ -124,24 +145,57 @@ def test_it_does_the_same_where_a_run_is_given_up() -> None:
     assert any(0 < journey.produced < journey.request.output_tokens for journey in ahead.fleet.journeys)
 
 
+def test_it_does_the_same_where_requests_have_deadlines() -> None:
+    load = chats(REQUESTS, Random(9))
+    ahead, stepwise = both(load.at(3 * load.rate), slow, impatient=True)
+    assert ahead.facts() == stepwise.facts()
+    assert ahead.steady
+    journeys = ahead.fleet.journeys
+    assert any(NOT_BEGUN in journey.failed for journey in journeys)
+    assert any(not journey.failed and 0 < journey.produced < journey.request.output_tokens for journey in journeys)
+
+
+def test_few_steps_are_computed_ahead_where_commands_come_often_and_more_where_none_comes_up_to_a_bound() -> None:
+    computed = 0
+
+    def counted(works: Sequence[Work]) -> float:
+        nonlocal computed
+        computed += 1
+        return MODEL_S(works)
+
+    for gap_s in (0.04, 10.0):
+        load = LoadTrace("", 512, [TraceRequest(number, gap_s * number, [number], 100, 500) for number in range(40)])
+        fleet, computed = SimulatedFleet(load, "kv", capacity_blocks=4000), 0
+        worker = fleet.workers[fleet.join(counted)]
+        assert worker.ahead == FIRST_AHEAD
+        fleet.run()
+        assert computed < 1.5 * worker.last.progress, "few of them were useless"
+        assert worker.ahead == MOST_AHEAD, "the last answer went on for longer"
+
+
 def works(*lengths: int) -> list[Work]:
     return [Work(0, range(length), length - 1, length, [], Sampling(9), 1) for length in lengths]
 
 
 def test_each_step_takes_the_time_of_its_lengths() -> None:
-    steady = steady_steps(works(100, 7), 10, lambda each: sum(work.end for work in each), 5.0)
+    steady = steady_steps(works(100, 7), 10, lambda each: sum(work.end for work in each), 5.0, None)
     assert steady is not None
     assert list(steady.ends_s[:4]) == [5.0, 112.0, 221.0, 332.0]
     assert steady.elapsed_s(2) == [107.0, 109.0]
     assert [steady.due(now_s) for now_s in (5.0, 111.0, 112.0, 300.0, 1e9)] == [0, 0, 1, 2, 9]
 
 
-def test_steps_end_before_one_that_would_share_a_report_and_none_are_computed_ahead_beyond_a_bound() -> None:
-    shorter = steady_steps(works(100), 50, lambda each: 0.1 if each[0].end < 110 else REPORT_INTERVAL_S, 0.0)
+def test_steps_end_before_one_that_would_share_a_report() -> None:
+    shorter = steady_steps(works(100), 50, lambda each: 0.1 if each[0].end < 110 else REPORT_INTERVAL_S, 0.0, None)
     assert shorter is not None
     assert len(shorter.ends_s) == 11
-    most = steady_steps(works(100), 5 * MOST_AHEAD, lambda _: 0.1, 0.0)
-    assert most is not None
-    assert len(most.ends_s) == MOST_AHEAD + 1
-    assert steady_steps(works(100), 2, lambda _: 0.1, 0.0) is None
-    assert steady_steps(works(100), 50, lambda _: REPORT_INTERVAL_S, 0.0) is None
+    assert steady_steps(works(100), 50, lambda _: REPORT_INTERVAL_S, 0.0, None) is None
+
+
+def test_all_steps_begin_before_an_attempt_may_end_by_its_deadline() -> None:
+    for until_s, count in ((None, 50), (4.5, 5), (5.0, 5), (5.5, 6), (2.5, 3)):
+        steady = steady_steps(works(100), 50, lambda _: 1.0, 0.0, until_s)
+        assert steady is not None
+        assert len(steady.ends_s) == count + 1
+    assert steady_steps(works(100), 50, lambda _: 1.0, 0.0, 2.0) is None
+    assert steady_steps(works(100), 2, lambda _: 1.0, 0.0, None) is None

@@ -408,7 +408,8 @@ class EngineCore:
     @property
     def steady_steps(self) -> int:
         """How many steps, the one under way included, will do nothing but draw one token for each running sequence and
-        report it, if they are no shorter than REPORT_INTERVAL_S and no command comes. 0 if that is not known."""
+        report it. 0 if that is not known. It holds while they are no shorter than REPORT_INTERVAL_S, no command comes,
+        and the next step begins before `wait_until_s`."""
         if self._connector is not None or self._pending_steps or self._orders.busy or self._operation is not None:
             return 0
         return self._scheduler.steady_steps

@@ -55,8 +55,6 @@ class Outcome:
         """Return several outcomes that are together as this one, without `prompt_parts`: their log-probabilities are in
         `parts`, in pieces. Each has at most `most_bytes` of log-probabilities of prompts and as much of embeddings, or
         one embedding. Everything else is in one of them, after the prompts and before the embeddings that follow."""
-        if not self.prompt_parts and not self.boundary_parts:
-            return [self]
         if not self.prompt_parts:
             return self._split_embeddings(most_bytes)
         first, *others = dataclasses.replace(self, prompt_parts=[])._split_embeddings(most_bytes)
