@@ -1,4 +1,4 @@
-"""Gives memory that was freed back to the system, which glibc does not do by itself where some in use lies behind it."""
+"""Gives freed memory back to the system, which glibc does not do by itself if some in use lies behind it."""
 
 from __future__ import annotations
 

@@ -787,8 +787,8 @@ def parse(words: Sequence[str]) -> Struct | None:
     command: str = given.pop("command")
     if more:
         near = get_close_matches(more[0], [_flag(field) for field in fields(chosen)], n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        parser.exit(2, f"{command}: error: unrecognized: {' '.join(more)}{meant}; `{command} --help` lists its flags\n")
+        meant = f"; did you mean {near[0]}?" if near else f"; `{command} --help` says what it takes"
+        parser.exit(2, f"{command}: error: unrecognized: {' '.join(more)}{meant}\n")
     return chosen(**given)
 
 
