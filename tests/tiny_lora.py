@@ -5,6 +5,7 @@ It follows from its arguments alone. With the default strength its answers diffe
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -83,7 +84,8 @@ def module_shapes(model: Path) -> list[dict[str, tuple[int, int]]]:
     """Return, for each layer of a tiny model, the shape (outputs, inputs) of each module that a LoRA may have."""
     config = json.loads((model / "config.json").read_text())
     config = config.get("text_config", config)
-    hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     shapes = {
         **{"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)},
@@ -91,3 +93,16 @@ def module_shapes(model: Path) -> list[dict[str, tuple[int, int]]]:
         "down_proj": (hidden, intermediate),
     }
     return [shapes] * config["num_hidden_layers"]
+
+
+def main() -> None:
+    """Write a random LoRA of a model, to try LoRAs with."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tiny_lora", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("model", type=Path, help="the model's directory, with a config.json as Llama has it")
+    parser.add_argument("directory", type=Path, help="where the LoRA is written")
+    given = parser.parse_args()
+    write_lora(given.directory, given.model)
+
+
+if __name__ == "__main__":
+    main()

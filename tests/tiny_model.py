@@ -8,11 +8,11 @@ byte-level BPE whose ids fill the model's vocabulary: any text encodes, any id d
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
 import string
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -302,9 +302,11 @@ def _merges() -> Iterator[tuple[str, str]]:
     yield from ((a + b, c) for a, b, c in itertools.product(letters, letters, letters))
 
 
-def main(directory: str) -> None:
-    """Write a tiny LLaVA, to try images with."""
-    write_tiny_model(Path(directory), architecture="LlavaForConditionalGeneration")
+def main() -> None:
+    """Write a tiny LLaVA, to try images with. Tied to its embeddings, it would only repeat the last token."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tiny_model", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("directory", type=Path, help="where the model is written")
+    write_tiny_model(parser.parse_args().directory, architecture="LlavaForConditionalGeneration", tied=False)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -312,4 +314,4 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

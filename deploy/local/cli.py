@@ -171,7 +171,7 @@ def _unit(flags: usage.UnitFlags) -> None:
 def _docs(flags: usage.DocsFlags) -> None:
     from deploy.local.docs import show
 
-    show(flags.topic)
+    show(" ".join(flags.topic))
 
 
 def _up(flags: usage.UpFlags) -> int:
@@ -515,7 +515,12 @@ def _profile(flags: usage.ProfileFlags) -> int:
         state=flags.state_dir.home if _running(flags.state_dir).get("url") == url else None,
         words=flags.up,
     )
-    return profile.profile(options)
+    try:
+        return profile.profile(options)
+    except Unavailable as wrong:
+        if flags.up or flags.url:
+            raise
+        raise Unavailable(f"{wrong}; flags of `up` after -- start a worker to measure: -- --engine native") from None
 
 
 def _plan(flags: usage.PlanFlags) -> int:

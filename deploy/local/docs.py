@@ -53,7 +53,7 @@ def text_of(topic: str, tree: Path = TREE) -> str:
         instead = f"it is a subject of {', '.join(f'{name} ({line})' for name, line in about.items())}"
     elif written := _mentions(topic, texts):
         instead = f"it is mentioned in {', '.join(written)}"
-    elif near := get_close_matches(_topic(topic), found, n=3, cutoff=0.5):
+    elif near := get_close_matches(_topic(topic), found, n=3):
         instead = f"did you mean {' or '.join(near)}?"
     else:
         instead = f"`{COMMAND} docs` lists them"
@@ -113,9 +113,6 @@ def listing(tree: Path = TREE) -> str:
     return table("TOPIC  DOCUMENT", rows)
 
 
-def show(topic: str | None) -> None:
-    """Print a document; without a topic, the table of them."""
-    if topic is None:
-        print(listing())
-    else:
-        print(text_of(topic), end="")
+def show(topic: str) -> None:
+    """Print a document; with an empty topic, the table of them."""
+    print(text_of(topic) if topic else listing() + "\n", end="")

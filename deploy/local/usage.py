@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -647,7 +648,7 @@ class UnitFlags(Struct, frozen=True, kw_only=True):
 class DocsFlags(Struct, frozen=True, kw_only=True):
     """Print a document of Headrace as Markdown, or list them."""
 
-    topic: Word | None = None
+    topic: Words = []
     """The topic, such as gpu, or the path of a document, such as docs/gpu.md; a subject names the documents on it (all
     topics are listed)."""
 
@@ -775,11 +776,19 @@ def parse(words: Sequence[str]) -> Struct | None:
         if group and group not in groups:
             groups[group] = commands.add_parser(group, help=GROUPS[group]).add_subparsers(required=True, metavar="VERB")
         _add_command(groups.get(group, commands), last, schema, explain=explain)
-    given = vars(parser.parse_args(words))
+    known, more = parser.parse_known_args(words)
+    given = vars(known)
     if not given:
+        if more:
+            parser.error(f"unrecognized arguments: {' '.join(more)}")
         parser.print_help()
         return None
     chosen: type[Struct] = given.pop("schema")
+    command: str = given.pop("command")
+    if more:
+        near = get_close_matches(more[0], [_flag(field) for field in fields(chosen)], n=1)
+        meant = f"; did you mean {near[0]}?" if near else f"; `{command} --help` says what it takes"
+        parser.exit(2, f"{command}: error: unrecognized: {' '.join(more)}{meant}\n")
     return chosen(**given)
 
 
@@ -803,7 +812,7 @@ def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: boo
     about = as_here(schema.__doc__ or "")
     files = FROM_FILE if schema is UpFlags else None  # `up @FILE` reads a flag or a value from each line
     command = commands.add_parser(name, help=about, description=about, fromfile_prefix_chars=files)
-    command.set_defaults(schema=schema)
+    command.set_defaults(schema=schema, command=command.prog)
     said: dict[str, str] = {}
     if explain:
         from shared.runtime.usage import field_docstrings
@@ -812,7 +821,7 @@ def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: boo
     for field in fields(schema):
         kind, placeholder = flag_value(field.type)
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _text(said.get(field.name, ""), field)}
-        flag = "--" + field.name.replace("_", "-")
+        flag = _flag(field)
         if placeholder == WORDS:
             command.add_argument(field.name, nargs="*", metavar=field.name.upper(), **options)
         elif placeholder == WORD:
@@ -829,6 +838,10 @@ def _add_command(commands: Any, name: str, schema: type[Struct], *, explain: boo
             command.add_argument(flag, nargs="?", type=kind, const=OPTIONAL[placeholder], metavar=metavar, **options)
         else:
             command.add_argument(flag, type=kind, metavar=placeholder, **options)
+
+
+def _flag(field: FieldInfo) -> str:
+    return "--" + field.name.replace("_", "-")
 
 
 def flag_value(kind: Any, placeholder: str | None = None) -> tuple[Any, str | None]:

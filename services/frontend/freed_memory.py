@@ -11,6 +11,8 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from shared.freed_memory import give_memory_back
+
 KEPT_BYTES = 32 << 20
 """Most bytes of freed memory that the process keeps in one piece."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -30,4 +32,4 @@ def give_back_freed_memory(beyond_bytes: int) -> None:
     another C library."""
     with suppress(OSError, AttributeError):
         if int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() > beyond_bytes:
-            ctypes.CDLL(None).malloc_trim(0)
+            give_memory_back()

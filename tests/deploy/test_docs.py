@@ -39,6 +39,7 @@ def test_a_readme_is_named_by_its_directory() -> None:
     [
         ("ollamaa", "error: docs ollamaa: no such document; did you mean ollama"),
         ("../../etc/passwd", "error: docs ../../etc/passwd: no such document; "),
+        ("zebra", "error: docs zebra: no such document; `./headrace docs` lists them"),
         ("zzzz", "error: docs zzzz: no such document; `./headrace docs` lists them"),
     ],
 )
@@ -63,7 +64,7 @@ def test_an_unknown_topic_is_one_line_with_the_nearest(
     ],
 )
 def test_a_subject_names_the_documents_on_it(subject: str, document: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["docs", subject]) == 2
+    assert cli.main(["docs", *subject.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: docs {subject}: no such document; it is a subject of ")
     assert f" {document}" in line

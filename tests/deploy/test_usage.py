@@ -21,6 +21,28 @@ def test_a_part_of_a_flags_name_is_refused(words: list[str], capsys: pytest.Capt
     assert words[-2 if words[-1].isdigit() else -1] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["up", "--worker", "3"],
+            "headrace up: error: unrecognized: --worker 3; did you mean --workers?",
+        ),
+        (
+            ["lora", "unload", "sql", "more"],
+            "headrace lora unload: error: unrecognized: more; `headrace lora unload --help` says what it takes",
+        ),
+    ],
+)
+def test_what_a_command_does_not_take_is_one_line_of_that_command(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [said]
+
+
 def test_no_program_of_this_repository_takes_a_part_of_a_flags_name() -> None:
     found = 0
     for directory in ("benchmarks", "deploy", "services", "shared", "tests"):

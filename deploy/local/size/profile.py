@@ -412,12 +412,13 @@ def _summary(made: Profile, out: Path) -> str:
     """Return what people read at the end."""
     unsteady = [point for point in made.points if point.spread > 2 * UNSTEADY]
     lines = [f"{out}: {len(made.prefill)} times of prefills, {len(made.decode)} of decodes, {made.subject.model}"]
-    if not made.cached_seen:
+    if not made.cached_seen and any(point.kind == "prefill" and point.y for point in made.points):
         lines.append("note: the server does not report cached tokens: prompts after a cached beginning are unchecked")
     if not made.workers_seen:
         lines.append("note: the server does not say how many workers it has: the times are right if it is one")
     if unsteady:
-        lines.append(f"note: {len(unsteady)} points spread by more than {2 * UNSTEADY:.0%}: was the machine busy?")
+        share = f"{len(unsteady)} of {len(made.points)} points"
+        lines.append(f"note: {share} spread by more than {2 * UNSTEADY:.0%}: was the machine busy?")
     if not made.complete:
         lines.append("note: the time was over before all points were measured; the same command goes on")
     return "\n".join(lines)

@@ -9,10 +9,8 @@ is bounded (preprocess.py).
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from typing import TypeVar
 
 from services.frontend.auth.turnstile import Turnstile
@@ -69,14 +67,3 @@ class KeyPool:
     async def run(self, job: Callable[[], T], *, large: bool = False) -> T:
         """Run a job in a thread when it is the key's turn; `large`: while no other large one runs."""
         return await self._pool.run(self._key, job, large=large)
-
-
-def give_memory_back() -> None:
-    """Return free memory of all threads to the system, which glibc does not do by itself. Takes some milliseconds."""
-    if _trim is not None:
-        _trim(0)
-
-
-_trim = None
-with suppress(OSError, AttributeError):  # another C library
-    _trim = ctypes.CDLL(None).malloc_trim

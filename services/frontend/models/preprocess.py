@@ -26,11 +26,12 @@ from msgspec import Struct
 from tokenizers import Encoding, Tokenizer
 
 from services.frontend.models.chat_template import STEPS_LIMIT, ChatTemplate, MessagesRefused, StepLimitReached
-from services.frontend.models.encode_pool import KeyPool, give_memory_back
+from services.frontend.models.encode_pool import KeyPool
 from services.frontend.models.fim import JOINT
 from services.frontend.models.message_list import TemplateRules, fit
 from services.frontend.models.model import Model, ModelLimits
 from shared.errors import InvalidRequest
+from shared.freed_memory import give_memory_back
 from shared.hashing import pack_tokens, token_array
 
 TEXT_TOKENS_LIMIT = 1 << 20

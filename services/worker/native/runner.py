@@ -48,6 +48,7 @@ from services.worker.transfer.block_shape import BlockShape
 from services.worker.transfer.host_copier import HostCopier
 from services.worker.transfer.mover import TransferMover
 from shared.errors import ModelError
+from shared.freed_memory import give_memory_back
 from shared.messages.cards import KvLayout
 from shared.messages.frames import PromptLogprobs
 
@@ -201,6 +202,7 @@ class NativeRunner:
     def _drop_weights(self) -> str:
         del self._decoder
         self._images = None
+        give_memory_back()
         return ""
 
     def use_lookups(self, lookups: EmbeddingLookups) -> None:

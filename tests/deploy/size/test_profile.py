@@ -10,6 +10,7 @@ import pytest
 from deploy.local.cli import main
 from deploy.local.size.profile_file import Profile, decode_profile
 from deploy.local.size.started_up import gpu_shares, sizes_of
+from deploy.local.state import StateDirectory
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.runner import read_times
 from shared.errors import ConfigError
@@ -40,7 +41,9 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert profiled(tmp_path, "--limit-s", "1") == 1
-    assert "the same command goes on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the same command goes on" in said
+    assert "does not report cached tokens" not in said
     first = written(tmp_path)
     assert not first.complete
     assert profiled(tmp_path) == 0
@@ -98,6 +101,17 @@ def test_gpus_are_divided_among_the_workers_that_are_measured_at_once() -> None:
 def test_what_cannot_be_profiled_gets_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_an_endpoint_the_answer_says_how_to_start_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = StateDirectory(tmp_path)
+    state.record.parent.mkdir(parents=True)
+    state.record.write_text(json.dumps({"url": f"http://127.0.0.1:{free_port()}/v1"}))
+    assert main(["profile", "--state", str(tmp_path), "--out", str(tmp_path / "p")]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith("flags of `up` after -- start a worker to measure: -- --engine native\n")
 
 
 def test_an_endpoint_that_is_not_there_and_a_file_that_is_no_profile_are_refused(

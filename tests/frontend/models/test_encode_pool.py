@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from services.frontend.models.encode_pool import EncodePool, give_memory_back
+from services.frontend.models.encode_pool import EncodePool
 
 
 async def test_keys_take_turns_at_the_threads() -> None:
@@ -55,7 +55,3 @@ async def test_what_a_job_raises_is_raised() -> None:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 await pool.run(lambda: 1 // 0)
-
-
-def test_memory_can_be_given_back_at_any_time() -> None:
-    give_memory_back()

@@ -32,6 +32,7 @@ from services.worker.native.tensor_file import no_memory_as_model_error
 from services.worker.native.weights import Weights, load_weights
 from services.worker.sharing.host_pages import HostPages
 from shared.errors import ModelError
+from shared.freed_memory import give_memory_back
 from shared.messages.cards import KvLayout
 
 
@@ -150,6 +151,7 @@ class _Rank:
 
     def _drop(self) -> str:
         self._decoder = None
+        give_memory_back()
         return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -239,6 +240,23 @@ def test_a_group_that_slept_at_level_2_has_given_its_weights_back_and_reads_them
         assert two.operate("wake", "", "", 1) == ""
         assert all(weights in mapped(pid) for pid in pids)
         assert answers(two, ["poet", ""], 4) == expected
+
+
+def test_ranks_that_sleep_at_level_2_give_their_copies_back(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", layers=40, intermediate=896)
+    copied = 40 * 64 * (32 + 448) * 4  # columns of o and down, in each of the two
+    with closing(runner_of(directory, 2)) as runner:
+        assert load(runner, "poet", write_lora(tmp_path / "lora", directory)) == ""
+        pids = [os.getpid(), *group_of(runner).pids]
+        awake = [own_bytes(pid) for pid in pids]
+        assert runner.operate("sleep", "", "", 2) == ""
+        assert all(before - own_bytes(pid) > copied / 2 for before, pid in zip(awake, pids, strict=True))
+
+
+def own_bytes(pid: int) -> int:
+    """Return how much memory without a file a process has."""
+    [line] = re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(line) << 10
 
 
 def mapped(pid: int) -> str:
