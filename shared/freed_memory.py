@@ -1,4 +1,4 @@
-"""Gives freed memory back to the system, which glibc does not do by itself if some in use lies behind it."""
+"""Gives freed memory back to the system, which glibc does not do by itself if some after it is in use."""
 
 from __future__ import annotations
 
