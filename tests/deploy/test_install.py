@@ -24,7 +24,7 @@ from shared.version import VERSION
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("headrace", "check", ".ci/run", "deploy/local/bootstrap.sh")
 LIMIT_S = 180.0
-SHOW = "import sys, shared.errors\nprint('cli', *sys.argv[1:])\nprint(shared.errors.__file__)\n"
+SHOW = "import sys, shared.version\nprint('cli', *sys.argv[1:])\nprint(shared.version.__file__)\n"
 
 
 def wheel(directory: Path, name: str) -> str:
@@ -61,7 +61,6 @@ class Checkout:
             "headrace",
             "deploy/local/bootstrap.sh",
             "deploy/local/install.py",
-            "shared/errors.py",
             "shared/version.py",
         ):
             shutil.copy(ROOT / name, self.root / name)
@@ -177,7 +176,7 @@ def test_the_product_imports_every_package_that_it_depends_on() -> None:
 def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, tmp_path: Path) -> None:
     first = checkout.start("status", "two words")
     assert first.returncode == 0, first.stderr
-    assert first.stdout == f"cli status two words\n{checkout.root}/shared/errors.py\n"
+    assert first.stdout == f"cli status two words\n{checkout.root}/shared/version.py\n"
     assert "installing requirements.lock" in first.stderr
     assert checkout.has("tiny_runtime")
     assert not checkout.has("tiny_development")
@@ -190,7 +189,7 @@ def test_the_first_start_installs_and_the_next_ones_do_not(checkout: Checkout, t
     moved = tmp_path / "moved"
     checkout.root.rename(moved)
     elsewhere = checkout.start("up", program=moved / "headrace", PIP_FIND_LINKS="/nowhere")
-    assert elsewhere.stdout == f"cli up\n{moved}/shared/errors.py\n"
+    assert elsewhere.stdout == f"cli up\n{moved}/shared/version.py\n"
 
 
 @pytest.mark.tier("long")
