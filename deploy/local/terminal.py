@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from typing import Literal, TextIO
 
 BAR_CHARACTERS = 30
@@ -67,5 +68,6 @@ class Terminal:
             self._drawn = False
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(("\r\033[K" if self._drawn else "") + text)
-        sys.stderr.flush()
+        with suppress(OSError):  # its reader may have ended, and an `up` must still stop
+            sys.stderr.write(("\r\033[K" if self._drawn else "") + text)
+            sys.stderr.flush()

@@ -82,3 +82,16 @@ def test_the_environment_turns_colours_off(
 
 def test_a_pipe_has_no_colours() -> None:
     assert highlight(SHOWN, io.StringIO()) == SHOWN
+
+
+def test_a_line_whose_reader_has_ended_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stderr", stream)
+        Terminal().notice("stopping")
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):
+            stream.flush()
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), writer)
