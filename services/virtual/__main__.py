@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from services.virtual.run import run
-from shared.errors import HeadraceError
+from shared.errors import MALFORMED, HeadraceError
 from shared.messages.virtual import RUN, VirtualFailure, VirtualResult
 
 
@@ -25,7 +25,7 @@ def main() -> int:
 def _answer(line: bytes) -> VirtualResult | VirtualFailure:
     try:
         return run(RUN.decode(line))
-    except (HeadraceError, OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
+    except (HeadraceError, OSError, *MALFORMED) as wrong:
         return VirtualFailure(str(wrong))
 
 

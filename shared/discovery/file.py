@@ -26,7 +26,7 @@ from shared.discovery.contract import AskOwner, Change, Entries, LeftOut, Read
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import listed
 from shared.discovery.key_view import KeyView
-from shared.errors import ConfigError, DiscoveryDown
+from shared.errors import MALFORMED, ConfigError, DiscoveryDown
 from shared.rate_limited_log import RateLimitedLog
 from shared.regular_file import ownership_fault
 
@@ -110,7 +110,7 @@ def scan(directory: Path) -> dict[str, bytes]:
                 os.close(descriptor)
                 continue
             content = _FILE.decode(file.read_bytes())
-        except (FileNotFoundError, msgspec.MsgspecError, UnicodeError, RecursionError):
+        except (FileNotFoundError, *MALFORMED):
             continue  # just deleted; or not our file, since ours are replaced as a whole
         found.update({key: value.encode() for key, value in content.items()})
     return found

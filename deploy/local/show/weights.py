@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.show.overview import SharedWeightsRow
-from shared.errors import Unavailable
+from shared.errors import MALFORMED, Unavailable
 from shared.pool.lock import SOCKET
 from shared.socket_path import reachable
 
@@ -50,6 +50,6 @@ def _ask(directory: Path, question: dict[str, str], kind: type[T]) -> T:
             connection.connect(reachable(str(directory / SOCKET), opened))
             connection.send(msgspec.json.encode(question))
             return msgspec.json.decode(connection.recv(_PACKET_BYTES), type=kind)
-    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
+    except (OSError, *MALFORMED) as wrong:
         reason = getattr(wrong, "strerror", None) or wrong
         raise Unavailable(f"no answer from the memory service in {directory}: {reason}") from None

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.chat_stream import ChatStream
-from shared.errors import ProtocolError, Unavailable
+from shared.errors import MALFORMED, ProtocolError, Unavailable
 
 CONNECT_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 600.0
@@ -102,7 +102,7 @@ class TokenClient:
                 self._http.post(f"{self._root}/tokenize", json=body) as response,
             ):
                 found = msgspec.json.decode(await response.content.read(ERROR_LIMIT_BYTES), type=_Tokens).tokens
-        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError, UnicodeError, RecursionError):
+        except (TimeoutError, aiohttp.ClientError, *MALFORMED):
             return
         if response.status == 200 and len(set(found)) > 8:
             self.ids = sorted(set(found))
@@ -112,7 +112,7 @@ class TokenClient:
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S), self._http.get(f"{self._root}/version") as response:
                 said = msgspec.json.decode(await response.content.read(ERROR_LIMIT_BYTES), type=dict[str, Any])
-        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError, UnicodeError, RecursionError):
+        except (TimeoutError, aiohttp.ClientError, *MALFORMED):
             return ""
         return str(said.get("version", "")) if response.status == 200 else ""
 
@@ -129,7 +129,7 @@ class TokenClient:
                         break
             event = text.partition(b"\n\n")[0].removeprefix(b"data:")
             fleet = msgspec.json.decode(event, type=_Fleet)
-        except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError, UnicodeError, RecursionError):
+        except (TimeoutError, aiohttp.ClientError, *MALFORMED):
             return 0
         named = next((each.workers for each in fleet.models if each.name == self.model), 0)
         return max(named, sum(each.model == self.model for each in fleet.workers))

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from shared.errors import MALFORMED
+
 _PREFIX = "headrace_"
 _REFERENCE = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|@(?P<name>[A-Za-z_][\w-]*)')
 """A string, a comment, a regular expression or a reference: what looks like a reference in the others is none."""
@@ -27,7 +29,7 @@ def lark_text(grammar: str) -> str:
     try:
         grammars = msgspec.json.decode(grammar, type=dict[str, list[dict[str, Any]]])["grammars"]
         first = grammars[0]
-    except (KeyError, IndexError, msgspec.MsgspecError, UnicodeError, RecursionError):
+    except (KeyError, IndexError, *MALFORMED):
         raise ValueError("neither Lark nor a JSON list of grammars") from None
     return _one(first, {one["name"]: one for one in grammars[1:] if isinstance(one.get("name"), str)}, ())
 

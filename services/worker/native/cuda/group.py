@@ -11,8 +11,8 @@ A rank that is lost ends the group, and with it the engine. docs/decisions/0082 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ from services.worker.native.cuda.rank_place import RankPlace
 from services.worker.native.parallel.copies import CopyEnds, GroupCopier
 from services.worker.native.parallel.group import LEAST_LIMIT_S, STALL_SHARE
 from services.worker.native.parallel.operations import OPERATION_LIMIT_S
-from services.worker.native.parallel.peers import Peers, RankLost, buffer_bytes
+from services.worker.native.parallel.peers import Peers, buffer_bytes
 from services.worker.native.parallel.processes import RankProcesses, close_ends, connect
 from services.worker.native.parallel.shares import share_out_evenly
 from services.worker.sharing.host_pages import HostPages
@@ -112,15 +112,9 @@ class CudaRankGroup:
         settings = msgspec.structs.replace(self._settings, capacity_blocks=capacity_blocks, capacity_bytes=0)
         return CudaRankGroup(settings, self._directory, self._config, OPERATION_LIMIT_S)
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Do what all ranks do together. Raise RankLost; the group has ended then."""
-        try:
-            yield
-        except RankLost as lost:
-            said = self._processes.end(lost)
-            self.close()
-            raise said from None
+    def guard(self) -> AbstractContextManager[None]:
+        """Return what ends the group where a rank is lost in what all do together. It raises RankLost."""
+        return self._processes.guard(self.close)
 
     def tell(self, order: RankDuty) -> None:
         """Have all other ranks carry out an order. Raise RankLost."""

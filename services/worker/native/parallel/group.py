@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from services.worker.native.decoder import Decoder
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.lora import LoraStore
 from services.worker.native.parallel.operations import RankLimits, do_together, operate_loras_together
-from services.worker.native.parallel.peers import Peers, RankLost, buffer_bytes
+from services.worker.native.parallel.peers import Peers, buffer_bytes
 from services.worker.native.parallel.plan import encode_operation, encode_plan
 from services.worker.native.parallel.processes import RankProcesses, close_ends, connect
 from services.worker.native.parallel.rank import RankOrder, RankSizes, rank_cache, rank_decoder, rank_loras
@@ -156,13 +156,6 @@ class RankGroup:
         self._processes.kill()
         self._exchange.close()
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Do what all ranks do together. Raise RankLost, with what the end of its process says; the group has ended
-        then."""
-        try:
-            yield
-        except RankLost as lost:
-            said = self._processes.end(lost)
-            self.close()
-            raise said from None
+    def _guard(self) -> AbstractContextManager[None]:
+        """Return what ends the group where a rank is lost in what all do together."""
+        return self._processes.guard(self.close)

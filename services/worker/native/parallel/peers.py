@@ -29,6 +29,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from services.worker.native.linear import Array
+from shared.errors import MALFORMED
 
 BUFFER_BYTES = 1 << 20
 """Bytes of a buffer, unless a row of logits is longer. What is longer is exchanged in turns."""
@@ -239,6 +240,6 @@ def _read_reason(number: int, connection: socket.socket) -> RankLost:
     try:
         said = connection.recv(_MOST_REASON_BYTES)
         told = _reasons.decode(said)
-    except (OSError, msgspec.MsgspecError, UnicodeError, RecursionError):
+    except (OSError, *MALFORMED):
         return RankLost(number, "has failed")
     return RankLost(told.rank, told.reason)

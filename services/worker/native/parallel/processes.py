@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from services.worker.native.parallel.peers import ENDED, RankLost
 
@@ -42,7 +42,18 @@ class RankProcesses:
         for process in self._processes:
             process.wait()
 
-    def end(self, lost: RankLost) -> RankLost:
+    @contextmanager
+    def guard(self, close: Callable[[], None]) -> Iterator[None]:
+        """Do what all ranks do together. Raise RankLost, with what the end of its process says, after all have ended
+        and `close` was called."""
+        try:
+            yield
+        except RankLost as lost:
+            said = self._end(lost)
+            close()
+            raise said from None
+
+    def _end(self, lost: RankLost) -> RankLost:
         """End all; return what was lost, with what the end of its process says."""
         status = 0
         if lost.rank and lost.reason == ENDED:
