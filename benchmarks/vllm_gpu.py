@@ -19,7 +19,7 @@ times are those of its reports, for both alike, and include 50 to 100 µs of the
 between tokens of a full batch, without its first tenth, at 2,048 tokens of context on average.
 
     python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--streams 1 32 64 128]
-                                       [--step-tokens 8192] [--gptq] [--json]
+                                       [--step-tokens 8192] [--tensor-parallel 1] [--gptq] [--json]
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def arguments(flags: argparse.Namespace) -> dict[str, Any]:
         return {"dtype": dtype, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
     own = {"dtype": "bfloat16", "max_model_len": CONTEXT, "max_num_seqs": MAX_RUNNING, "block_size": 16}
     own |= {"max_num_batched_tokens": flags.step_tokens, "kv_cache_memory_bytes": KV_BYTES}
+    own |= {"tensor_parallel_size": flags.tensor_parallel} if flags.tensor_parallel > 1 else {}
     return own | {"gpu_memory_utilization": 0.28}  # read only to see whether that much is free
 
 
@@ -140,7 +141,7 @@ def stack(
             engine="vllm",
             vllm_python=str(PYTHON),
             vllm_args=str(table),
-            vllm_gpus=("0",) if flags.device == "cuda" else (),
+            vllm_gpus=(",".join(map(str, range(flags.tensor_parallel))),) if flags.device == "cuda" else (),
             store=BlockStoreOptions(pool, flags.pool_bytes) if store else None,
         )
         worker = {"HEADRACE_MAX_RUNNING": str(arguments(flags)["max_num_seqs"]), "HEADRACE_HEALTH_IDLE_S": "0"}
@@ -502,6 +503,7 @@ def main() -> int:
     parser.add_argument("--divisor", type=int, default=1, help="divides the numbers of requests")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)
     parser.add_argument("--most-s", type=float, default=420.0, help="seconds after which no round begins")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each vLLM, with KV_BYTES on each")
     parser.add_argument("--gptq", action="store_true", help="`engines`: also vLLM with weights of 4 bits")
     parser.add_argument("--json", action="store_true")
     add_model(parser)
