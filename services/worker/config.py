@@ -24,7 +24,7 @@ ENGINES_BY_TURNS = ("native", "simulated", "echo")
 ENGINES_WITH_STANDBY = ("native", "simulated", "echo")
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16"]
-CopyPath = Literal["auto", "rows", "batch", "staged"]
+CopyPath = Literal["auto", "rows", "batch", "staged", "direct"]
 Offload = Literal["filled", "evicted", "off"]
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]

@@ -104,6 +104,51 @@ def cupy() -> Any:
     return need_gpu()
 
 
+@pytest.mark.parametrize("path", ["direct", "rows", "batch"])
+@pytest.mark.parametrize("row_bytes", [20, 1024, 833])
+def test_parts_of_blocks_are_copied_exactly_and_nothing_between_them_changes(
+    cupy: Any, path: str, row_bytes: int
+) -> None:
+    """A rank's rows lie among those of another in the pool's slots."""
+    from services.worker.transfer import memcpy_batch, paths
+    from services.worker.transfer.cuda import new_stream, register, unregister
+    from services.worker.transfer.fragment_kernel import FragmentKernel
+
+    rows, slots, count = 96, 150, 140
+    draw = np.random.default_rng(row_bytes)
+    blocks = draw.integers(0, 256, (slots, rows, row_bytes), np.uint8)
+    on_device = cupy.asarray(blocks)
+    shape = BlockShape.of_heads(on_device.data.ptr, rows, row_bytes, slots)
+    slot_bytes = -(-2 * rows * row_bytes // 4096) * 4096
+    pool = np.frombuffer(mmap.mmap(-1, POOL_SLOTS * slot_bytes), np.uint8)
+    pool[:] = draw.integers(0, 256, pool.shape, np.uint8)
+    expected = pool.copy()
+    whole = expected.reshape(POOL_SLOTS, slot_bytes)[:, : 2 * rows * row_bytes].reshape(POOL_SLOTS, rows, 2, row_bytes)
+    memcpy = memcpy_batch.load_memcpy_batch()
+    assert memcpy is not None
+    aligned = 4 if row_bytes % 4 == 0 else 1
+    chosen: paths.TransferPath = {
+        "direct": lambda: paths.DirectPath(FragmentKernel(shape, aligned, 2 * row_bytes)),
+        "rows": lambda: paths.RowsPath(shape),
+        "batch": lambda: paths.BatchPath(shape, memcpy),
+    }[path]()
+    register(pool.ctypes.data, pool.nbytes)
+    stream = new_stream()
+    cupy.cuda.get_current_stream().synchronize()
+    for loads in (False, True):
+        here, there = draw.permutation(slots)[:count].tolist(), draw.permutation(POOL_SLOTS)[:count].tolist()
+        copies = [Copy(pool_slot, slot) for pool_slot, slot in zip(there, here, strict=True)]
+        array = paths.SlotArray(pool.ctypes.data + row_bytes, slot_bytes, 2 * row_bytes)
+        chosen.issue(copies, array, loads=loads, on=stream).synchronize()
+        if loads:
+            blocks[here] = whole[there, :, 1]
+        else:
+            whole[there, :, 1] = blocks[here]
+        np.testing.assert_array_equal(pool, expected)
+        np.testing.assert_array_equal(on_device.get(), blocks)
+    unregister(pool.ctypes.data)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scattered_blocks_are_copied_exactly_and_nothing_else_changes(cupy: Any, shape: str, path: str) -> None:

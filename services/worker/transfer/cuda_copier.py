@@ -1,6 +1,6 @@
 """CudaCopier: copies blocks between the GPU and the pool, each group on the path that suits it best.
 
-saves   own stream, own staging ring ─┐               yes ┌─▶ rows, batch, staged      as `path_choice` says, or as set
+saves   own stream, own staging ring ─┐               yes ┌─▶ rows, batch, staged, direct    as `path_choice` says, or set
 loads   own stream, own staging ring ─┴─▶ slot pinned? ───┤      │ fails when it is issued: synchronize, try the next
                                                        no └─▶ pageable                         also the last resort
 
@@ -14,6 +14,7 @@ import ctypes
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import gcd
 
 import cupy  # pyright: ignore[reportMissingImports]
 import numpy as np
@@ -36,9 +37,9 @@ from services.worker.transfer.cuda import (
 )
 from services.worker.transfer.device_memory import DeviceMemory
 from services.worker.transfer.errors import DeviceFailed, DeviceMemoryExhausted
-from services.worker.transfer.fragment_kernel import FragmentKernel
+from services.worker.transfer.fragment_kernel import DIRECT_MULTIPROCESSORS, FragmentKernel
 from services.worker.transfer.path_choice import MANY_BLOCKS, Fallbacks, path_order
-from services.worker.transfer.paths import BatchPath, RowsPath, SlotArray, StagedPath, TransferPath
+from services.worker.transfer.paths import BatchPath, DirectPath, RowsPath, SlotArray, StagedPath, TransferPath
 from services.worker.transfer.pinned_slots import CHUNK_BYTES, PinnedSlots
 from services.worker.transfer.staging_ring import StagingRing
 from shared.errors import ConfigError
@@ -81,7 +82,7 @@ class CudaCopier:
         use_device(memory.device)
         with translated_errors():
             cupy.cuda.get_current_stream().synchronize()  # the blocks may still be being filled
-            self.directions = {loads: Direction(shape, memory, whole=part is None) for loads in (False, True)}
+            self.directions = {loads: Direction(shape, memory, part) for loads in (False, True)}
         self._slots: Slots | None = None
         self._pool: SlotArray | None = None
         self._pinned: PinnedSlots | None = None
@@ -173,9 +174,9 @@ class CudaCopier:
 class Direction:
     """The stream and the paths of one direction. It belongs to that direction's thread."""
 
-    def __init__(self, shape: BlockShape, memory: DeviceMemory, *, whole: bool = True) -> None:
+    def __init__(self, shape: BlockShape, memory: DeviceMemory, part: SlotPart | None = None) -> None:
         """Make the stream and the paths. The path `staged` is missing if the GPU has no room for a staging ring, or
-        blocks are not `whole` in the pool, so that their fragments lie apart there."""
+        blocks are a `part` of those in the pool, so that their fragments lie apart there: then there is `direct`."""
         self.stream = new_stream()
         self._block_bytes = shape.block_bytes
         self.fallbacks = Fallbacks()
@@ -189,7 +190,11 @@ class Direction:
         if memcpy is not None:
             self.paths["batch"] = BatchPath(shape, memcpy)
         self.ring: StagingRing | None = None
-        if shape.fragments > 1 and whole:  # otherwise a block is one piece already
+        if part is not None:
+            aligned = gcd(PAGE_BYTES, part.first_bytes, part.pitch_bytes)
+            kernel = FragmentKernel(shape, aligned, part.pitch_bytes, DIRECT_MULTIPROCESSORS)
+            self.paths["direct"] = DirectPath(kernel)
+        elif shape.fragments > 1:  # otherwise a block is one piece already
             kernel = FragmentKernel(shape, min(PAGE_BYTES, _alignment(shape.block_bytes)))
             try:
                 self.ring = StagingRing(memory, shape.block_bytes)

@@ -3,6 +3,7 @@
     a block is …            fewer than MANY_BLOCKS          MANY_BLOCKS or more
     one piece               rows, batch                     batch, rows
     several fragments       rows, staged, batch             staged, rows, batch
+    a part of one           direct, rows, batch             direct, rows, batch
 
     works ──fails──▶ failing ──MOST_IN_A_ROW──▶ left out, for good
       ▲─────works────────┘
@@ -24,8 +25,8 @@ MOST_IN_A_ROW = 3
 
 def path_order(blocks: int, offered: Collection[str], *, fragments: int, forced: str = "auto") -> tuple[str, ...]:
     """Return the offered paths for a group of `blocks`, best first; a `forced` path goes before all others."""
-    many = ("staged", "rows", "batch") if fragments > 1 else ("batch", "rows")
-    order = ("rows", "staged", "batch") if blocks < MANY_BLOCKS else many
+    many = ("direct", "staged", "rows", "batch") if fragments > 1 else ("batch", "rows")
+    order = ("direct", "rows", "staged", "batch") if blocks < MANY_BLOCKS else many
     return tuple(path for path in dict.fromkeys((forced, *order)) if path in offered)
 
 

@@ -4,6 +4,8 @@
     batch       all fragments of a group in one call                     DMA; any spacing
     staged      a kernel gathers blocks into a ring on the device,       DMA of whole blocks
                 and each is copied as one piece; loads the other way
+    direct      a kernel moves the fragments itself              multiprocessors; for the parts of ranks, whose
+                                                                 fragments lie apart in a slot, too small for DMA
     pageable    like rows, or fragment by fragment                       for slots that cannot be pinned
 
 All paths give the same bytes. The addresses and slots that a path passes to CUDA lie in arrays that are made once: CUDA
@@ -149,6 +151,20 @@ class StagedPath:
             return
         for at, begin in zip(to.tolist(), source.tolist(), strict=True):
             runtime.memcpyAsync(at, begin, self._block_bytes, ANYWHERE, on.ptr)
+
+
+class DirectPath:
+    """The path `direct`: a kernel that reads and writes the slots in pinned memory."""
+
+    def __init__(self, kernel: FragmentKernel) -> None:
+        self._kernel = kernel
+        self._places = _Places(MOST_BLOCKS)
+
+    def issue(self, copies: Sequence[Copy], pool: SlotArray, *, loads: bool, on: Stream) -> Stream:
+        for first in range(0, len(copies), MOST_BLOCKS):
+            blocks, slots = self._places.of(copies[first : first + MOST_BLOCKS], pool)
+            self._kernel.launch(blocks, slots, loads=loads, on=on)
+        return on
 
 
 class _Places:

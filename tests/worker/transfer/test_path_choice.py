@@ -17,12 +17,14 @@ PATHS = ("rows", "staged")
         (MANY_BLOCKS, 1, ("batch", "rows")),
         (MANY_BLOCKS - 1, 2, ("rows", "staged", "batch")),
         (MANY_BLOCKS, 2, ("staged", "rows", "batch")),
+        (MANY_BLOCKS - 1, 3, ("direct", "rows", "batch")),
+        (MANY_BLOCKS, 3, ("direct", "rows", "batch")),
     ],
 )
 def test_the_number_of_blocks_and_their_fragments_order_the_paths(
     blocks: int, fragments: int, order: tuple[str, ...]
 ) -> None:
-    offered = ("rows", "batch", "staged") if fragments > 1 else ("rows", "batch")
+    offered = {1: ("rows", "batch"), 2: ("rows", "batch", "staged"), 3: ("rows", "batch", "direct")}[fragments]
     assert path_order(blocks, offered, fragments=fragments) == order
     for path in order:
         others = tuple(other for other in order if other != path)
