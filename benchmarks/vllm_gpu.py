@@ -497,7 +497,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", choices=REQUESTS, default=list(REQUESTS))
     parser.add_argument("--sides", nargs="+", choices=(ALONE, HEADRACE, KVBM), default=[ALONE, HEADRACE, KVBM])
-    parser.add_argument("--engines", nargs="+", choices=("native", "vllm"), default=["native", "vllm"])
+    parser.add_argument("--engines", nargs="*", choices=("native", "vllm"), default=["native", "vllm"])
     parser.add_argument("--step-tokens", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--input-tokens", type=int, default=INPUT_TOKENS)
     parser.add_argument("--divisor", type=int, default=1, help="divides the numbers of requests")
