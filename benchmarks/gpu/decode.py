@@ -158,7 +158,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     config = llama.shape(quick=flags.quick)
     rounds = 5 if flags.quick else 20
     memory = llama.device_memory()
-    read_rate, matrix_rate = _read_rate(), _matrix_rate()
+    read_rate, matrix_rate = reading_rate(), _matrix_rate()
     weights = llama.random_weights(config)
     most = max(BATCHES)
     # With room for the prompt's own pages, and no more graphs than are asked for.
@@ -173,7 +173,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     llama.Random(1.0).fill(runner.pages)
     rows: list[DecodeRow] = []
     for batch in BATCHES:
-        floor_s = (_weight_bytes(config) + batch * CONTEXT * _kv_bytes(config)) / read_rate
+        floor_s = (weight_bytes(config) + batch * CONTEXT * kv_bytes(config)) / read_rate
         for how in ("graph", "eager"):
             runner.use_graphs = how == "graph"
             rows.append(_measured(how, runner, llama.decoding(batch, most), rounds, floor_s))
@@ -283,7 +283,7 @@ def _mixed(runner: CudaRunner, config: ModelConfig, rounds: int, read_rate: floa
     made: list[MixRow] = []
     for mix, how in ways:
         positions = sum(MIXES[mix])
-        floor_ms = (_weight_bytes(config) + positions * _kv_bytes(config)) / read_rate * 1e3
+        floor_ms = (weight_bytes(config) + positions * kv_bytes(config)) / read_rate * 1e3
         took_ms = median(device_ms[mix, how])
         made.append(MixRow(mix, how, positions, took_ms, median(step_ms[mix, how]), floor_ms, floor_ms / took_ms))
     return made
@@ -316,24 +316,24 @@ def _settings(runners: dict[str, CudaRunner], rounds: int) -> list[Setting]:
     return [Setting(name, SETTINGS_BATCH, median(each)) for name, each in took.items()]
 
 
-def _weight_bytes(config: ModelConfig) -> int:
+def weight_bytes(config: ModelConfig) -> int:
     """Return the bytes of weights that each step reads: all but the embedding."""
     attention = config.hidden * (2 * config.queries + 2 * config.keys)
     return 2 * (config.layers * (attention + 3 * config.hidden * config.intermediate) + config.vocab * config.hidden)
 
 
-def _kv_bytes(config: ModelConfig) -> int:
+def kv_bytes(config: ModelConfig) -> int:
     """Return the bytes of keys and values of one position."""
     return 2 * 2 * config.layers * config.keys
 
 
 def _flops(config: ModelConfig, before: int, tokens: int) -> float:
     """Count the operations of a prompt's part: all products, one row of logits, and the scores that rows see."""
-    products = 2.0 * tokens * (_weight_bytes(config) // 2 - config.vocab * config.hidden)
+    products = 2.0 * tokens * (weight_bytes(config) // 2 - config.vocab * config.hidden)
     return products + 4.0 * (tokens * before + tokens**2 / 2) * config.queries * config.layers
 
 
-def _read_rate() -> float:
+def reading_rate() -> float:
     """Return the bytes a second of reading 8 GiB, the best of several launch shapes."""
     import cupy as cp  # pyright: ignore[reportMissingImports]
 

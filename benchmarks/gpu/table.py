@@ -39,6 +39,7 @@ class Promise(Struct, frozen=True):
 
 
 PINNED, ALONE, RATE = "of the pinned rate", "of the step alone", "of the memory's rate"
+RATES = "of the rate of both memories"
 SHARE = "of the step"
 GREEDY, TIMES = "of greedy's step", "times the rate"
 PROMISES = (
@@ -118,8 +119,15 @@ PROMISES = (
     Promise("sampling", "64 rows, logprobs 0", GREEDY),
     Promise("sampling", "64 rows, logprobs 5", GREEDY, most=1.25),
     Promise("sampling", "64 rows, logprobs 20", GREEDY),
-    Promise("parallel", "two ranks, save of a block, of one rank's", "of one rank's rate", least=0.9),
-    Promise("parallel", "two ranks, load of a block, of one rank's", "of one rank's rate", least=0.9),
+    Promise("parallel", "two GPUs, 70B shape: decode, batch 1", RATES, least=0.65),
+    Promise("parallel", "two GPUs, 70B shape: decode, batch 32", RATES, least=0.60),
+    Promise("parallel", "two GPUs, 70B shape: decode, batch 128", RATES, least=0.55),
+    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 1", "ms"),
+    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 32", "ms", most=23.9),
+    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 128", "ms"),
+    Promise("parallel", "two GPUs, 8B shape: decode, batch 1", "times as fast as one", least=1.5),
+    Promise("parallel", "two ranks, save of a block, of one rank's", "of one rank's rate times GPUs", least=0.9),
+    Promise("parallel", "two ranks, load of a block, of one rank's", "of one rank's rate times GPUs", least=0.9),
     Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
     Promise("first", "first token of 8,192 from memory, a step and all", "ms"),
     Promise("first", "first token of 8,192, computed", "ms"),
