@@ -1,4 +1,4 @@
-"""vLLM on one GPU: `vllm serve`, Headrace over one vLLM, with a kvbm and without, and the native engine next to it.
+"""vLLM on GPUs: `vllm serve`, Headrace over one vLLM, with a kvbm and without, the native engine next to it, and roles.
 
     serve      sse_load ──▶ `vllm serve`                                    the same load in turn, round by round
                sse_load ──▶ frontend ──▶ worker ──▶ vLLM                    tokens a second, first token, gaps
@@ -6,12 +6,18 @@
     engines    the native engine and vLLM, through the channel of a worker: decode steps, prefill, streams
     connector  prompts that the GPU cannot hold together, asked for in turn: computed, then loaded from the kvbm;
                tokens of 32 streams meanwhile
+    split      two vLLMs that do all, against one that computes prompts and one that decodes, a GPU each: streams next
+               to prompts of 8,192 tokens, as `benchmarks.vllm_split` asks for them, and whether texts are the same
 
 The model has an 8B Llama's shape with random bfloat16 weights (`benchmarks.gpu.model`). The three servers of `serve`
 run all the time, each with the same bytes of KV, which hold 128 streams. An idle engine costs the others nothing, so
 they take turns without a start between them, which would put a minute between the sides. Each part
 runs by itself, within ten minutes, and within five with --rounds 1 and two of --streams; `serve` ends after the round
 that begins before --most-s. Rows are printed to stderr as they come, and those that there are count if a part fails.
+`split` needs two GPUs, or as many for each vLLM as --tensor-parallel says. All four vLLMs run during all of it, and
+the sides are loaded in turn. Texts of `split` are compared with those of `aggregated`, which also answers twice: next
+to streams a vLLM in bfloat16 may differ from itself.
+
 With --gptq `engines` also has vLLM with the same shape in 4 bits (`benchmarks.gpu.gptq_model`).
 
 What could mislead: the load generator and all servers have cores of one machine. Engines are driven by this process:
@@ -19,7 +25,7 @@ times are those of its reports, for both alike, and include 50 to 100 µs of the
 between tokens of a full batch, without its first tenth, at 2,048 tokens of context on average.
 
     python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--streams 1 32 64 128]
-                                       [--step-tokens 8192] [--tensor-parallel 1] [--gptq] [--json]
+                                       [--step-tokens 8192] [--tensor-parallel 1] [--prompts 8] [--gptq] [--json]
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +60,8 @@ from benchmarks.gpu.table import percentile
 from benchmarks.report import Goal, report
 from benchmarks.serving_stacks import RunningStack, launched
 from benchmarks.vllm import PYTHON
+from benchmarks.vllm_split import Load, goals_of, hand_overs
+from benchmarks.vllm_split import row_of as split_row
 from deploy.local.stack import servers
 from deploy.local.stack.stack import BlockStoreOptions, UpOptions
 from services.worker.config import WorkerConfig
@@ -73,6 +82,10 @@ POOL_BYTES = 24 << 30
 FEW_BLOCKS = 2700
 """Blocks of the GPU in `connector`: five prompts."""
 PROMPTS, PROMPT_TOKENS = 6, 8192
+SPLIT_SIDES = {"aggregated": (0, 0), "split": (1, 1)}
+"""Sides of `split` → workers that only compute prompts, and that only decode."""
+SAME_PROMPTS, SAME_TOKENS = 6, 64
+STREAMS_BESIDE = 8
 START_LIMIT_S = 300.0
 
 
@@ -126,9 +139,19 @@ def alone(model: Path, directory: Path, flags: argparse.Namespace) -> Iterator[t
 
 @contextmanager
 def stack(
-    model: Path, directory: Path, flags: argparse.Namespace, *, store: bool, blocks: int = 0
+    model: Path,
+    directory: Path,
+    flags: argparse.Namespace,
+    *,
+    store: bool,
+    blocks: int = 0,
+    workers: int = 1,
+    roles: tuple[int, int] = (0, 0),
 ) -> Iterator[RunningStack]:
-    """Run Headrace with one vLLM worker. `blocks` are those of its GPU, if it must have fewer."""
+    """Run Headrace with vLLM workers. `blocks` are those of a worker's GPU, if it must have fewer; `roles` are the
+    numbers of workers that only compute prompts, and that only decode."""
+    each = flags.tensor_parallel
+    gpus = [",".join(map(str, range(worker * each, (worker + 1) * each))) for worker in range(workers)]
     table = directory / "vllm.yaml"
     table.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in arguments(flags).items()))
     with tempfile.TemporaryDirectory(prefix="vllm-gpu-", dir=flags.memory) as pool:
@@ -136,12 +159,14 @@ def stack(
             model=str(model),
             model_name=NAME,
             port=servers.free_ports(1)[0],
-            workers=1,
+            workers=workers,
+            prefill=roles[0],
+            decode=roles[1],
             discovery="file",
             engine="vllm",
             vllm_python=str(PYTHON),
             vllm_args=str(table),
-            vllm_gpus=(",".join(map(str, range(flags.tensor_parallel))),) if flags.device == "cuda" else (),
+            vllm_gpus=tuple(gpus) if flags.device == "cuda" else (),
             store=BlockStoreOptions(pool, flags.pool_bytes) if store else None,
         )
         worker = {"HEADRACE_MAX_RUNNING": str(arguments(flags)["max_num_seqs"]), "HEADRACE_HEALTH_IDLE_S": "0"}
@@ -484,7 +509,79 @@ def streams_beside(
     return {"what": "streams, loads" if prompts else "streams"} | row_of(KVBM, streams, [run])
 
 
-PARTS = {"serve": serve, "engines": engines, "connector": connector}
+# --- split
+
+
+def split(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
+    """Compare texts of both sides; then stream next to long prompts, the sides in turn, each round in another order."""
+    begun_s, small = time.monotonic(), flags.device == "cpu"
+    asked = argparse.Namespace(
+        prompts=flags.prompts, streams=STREAMS_BESIDE, isl=256 if small else PROMPT_TOKENS, osl=512
+    )
+    # A stack ends with the thread that started it.
+    with ThreadPoolExecutor(len(SPLIT_SIDES)) as threads, ExitStack() as held:
+        begun = {}
+        for side, roles in SPLIT_SIDES.items():
+            directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="vllm-gpu-")))
+            starting = stack(model, directory, flags, store=True, workers=2, roles=roles)
+            begun[side] = threads.submit(held.enter_context, starting)
+        wait(begun.values())
+        ports = {side: each.result().port for side, each in begun.items()}
+        print(f"all serve after {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
+        for port in ports.values():  # the first steps compile
+            load(port, model, flags, 8, 16, seed=1)
+        rows.show(texts_of(ports, model, flags, asked.isl))
+        runs: dict[str, list[dict[str, float]]] = {side: [] for side in ports}
+        for number in range(flags.rounds):
+            for side in sorted(ports, reverse=bool(number % 2)):
+                before = hand_overs(ports[side])
+                found = asyncio.run(Load(ports[side], 1 + number, asked).run())
+                runs[side].append(found | {"hand_overs": hand_overs(ports[side]) - before})
+                print(f"{side}: {runs[side][-1]}", file=sys.stderr, flush=True)
+    found_rows = [split_row(side, each) for side, each in runs.items()]
+    rows.show(*found_rows)
+    return goals_of(found_rows)
+
+
+def texts_of(ports: Mapping[str, int], model: Path, flags: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Ask both sides for the same texts next to streams; return how many are the same, and were handed over."""
+    draw = Random(11)
+    prompts = [[draw.randrange(100, 300) for _ in range(tokens)] for _ in range(SAME_PROMPTS)]
+    texts: dict[str, list[list[str]]] = {}
+    before = hand_overs(ports["split"])
+    for side, port in ports.items():
+        over = threading.Event()
+        streams = threading.Thread(target=stream_until, args=(over, port, model, flags))
+        streams.start()
+        try:
+            texts[side] = [[text_of(port, prompt) for prompt in prompts] for _ in range(2)]
+        finally:
+            over.set()
+            streams.join()
+    first, again = texts["aggregated"]
+    same = {
+        name: sum(one == other for one, other in zip(first, others, strict=True))
+        for name, others in (("same_as_aggregated", texts["split"][0]), ("aggregated_again", again))
+    }
+    return {"what": "texts", "prompts": SAME_PROMPTS, **same, "hand_overs": hand_overs(ports["split"]) - before}
+
+
+def stream_until(over: threading.Event, port: int, model: Path, flags: argparse.Namespace) -> None:
+    """Keep some streams running."""
+    while not over.is_set():
+        load(port, model, flags, STREAMS_BESIDE, STREAMS_BESIDE, seed=int(time.time()))
+
+
+def text_of(port: int, prompt: Sequence[int]) -> str:
+    """Return the text that continues a prompt."""
+    body = {"model": NAME, "prompt": list(prompt), "max_tokens": SAME_TOKENS, "temperature": 0, "ignore_eos": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        return str(json.loads(answer.read())["choices"][0]["text"])
+
+
+PARTS = {"serve": serve, "engines": engines, "connector": connector, "split": split}
 
 
 def main() -> int:
@@ -504,6 +601,7 @@ def main() -> int:
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)
     parser.add_argument("--most-s", type=float, default=420.0, help="seconds after which no round begins")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each vLLM, with KV_BYTES on each")
+    parser.add_argument("--prompts", type=int, default=8, help="`split`: long prompts of each side and round")
     parser.add_argument("--gptq", action="store_true", help="`engines`: also vLLM with weights of 4 bits")
     parser.add_argument("--json", action="store_true")
     add_model(parser)
