@@ -87,6 +87,13 @@ SPLIT_SIDES = {"aggregated": (0, 0), "split": (1, 1)}
 SAME_PROMPTS, SAME_TOKENS = 6, 64
 STREAMS_BESIDE = 8
 START_LIMIT_S = 300.0
+WITHOUT_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""Variables of all vLLMs: over several GPUs they do not use the multicast of NVLink, which other users of the host's
+GPUs share."""
 
 
 def arguments(flags: argparse.Namespace) -> dict[str, Any]:
@@ -609,6 +616,7 @@ def main() -> int:
     if not PYTHON.exists():
         raise SystemExit("./headrace install-vllm makes vLLM's environment")
     machine = gpu_or_exit() if flags.device == "cuda" else {}
+    os.environ.update(WITHOUT_MULTICAST)
     rows, goals, failed = Rows(), list[Goal](), ""
     with model_in(flags) as model:
         try:

@@ -1,12 +1,16 @@
 """Everything on one GPU: NATS, etcd, a frontend, a router, two workers and kvbm, asked over HTTP by 64 streams.
 
-    python -m benchmarks.gpu.serving [--model DIRECTORY] [--memory TMPFS] [--tokenizer DIRECTORY] [--quick] [--json]
+    python -m benchmarks.gpu.serving [--gpus 1] [--model DIRECTORY] [--memory TMPFS] [--tokenizer DIRECTORY] [--quick]
+                                     [--json]
 
 `stack` is what `headrace up --device cuda --workers 2` runs, each worker with half of the GPU's memory, over a closed
 loop of 64 streams of 512 tokens in and 128 out (`benchmarks.sse_load`); no two prompts share anything, and every block
 is stored in kvbm. `engines` are two engines at once in processes of their own with half of the load each. `engine` is
 one with all of the load and all of the GPU. Both run without a network and without kvbm (`benchmarks.gpu.engine`) and
 show the rate of the same runner by itself.
+
+With --gpus 2, and no engines by themselves: one worker on one GPU with 64 streams, then two workers that have a GPU
+each, with 64 streams and with 128, which is as much for each worker as before. Everything else is the same.
 
 What could mislead: two processes that share a GPU take turns on it, so that two of anything are slower than one; the
 load generator, the servers and the frontend have cores of the same machine. Weights are random, and so is the text:
@@ -20,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -83,16 +88,19 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--device", choices=get_args(Device), default="cuda", help="cpu: to try this out")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     add_model(parser)
 
 
 def measure(flags: argparse.Namespace) -> part.PartReport:
     """Measure the engines, then the stack."""
     requests = flags.requests // 4 if flags.quick else flags.requests
+    if flags.gpus > 1:
+        return _spread(flags, requests)
     with model_in(flags) as model:
         whole = _engines(flags, model, 1, requests)
         halves = _engines(flags, model, WORKERS, requests)
-        stack, more = _stack(flags, model, requests)
+        [stack], more = _stack(flags, model, STACK, WORKERS, [(STREAMS, requests)])
     figures = {
         "two workers, 64 streams: requests that failed": float(stack.failed),
         "two workers, 64 streams: output": stack.out_tok_s,
@@ -104,6 +112,23 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         "two workers: between tokens p99": stack.gap_p99_ms,
     }
     return part.PartReport(figures, [stack, halves, whole], more)
+
+
+def _spread(flags: argparse.Namespace, requests: int) -> part.PartReport:
+    """Measure one worker on one GPU, then two on two."""
+    loads = [(STREAMS, requests), (2 * STREAMS, 2 * requests)]
+    with model_in(flags) as model:
+        [one], more_of_one = _stack(flags, model, "one worker, one GPU, kvbm, HTTP", 1, loads[:1])
+        (same, twice), more = _stack(flags, model, "two workers, two GPUs, kvbm, HTTP", 2, loads)
+    figures = {
+        "one worker on one GPU, 64 streams: output": one.out_tok_s,
+        "two workers on two GPUs, 64 streams: output": same.out_tok_s,
+        "two workers on two GPUs, 128 streams: output": twice.out_tok_s,
+        "the same, of one worker's with 64 streams": twice.out_tok_s / one.out_tok_s,
+        "two workers, 64 streams: requests that failed": float(one.failed + same.failed + twice.failed),
+    }
+    yardsticks = {f"one worker: {name}": value for name, value in more_of_one.items()}
+    return part.PartReport(figures, [one, same, twice], yardsticks | more)
 
 
 def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) -> GpuServingRow:
@@ -143,8 +168,11 @@ def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) 
     )
 
 
-def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[GpuServingRow, dict[str, float]]:
-    """Run the stack; return its row, and what it spent and stored."""
+def _stack(
+    flags: argparse.Namespace, model: Path, what: str, workers: int, loads: Sequence[tuple[int, int]]
+) -> tuple[list[GpuServingRow], dict[str, float]]:
+    """Run the stack with `loads`, streams and requests of each; return a row for each, and what all of it spent and
+    stored."""
     with (
         tempfile.TemporaryDirectory(prefix="gpu-serving-", dir=flags.memory) as pool,
         tempfile.TemporaryDirectory(prefix="gpu-serving-") as directory,
@@ -153,37 +181,40 @@ def _stack(flags: argparse.Namespace, model: Path, requests: int) -> tuple[GpuSe
             model=str(model),
             model_name=NAME,
             port=servers.free_ports(1)[0],
-            workers=WORKERS,
-            gpus=Gpus(1, MEMORY_SHARE) if flags.device == "cuda" else None,
+            workers=workers,
+            gpus=Gpus(flags.gpus, MEMORY_SHARE) if flags.device == "cuda" else None,
             store=BlockStoreOptions(pool, flags.pool_bytes),
         )
-        settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}}  # both workers are new
+        settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}}  # all workers are new
         with launched(options, Path(directory), settings, start_limit_s=START_LIMIT_S) as running:
-            _load(running, model, STREAMS, seed=1)
+            _load(running, model, STREAMS, STREAMS, seed=1)
             before = running.costs()
-            load = _load(running, model, requests, seed=2)
+            loaded = [_load(running, model, *load, seed=2 + number) for number, load in enumerate(loads)]
             spent = {f"cpu_s of {kind}": cost.cpu_s - before[kind].cpu_s for kind, cost in running.costs().items()}
-            spent["cpu_s of the load generator"] = load.client_cpu_s
+            spent["cpu_s of the load generator"] = sum(load.client_cpu_s for load in loaded)
             spent["blocks saved in kvbm"] = _saved_blocks(running)
-    row = GpuServingRow(
-        what=STACK,
-        streams=STREAMS,
-        requests=requests,
-        failed=requests - load.n + load.cut,
-        out_tok_s=(load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
-        ttft_p50_ms=load.ttft_p50_ms,
-        ttft_p99_ms=load.ttft_p99_ms,
-        gap_p50_ms=load.gap_p50_ms,
-        gap_p99_ms=load.gap_p99_ms,
-    )
-    return row, spent
+    rows = [
+        GpuServingRow(
+            what=what,
+            streams=streams,
+            requests=requests,
+            failed=requests - load.n + load.cut,
+            out_tok_s=(load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
+            ttft_p50_ms=load.ttft_p50_ms,
+            ttft_p99_ms=load.ttft_p99_ms,
+            gap_p50_ms=load.gap_p50_ms,
+            gap_p99_ms=load.gap_p99_ms,
+        )
+        for (streams, requests), load in zip(loads, loaded, strict=True)
+    ]
+    return rows, spent
 
 
-def _load(running: RunningStack, model: Path, requests: int, *, seed: int) -> StreamLoad:
+def _load(running: RunningStack, model: Path, streams: int, requests: int, *, seed: int) -> StreamLoad:
     return ask_streams(
         running,
         model,
-        streams=STREAMS,
+        streams=streams,
         requests=requests,
         input_tokens=INPUT_TOKENS,
         output_tokens=OUTPUT_TOKENS,

@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from benchmarks.report import Goal
 
+Figures = Mapping[str, float]
+"""Figures by the promise's name."""
 MET: dict[bool | None, str] = {True: "met", False: "NOT MET", None: ""}
 
 
@@ -21,6 +23,8 @@ class Promise(Struct, frozen=True):
     least: float | None = None
     most: float | None = None
     """The upper bound. A line without a bound is only shown and has no goal."""
+    gpus: int = 1
+    """The GPUs that it needs. A line that needs several is left out if it was not measured."""
 
     @property
     def bound(self) -> str:
@@ -28,6 +32,10 @@ class Promise(Struct, frozen=True):
         if self.least is not None:
             return f"≥ {self.least:g}"
         return "" if self.most is None else f"≤ {self.most:g}"
+
+    def belongs(self, figures: Figures) -> bool:
+        """Say whether these figures have a line of it."""
+        return self.gpus == 1 or self.name in figures
 
     def met(self, value: float | None) -> bool | None:
         """Say whether the goal is met; None without a goal. A missing figure misses its goal."""
@@ -119,13 +127,13 @@ PROMISES = (
     Promise("sampling", "64 rows, logprobs 0", GREEDY),
     Promise("sampling", "64 rows, logprobs 5", GREEDY, most=1.25),
     Promise("sampling", "64 rows, logprobs 20", GREEDY),
-    Promise("parallel", "two GPUs, 70B shape: decode, batch 1", RATES, least=0.65),
-    Promise("parallel", "two GPUs, 70B shape: decode, batch 32", RATES, least=0.60),
-    Promise("parallel", "two GPUs, 70B shape: decode, batch 128", RATES, least=0.55),
-    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 1", "ms"),
-    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 32", "ms", most=23.9),
-    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 128", "ms"),
-    Promise("parallel", "two GPUs, 8B shape: decode, batch 1", "times as fast as one", least=1.5),
+    Promise("parallel", "two GPUs, 70B shape: decode, batch 1", RATES, least=0.65, gpus=2),
+    Promise("parallel", "two GPUs, 70B shape: decode, batch 32", RATES, least=0.60, gpus=2),
+    Promise("parallel", "two GPUs, 70B shape: decode, batch 128", RATES, least=0.55, gpus=2),
+    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 1", "ms", gpus=2),
+    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 32", "ms", most=23.9, gpus=2),
+    Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 128", "ms", gpus=2),
+    Promise("parallel", "two GPUs, 8B shape: decode, batch 1", "times as fast as one", least=1.5, gpus=2),
     Promise("parallel", "two ranks, save of a block, of one rank's", "of one rank's rate times GPUs", least=0.9),
     Promise("parallel", "two ranks, load of a block, of one rank's", "of one rank's rate times GPUs", least=0.9),
     Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
@@ -157,11 +165,12 @@ PROMISES = (
     Promise("serving", "two workers: first token p99", "ms"),
     Promise("serving", "two workers: between tokens p50", "ms"),
     Promise("serving", "two workers: between tokens p99", "ms"),
+    Promise("serving", "one worker on one GPU, 64 streams: output", "tokens/s", gpus=2),
+    Promise("serving", "two workers on two GPUs, 64 streams: output", "tokens/s", gpus=2),
+    Promise("serving", "two workers on two GPUs, 128 streams: output", "tokens/s", gpus=2),
+    Promise("serving", "the same, of one worker's with 64 streams", "of one's", least=1.95, gpus=2),
 )
 PARTS = tuple(dict.fromkeys(promise.part for promise in PROMISES))
-
-Figures = Mapping[str, float]
-"""Figures by the promise's name."""
 
 
 def goals(part: str, figures: Figures) -> list[Goal]:
@@ -170,7 +179,7 @@ def goals(part: str, figures: Figures) -> list[Goal]:
     for promise in PROMISES:
         bound = promise.most if promise.least is None else promise.least
         value = figures.get(promise.name)
-        if promise.part == part and bound is not None:
+        if promise.part == part and bound is not None and promise.belongs(figures):
             found.append(Goal(promise.name, value, promise.unit, bound, bool(promise.met(value))))
     return found
 
@@ -179,8 +188,9 @@ def lines(parts: Sequence[str], figures: Mapping[str, Figures]) -> list[str]:
     """Return the table of these parts: name, goal, figure, whether it is met. `figures` has each part's."""
     cells = [("what", "goal", "figure", "", "")]
     for promise in PROMISES:
-        if promise.part in parts:
-            value = figures.get(promise.part, {}).get(promise.name)
+        own = figures.get(promise.part, {})
+        if promise.part in parts and promise.belongs(own):
+            value = own.get(promise.name)
             said = "not measured" if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
             cells.append((promise.name, promise.bound, said, promise.unit, MET[promise.met(value)]))
     widths = [max(len(row[column]) for row in cells) for column in range(5)]
