@@ -1,4 +1,4 @@
-"""Everything on one GPU: NATS, etcd, a frontend, a router, two workers and kvbm, asked over HTTP by 64 streams.
+"""Everything on one GPU: NATS, a frontend, a router, two workers and kvbm, asked over HTTP by 64 streams.
 
     python -m benchmarks.gpu.serving [--gpus 1] [--model DIRECTORY] [--memory TMPFS] [--tokenizer DIRECTORY] [--quick]
                                      [--json]
@@ -182,6 +182,7 @@ def _stack(
             model_name=NAME,
             port=servers.free_ports(1)[0],
             workers=workers,
+            discovery="file",
             gpus=Gpus(flags.gpus, MEMORY_SHARE) if flags.device == "cuda" else None,
             store=BlockStoreOptions(pool, flags.pool_bytes),
         )

@@ -134,8 +134,12 @@ PROMISES = (
     Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 32", "ms", most=23.9, gpus=2),
     Promise("parallel", "two GPUs, 70B shape: whole step of decode, batch 128", "ms", gpus=2),
     Promise("parallel", "two GPUs, 8B shape: decode, batch 1", "times as fast as one", least=1.5, gpus=2),
-    Promise("parallel", "two ranks, save of a block, of one rank's", "of one rank's rate times GPUs", least=0.9),
-    Promise("parallel", "two ranks, load of a block, of one rank's", "of one rank's rate times GPUs", least=0.9),
+    Promise(
+        "parallel", "two ranks, save of a block, of one rank's", "of one rank's rate times GPUs", least=0.9, gpus=2
+    ),
+    Promise(
+        "parallel", "two ranks, load of a block, of one rank's", "of one rank's rate times GPUs", least=0.9, gpus=2
+    ),
     Promise("first", "first token of 8,192 from memory, less a step", "of its bytes' time", most=1.25),
     Promise("first", "first token of 8,192 from memory, a step and all", "ms"),
     Promise("first", "first token of 8,192, computed", "ms"),
