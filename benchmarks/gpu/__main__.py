@@ -11,7 +11,7 @@
     parallel  a model over several ranks: steps, sums, and blocks that all of them copy
     first     the first token of a prompt whose blocks are in kvbm's memory
     lifetimes starts, sleeps, take-overs and turns of engines
-    serving   everything: NATS, etcd, frontend, router, two workers on the GPU, kvbm
+    serving   everything: NATS, frontend, router, two workers on the GPU, kvbm
 
 Each part is a benchmark of its own (`python -m benchmarks.gpu.PART`), whose docstring says what could mislead. It runs
 in a process of its own, so that all of the GPU's memory is free for the next one. `first`, `lifetimes` and `serving`

@@ -54,5 +54,11 @@ def test_what_was_not_handed_over_does_not_count() -> None:
 
 @pytest.mark.parametrize(("beside_ms", "met"), [(11.0, True), (11.5, False)])
 def test_with_two_gpus_streams_during_prompts_are_compared_with_streams_alone(beside_ms: float, met: bool) -> None:
-    between = [BetweenRow(0, 0, 0, 100, 9.0, 10.0), BetweenRow(1, 40, 40, 100, 9.0, beside_ms)]
-    assert goals([row(ALONE, 5.0), row(PAIR, 6.0)], between, gpus=2)[1].met == met
+    between = [
+        BetweenRow(ALONE, 0, 0, 0, 100, 9.0, 12.0),
+        BetweenRow(PAIR, 0, 0, 0, 100, 9.18, 10.0),
+        BetweenRow(PAIR, 1, 40, 40, 100, 9.0, beside_ms),
+    ]
+    _, beside, alone = goals([row(ALONE, 5.0), row(PAIR, 6.0)], between, gpus=2)
+    assert beside.met == met
+    assert (alone.value, alone.met) == (pytest.approx(1.02), False)
