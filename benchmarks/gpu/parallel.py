@@ -1,7 +1,7 @@
 """What do ranks cost and gain: steps, sums between GPUs, and blocks that all of them copy?
 
     python -m benchmarks.gpu.parallel [--shape 8b|70b] [--ranks 1 2] [--layers N …] [--batches 1 32 128] [--no-sums]
-                                      [--memory TMPFS] [--quick] [--json]
+                                      [--memory TMPFS] [--model DIRECTORY] [--quick] [--json]
 
 `steps`: decode at a context of 2,048 and a prompt of 2,048, for each number of ranks. Ranks have a GPU each, or share
 one if there are fewer: then each waits for the other's time slice, and the times say nothing of several GPUs. `device`
@@ -132,6 +132,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--no-sums", action="store_true")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for the model and the pool")
+    parser.add_argument("--model", type=Path, help="a directory there with such a model; default: a new one")
     add_tokenizer(parser)
 
 
@@ -143,11 +144,11 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     rows = _Rows()
     if not flags.no_sums:
         rows.show(_sums())
-    with tempfile.TemporaryDirectory(prefix="parallel-", dir=flags.memory) as directory:
-        whole = write_model(
-            Path(directory) / "model", replace(shape, layers=layers[-1]), flags.tokenizer or smol_tokenizer()
-        )
-        models = {count: _with_layers(whole, count) if count < layers[-1] else whole for count in layers}
+    with tempfile.TemporaryDirectory(prefix="parallel-", dir=flags.memory) as folder:
+        directory = Path(folder)
+        most = replace(shape, layers=layers[-1])
+        whole = flags.model or write_model(directory / "model", most, flags.tokenizer or smol_tokenizer())
+        models = {count: _with_layers(whole, directory / f"layers-{count}", count) for count in layers}
         for ranks in flags.ranks:
             for count, model in models.items():
                 with _runner(model, ranks, max(flags.batches)) as runner:
@@ -210,9 +211,8 @@ def _reading_rates(most: int) -> list[float]:
     return rates
 
 
-def _with_layers(model: Path, layers: int) -> Path:
-    """Return the directory of a model that has the same files, and only the first layers."""
-    directory = model.with_name(f"{model.name}-{layers}")
+def _with_layers(model: Path, directory: Path, layers: int) -> Path:
+    """Make a directory of the first layers of a model, which has the same files, and return it."""
     directory.mkdir()
     for file in model.iterdir():
         if file.name != "config.json":
