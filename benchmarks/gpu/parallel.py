@@ -66,7 +66,7 @@ SHAPES = {
 LAYERS = {"8b": (32,), "70b": (8, 24)}
 QUICK_LAYERS = {"8b": (8,), "70b": (2, 4)}
 BATCHES = (1, 32, 128)
-STEPS, PROMPT_STEPS, WARM_STEPS = 50, 10, 3
+STEPS, FEW_STEPS, WARM_STEPS = 50, 10, 3
 BLOCKS, BATCH = 256, 64
 FILL_BLOCKS = 1024
 """Blocks that are asked for at once while all blocks of the GPUs are filled."""
@@ -273,7 +273,7 @@ def _steps(
         if what in ways:
             read_bytes = weight_bytes(shape) + len(chosen) * CONTEXT * kv_bytes(shape)
             floor_ms = read_bytes / sum(rates[:gpus]) / 1e9
-        count = STEPS if what in ways else PROMPT_STEPS
+        count = STEPS if what in ways and gpus == ranks else FEW_STEPS
         device_ms = median(_timed(partial(llama.device_ms, runner, chosen), count))
         step_ms = _timed(partial(llama.step_ms, runner, chosen), count)
         yield RankStepRow(
