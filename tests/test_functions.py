@@ -8,7 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LINES_LIMIT = 60
 LONG = {
-    ("services/worker/native/cuda/runner.py", "__init__"): "the state of a runner, declared once",
     ("services/worker/native/cuda/weights.py", "load_cuda_weights"): "a table of the names in a checkpoint",
 }
 """Functions that may be longer, each with the reason."""

@@ -29,6 +29,7 @@ from benchmarks.gpu import llama, part
 from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
 from services.worker.config import CudaConfig
 from services.worker.contracts.mover import Copy
+from services.worker.native.cuda.capacity import CudaSizes
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner
@@ -97,9 +98,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         llama.random_weights(config),
         memory,
         CudaConfig(graph_upper_bound=BATCH),
-        capacity_blocks=used + spare,
-        max_running=BATCH,
-        max_rows=BATCH,
+        CudaSizes(capacity_blocks=used + spare, max_running=BATCH, max_rows=BATCH),
     )
     llama.Random(1.0).fill(runner.pages)
     with pool(flags.memory, SPARE_BYTES + (256 << 20)) as (path, geometry), arena(path, geometry, block_bytes) as slots:

@@ -32,6 +32,7 @@ from benchmarks.gpu.llama import CONTEXT
 from services.worker.config import CudaConfig
 from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.capacity import CudaSizes
 from shared.messages.cards import Pooling
 from shared.messages.generate import Sampling
 
@@ -167,8 +168,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         weights,
         memory,
         CudaConfig(graph_upper_bound=most),
-        capacity_blocks=llama.blocks(most),
-        max_running=most,
+        CudaSizes(capacity_blocks=llama.blocks(most), max_running=most),
     )
     llama.Random(1.0).fill(runner.pages)
     rows: list[DecodeRow] = []
@@ -191,9 +191,9 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
             weights,
             memory,
             setting,
-            capacity_blocks=llama.blocks(SETTINGS_BATCH),
-            max_running=SETTINGS_BATCH,
-            max_rows=SETTINGS_BATCH,
+            CudaSizes(
+                capacity_blocks=llama.blocks(SETTINGS_BATCH), max_running=SETTINGS_BATCH, max_rows=SETTINGS_BATCH
+            ),
         )
         for name, setting in SETTINGS.items()
     }

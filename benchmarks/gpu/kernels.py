@@ -29,6 +29,7 @@ from benchmarks.gpu import llama, part
 from services.worker.config import CudaConfig
 from services.worker.contracts.runner import Work
 from services.worker.native.config import ModelConfig
+from services.worker.native.cuda.capacity import CudaSizes
 
 if TYPE_CHECKING:
     from services.worker.native.cuda.runner import CudaRunner
@@ -111,8 +112,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         llama.random_weights(config),
         memory,
         CudaConfig(graphs=False),
-        capacity_blocks=llama.blocks(most),
-        max_running=most,
+        CudaSizes(capacity_blocks=llama.blocks(most), max_running=most),
     )
     llama.Random(1.0).fill(runner.pages)
     steps = {f"decode, batch {batch}": llama.decoding(batch, most) for batch in BATCHES}

@@ -30,6 +30,7 @@ from msgspec import Struct
 from benchmarks.gpu import llama, part
 from benchmarks.gpu.model import LLAMA_8B
 from services.worker.config import CudaConfig
+from services.worker.native.cuda.capacity import CudaSizes
 
 SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 64 << 20)
 RESERVE_BYTES = 1 << 30
@@ -167,9 +168,8 @@ def _steps() -> list[Steps]:
     memory = llama.device_memory()
     weights = llama.random_weights(config)
     settings = CudaConfig(graph_upper_bound=BATCH)
-    runner = CudaRunner(
-        config, weights, memory, settings, capacity_blocks=llama.blocks(BATCH), max_running=BATCH, max_rows=BATCH
-    )
+    sizes = CudaSizes(capacity_blocks=llama.blocks(BATCH), max_running=BATCH, max_rows=BATCH)
+    runner = CudaRunner(config, weights, memory, settings, sizes)
     rows: list[Steps] = []
     for how in ("graph", "eager"):
         runner.use_graphs = how == "graph"
@@ -193,7 +193,8 @@ def _sleep(*, quick: bool) -> Sleep:
     capacity_blocks = (2 << 30) // llama.block_bytes(config)
     weights = llama.random_weights(config)
     settings = CudaConfig(graph_upper_bound=BATCH)
-    runner = CudaRunner(config, weights, memory, settings, capacity_blocks=capacity_blocks, max_running=BATCH)
+    sizes = CudaSizes(capacity_blocks=capacity_blocks, max_running=BATCH)
+    runner = CudaRunner(config, weights, memory, settings, sizes)
     del weights
     freed_gb, sleep_s, wake_s = 0.0, 0.0, 0.0
     for number in range(3):

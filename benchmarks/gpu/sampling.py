@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from benchmarks.gpu import llama, part
 from services.worker.config import CudaConfig
 from services.worker.contracts.runner import Work
+from services.worker.native.cuda.capacity import CudaSizes
 from shared.messages.generate import Sampling
 
 BATCH, CONTEXT = 64, 512
@@ -74,9 +75,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
         llama.random_weights(config),
         memory,
         CudaConfig(graph_upper_bound=BATCH),
-        capacity_blocks=llama.blocks(BATCH) + BATCH,
-        max_running=BATCH,
-        max_rows=BATCH,
+        CudaSizes(capacity_blocks=llama.blocks(BATCH) + BATCH, max_running=BATCH, max_rows=BATCH),
     )
     llama.Random(1.0).fill(runner.pages)
     ways = {kind: works(sampling, number) for number, (kind, sampling) in enumerate(KINDS.items())}

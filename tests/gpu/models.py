@@ -10,6 +10,7 @@ import pytest
 
 from services.worker.config import CudaConfig
 from services.worker.native.config import read_config
+from services.worker.native.cuda.capacity import CudaSizes
 from services.worker.native.cuda.runner import CudaRunner
 from services.worker.native.cuda.weights import load_cuda_weights
 from services.worker.native.prepare import prepare
@@ -27,7 +28,8 @@ def cuda_runner(
     config = read_config(directory)
     with cp.cuda.using_allocator(memory.allocator()):
         weights = load_cuda_weights(directory, config, settings.dtype)
-    return CudaRunner(config, weights, memory, settings, **rest)
+    sizes = CudaSizes(**{name: rest.pop(name) for name in CudaSizes.__struct_fields__ if name in rest})
+    return CudaRunner(config, weights, memory, settings, sizes, **rest)
 
 
 def smollm2(cache: Path) -> Path:

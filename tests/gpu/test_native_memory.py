@@ -17,7 +17,7 @@ from services.worker.config import CudaConfig, WorkerConfig
 from services.worker.contracts.messages import Loading
 from services.worker.contracts.mover import Copy
 from services.worker.native.config import read_config
-from services.worker.native.cuda.capacity import step_bytes, weight_bytes
+from services.worker.native.cuda.capacity import CudaSizes, step_bytes, weight_bytes
 from services.worker.native.weights import tensor_shapes
 from shared.errors import ConfigError, ModelError
 from shared.messages.generate import Sampling
@@ -163,10 +163,10 @@ def test_memory_that_others_take_meanwhile_is_a_model_error_and_nothing_hangs(tm
         weights = load_cuda_weights(directory, config, "bfloat16")
         taken = all_of(memory)
         with pytest.raises(ModelError, match=r"the GPU has no room for .*memory_share"):
-            CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
+            CudaRunner(config, weights, memory, CudaConfig(), CudaSizes(capacity_blocks=100))
         for address in taken:
             memory.free(address)
-        runner = CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
+        runner = CudaRunner(config, weights, memory, CudaConfig(), CudaSizes(capacity_blocks=100))
         assert runner.step([work([1, 2, 3], [0])])[0] is not None
         runner.close()
 
@@ -238,10 +238,10 @@ def test_a_start_that_fails_leaves_no_memory_in_use_and_the_next_one_serves(tmp_
                 raise ModelError("in the middle of the graphs")
 
         with pytest.raises(ModelError, match=r"no room for|in the middle"):
-            CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=blocks, progress=fail)
+            CudaRunner(config, weights, memory, CudaConfig(), CudaSizes(capacity_blocks=blocks), progress=fail)
         gc.collect()
         assert memory.statistics().allocations == of_weights
-        runner = CudaRunner(config, weights, memory, CudaConfig(), capacity_blocks=100)
+        runner = CudaRunner(config, weights, memory, CudaConfig(), CudaSizes(capacity_blocks=100))
         assert runner.step([work([1, 2, 3], [0])])[0] is not None
         runner.close()
 

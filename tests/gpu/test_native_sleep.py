@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ SHAPE: dict[str, Any] = {
 }
 PROMPT = [5 + number * 7 % 200 for number in range(37)]
 KV_BYTES = 512 << 20
+LEFT_BYTES = 16 << 20
+"""Too few to map the file of the weights."""
 
 
 def of_lora(made: Work, lora: str) -> Work:
@@ -122,6 +125,25 @@ def test_a_runner_that_finds_no_memory_stays_asleep_and_says_so(tmp_path: Path, 
             for address in taken:
                 other.free(address)
             other.trim()
+        assert runner.operate("wake", "", "", 1) == ""
+        assert answers(runner) == expected
+
+
+def test_a_runner_without_host_memory_stays_asleep_and_says_so(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", dtype="bfloat16", **SHAPE)
+    with loaded(model, tmp_path / "cache", "bfloat16") as runner:
+        expected = answers(runner)
+        assert runner.operate("sleep", "", "", 2) == ""
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + LEFT_BYTES, limits[1]))
+        try:
+            failed = runner.operate("wake", "", "", 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert failed.startswith(f"wake: {runner.facts.path}")
+        assert "memory" in failed
+        assert "\n" not in failed
         assert runner.operate("wake", "", "", 1) == ""
         assert answers(runner) == expected
 

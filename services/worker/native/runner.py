@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
 from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, MOST_IMAGES, Dtype, WorkerConfig
 from services.worker.contracts.messages import EngineOperation, Loading, MemoryUse, Operate, Ready
 from services.worker.contracts.runner import Drawn, EmbeddingLookups, Work
-from services.worker.native.config import ModelConfig, read_config
+from services.worker.native.config import read_config
 from services.worker.native.decoder import Decoder
+from services.worker.native.facts import engine_facts
 from services.worker.native.grammars import GrammarCache
-from services.worker.native.image_encoder import ImageEncoder, image_cost
+from services.worker.native.image_encoder import ImageEncoder
 from services.worker.native.kv_cache import KvCache
 from services.worker.native.linear import Array, calibrate_linear
 from services.worker.native.logprobs import score
-from services.worker.native.lora import LORA_OPERATIONS, LoraStore, operate_loras, spans_by_lora
+from services.worker.native.lora import LoraStore, operate_loras, spans_by_lora
 from services.worker.native.masks import MaskThread
 from services.worker.native.parallel.group import (
     LEAST_LIMIT_S,
@@ -108,19 +107,16 @@ class NativeRunner:
         self._verify = verify
         grammars = GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids)
         self._masks = MaskThread(grammars)
-        self._facts = _facts_of(
+        self._facts = engine_facts(
             config,
             layout,
             capacity_blocks,
+            most_images=0 if vision is None else most_images,
+            lora_bytes=lora_bytes,
             path=str(directory),
             grammars=grammars is not None,
             weights=weights_digest(directory, config, self._file),
-            operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
         )
-        if vision is not None:
-            self._facts = replace(
-                self._facts, images=vision.input, most_images=most_images, image_cost=image_cost(config)
-            )
 
     def _load_decoder(self, directory: Path, context_length: int) -> Decoder:
         weights = load_weights(directory, self._config, self._file)
@@ -278,23 +274,6 @@ class NativeRunner:
         if self._group is not None:
             self._group.close()
         self._cache.close()
-
-
-def _facts_of(config: ModelConfig, layout: KvLayout, capacity_blocks: int, **facts: Any) -> Ready:
-    return Ready(
-        context_length=min(config.context_length, capacity_blocks * layout.block_size),
-        vocab_size=config.vocab,
-        eos_token_ids=config.eos_token_ids,
-        block_size=layout.block_size,
-        capacity_blocks=capacity_blocks,
-        kv_layout=layout,
-        biases=True,
-        min_tokens=True,
-        prompt_logprobs=True,
-        allowed_tokens=True,
-        embedding_size=config.hidden,
-        **facts,
-    )
 
 
 def _blocks(directory: Path, layout: KvLayout, capacity_bytes: int) -> int:

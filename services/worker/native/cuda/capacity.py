@@ -12,7 +12,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from services.worker.config import CudaConfig
+from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, CudaConfig
+from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
 from shared.errors import ModelError
 
@@ -41,6 +42,24 @@ def split_parts(running: int) -> int:
     of a step of many.
     """
     return max(_LEAST_SPLIT_PARTS, 4 * running)
+
+
+class CudaSizes(Struct, frozen=True, kw_only=True):
+    """What bounds a runner on a GPU."""
+
+    capacity_blocks: int
+    first_blocks: int = 0
+    """How many of its blocks it has until it has slept: enough for the first tokens. 0 means all."""
+    block_size: int = 16
+    max_running: int = 64
+    """The most sequences of a step."""
+    max_rows: int = MAX_STEP_TOKENS
+    """The most rows of a step."""
+    lora_rank: int = LORA_RANK
+    lora_bytes: int = LORA_BYTES
+    most_images: int = 0
+    """The most images of a request. 0 means that the model takes none."""
+    encoder_cache_bytes: int = ENCODER_CACHE_BYTES
 
 
 class StepLimits(Struct, frozen=True):

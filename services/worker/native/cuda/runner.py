@@ -26,17 +26,15 @@ from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from services.worker.config import ENCODER_CACHE_BYTES, LORA_BYTES, LORA_RANK, CudaConfig
+from services.worker.config import CudaConfig
 from services.worker.contracts.messages import EngineOperation, MemoryUse, Operate, Ready
 from services.worker.contracts.runner import AttachedPool, Drawn, EmbeddingLookups, Work
-from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.blas import Blas
 from services.worker.native.cuda.buffers import Buffers, kernel_address, pinned_array
-from services.worker.native.cuda.capacity import StepLimits, graph_rows, split_parts
+from services.worker.native.cuda.capacity import CudaSizes, StepLimits, graph_rows, split_parts
 from services.worker.native.cuda.decoder import CudaDecoder
 from services.worker.native.cuda.exchange import DeviceExchange
 from services.worker.native.cuda.faults import device_errors_as_model_error, no_room_as_model_error
@@ -59,8 +57,9 @@ from services.worker.native.cuda.weights import (
     weights_on_device,
     weights_on_host,
 )
+from services.worker.native.facts import engine_facts
 from services.worker.native.grammars import GrammarCache
-from services.worker.native.image_encoder import ImageEncoder, image_cost
+from services.worker.native.image_encoder import ImageEncoder
 from services.worker.native.linear import Array
 from services.worker.native.lora import LORA_OPERATIONS, LoraRows, LoraStore, operate_loras, spans_by_lora
 from services.worker.native.lora_file import LoraLayers
@@ -70,6 +69,7 @@ from services.worker.native.parallel.peers import RankLost
 from services.worker.native.parallel.weights import rank_lora
 from services.worker.native.pooling import pooling_spans, step_results
 from services.worker.native.prompt_logprobs import ScoredRows, score_rows, scored_rows, with_prompt_logprobs
+from services.worker.native.tensor_file import no_memory_as_model_error
 from services.worker.native.weights import check_digest
 from services.worker.scheduler.encoder_cache import EncoderCache
 from services.worker.sharing.device_copier import SharedDeviceCopier
@@ -93,10 +93,23 @@ _log = logging.getLogger(__name__)
 class CudaRunner:
     """Computes steps on the current device: it stores and multiplies in `settings.dtype` and sums in float32."""
 
+    use_graphs = True
+    """Whether graphs are used; otherwise every step runs eagerly."""
+    meanwhile: Callable[[Callable[[], bool]], None] | None = None
+    """What is called while a step is computed, as `Overlaps` says."""
     pool_place: Callable[[], AttachedPool] | None = None
     """What the engine is attached to, as `CopiesInRanks` says."""
     _exchange: DeviceExchange | None = None
     """What this rank exchanges with the others within a step; None if there is one rank."""
+    _exported: DevicePages | None = None
+    """The memory of the KV pages, if other processes can map it."""
+    _mover: TransferMover | None = None
+    _kept: CudaWeights | None = None
+    """The weights in host memory, during a sleep of level 1."""
+    _tower: CudaVisionTower | None = None
+    _images: ImageEncoder | None = None
+    """Not there while the engine sleeps, or if the model takes no images."""
+    _store: EmbeddingLookups | None = None
 
     def __init__(
         self,
@@ -104,22 +117,14 @@ class CudaRunner:
         weights: CudaWeights,
         memory: DeviceMemory,
         settings: CudaConfig,
+        sizes: CudaSizes,
         *,
-        capacity_blocks: int,
-        first_blocks: int = 0,
-        block_size: int = 16,
-        max_running: int = 64,
-        max_rows: int = MAX_STEP_TOKENS,
         verify: bool = False,
         path: str = "",
         digest: str = "",
-        lora_rank: int = LORA_RANK,
-        lora_bytes: int = LORA_BYTES,
         shares_blocks: bool = False,
         shared: SharedCudaWeights[CudaWeights] | None = None,
         grammars: GrammarCache | None = None,
-        most_images: int = 0,
-        encoder_cache_bytes: int = ENCODER_CACHE_BYTES,
         progress: Callable[[float], None] = lambda _share: None,
         place: RankPlace | None = None,
         group: CudaRankGroup | None = None,
@@ -127,92 +132,56 @@ class CudaRunner:
     ) -> None:
         """Allocate all memory and capture the graphs. Raise ModelError if the device has no room.
 
-        Until it has slept, it has only `first_blocks` of its blocks, unless that is 0: enough for the first tokens.
-        A step has at most `max_rows` rows of `max_running` sequences. `verify` is for the mover. With `shares_blocks`
-        other engines can copy blocks, if the GPU has memory that they can map. `shared` has loaded the weights, if the
-        memory service keeps them. With `most_images` 0 the model takes no images. `progress` is called with the share
+        `verify` is for the mover. With `shares_blocks` other engines can copy blocks, if the GPU has memory that they
+        can map. `shared` has loaded the weights, if the memory service keeps them. `progress` is called with the share
         of the graphs that are captured. With `place` config, weights and KV are a rank's part; rank 0 has the `group`,
         and all plan for as many `processors`. Raise RankLost then, too."""
-        element_type = settings.dtype
-        kv_heads = config.kv_heads if place is None else place.config.kv_heads
-        layout = KvLayout(element_type, config.layers, kv_heads, config.head_dim, block_size)
-        if capacity_blocks < 1:
-            raise ModelError(f"a KV cache of {capacity_blocks} blocks holds nothing; it needs at least one")
-        self._facts = Ready(
-            context_length=min(config.context_length, capacity_blocks * block_size),
-            vocab_size=config.vocab,
-            eos_token_ids=config.eos_token_ids,
-            block_size=block_size,
-            capacity_blocks=capacity_blocks,
-            kv_layout=layout,
+        whole, gpus = (config, {memory.device}) if place is None else (place.config, set(place.gpus))
+        self._facts = engine_facts(
+            config,
+            KvLayout(settings.dtype, config.layers, whole.kv_heads, config.head_dim, sizes.block_size),
+            sizes.capacity_blocks,
+            most_images=sizes.most_images,
+            lora_bytes=sizes.lora_bytes,
             path=path,
             grammars=grammars is not None,
-            biases=True,
-            min_tokens=True,
-            prompt_logprobs=True,
-            allowed_tokens=True,
-            embedding_size=config.hidden,
             # 16-bit arithmetic gives other numbers than a CPU that stores KV in the same type.
-            weights=digest if element_type == "float32" else f"{digest}-{element_type}",
-            operations=("clear", "sleep", "wake", *(LORA_OPERATIONS if lora_bytes else ())),
-            gpus=tuple(
-                cp.cuda.runtime.deviceGetPCIBusId(gpu)
-                for gpu in sorted({memory.device} if place is None else set(place.gpus))
-            ),
+            weights=digest if settings.dtype == "float32" else f"{digest}-{settings.dtype}",
+            gpus=tuple(cp.cuda.runtime.deviceGetPCIBusId(gpu) for gpu in sorted(gpus)),
         )
-        self._place, self._group = place, group
-        self._config = config
-        vision = config.vision if most_images else None
-        self.encoder_cache: EncoderCache[Array] | None = None if vision is None else EncoderCache(encoder_cache_bytes)
-        self._tower: CudaVisionTower | None = None
-        self._images: ImageEncoder | None = None
-        """Not there while the engine sleeps, or if the model takes no images."""
-        self._store: EmbeddingLookups | None = None
-        if vision is not None:
-            images = {"images": vision.input, "most_images": most_images, "image_cost": image_cost(config)}
-            self._facts = replace(self._facts, **images)
-        self._digest = digest
-        self._limits = step_limits(
-            self._facts.context_length,
-            block_size,
-            max_running=max_running,
-            max_rows=max_rows,
-            ranks=1 if place is None else len(place.gpus),
-        )
-        self._graph_rows = graph_rows(settings, max_running)
-        self._blocks = min(first_blocks or capacity_blocks, capacity_blocks)
+        self._config, self._settings, self._memory, self._sizes = config, settings, memory, sizes
+        self._place, self._group, self._shared = place, group, shared
+        self._digest, self._verify, self._shares_blocks = digest, verify, shares_blocks
+        self._blocks = min(sizes.first_blocks or sizes.capacity_blocks, sizes.capacity_blocks)
         """How many blocks of KV there are at present."""
-        self._loras = LoraStore(
-            config if place is None else place.config,
-            most_rank=lora_rank,
-            most_bytes=lora_bytes,
-            place=self._place_lora,
-        )
-        self._masks = MaskThread(grammars)
-        self._memory = memory
-        self._settings = settings
-        self._verify = verify
-        self._shares_blocks = shares_blocks
-        self._shared = shared
-        self._exported: DevicePages | None = None
-        """The memory of the KV pages, if other processes can map it."""
-        self._mover: TransferMover | None = None
         self._clock: Callable[[], float] = time.monotonic
         """The clock of the mover, and so of each of its copiers."""
-        self._kept: CudaWeights | None = None
-        """The weights in host memory, during a sleep of level 1."""
-        processors = processors or int(cp.cuda.Device().attributes["MultiProcessorCount"])
-        self._layout = StepLayout(block_size, PREFILL_ROWS, SplitPlanner.of(config, processors, max_running))
-        self.use_graphs = True
-        """Whether graphs are used; otherwise every step runs eagerly."""
-        self.meanwhile: Callable[[Callable[[], bool]], None] | None = None
-        """What is called while a step is computed, as `Overlaps` says."""
+        self._plan_steps(processors or int(cp.cuda.Device().attributes["MultiProcessorCount"]))
+        self._make_stores(whole, grammars)
+        self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
+        self._take_memory(weights, progress)
+
+    def _plan_steps(self, processors: int) -> None:
+        """Say how large steps are, how they are laid out, which have graphs, and on which stream they run."""
+        sizes, ranks = self._sizes, 1 if self._place is None else len(self._place.gpus)
+        running, block_size = sizes.max_running, sizes.block_size
+        self._limits = step_limits(
+            self._facts.context_length, block_size, max_running=running, max_rows=sizes.max_rows, ranks=ranks
+        )
+        self._graph_rows = graph_rows(self._settings, running)
+        self._layout = StepLayout(block_size, PREFILL_ROWS, SplitPlanner.of(self._config, processors, running))
         self.stream = cp.cuda.Stream(non_blocking=True)
         """The stream of all steps."""
         self._launched = cp.cuda.Event(disable_timing=True)
         """Happens when the logits of the last step are computed, and mostly when its tokens are drawn."""
-        self.stream.wait_event(cp.cuda.get_current_stream().record())  # wait for the weights
-        self._take_memory(weights, progress)
+
+    def _make_stores(self, whole: ModelConfig, grammars: GrammarCache | None) -> None:
+        """Make what keeps LoRAs of the `whole` model, masks of grammars, and embeddings of images."""
+        sizes = self._sizes
+        self._loras = LoraStore(whole, most_rank=sizes.lora_rank, most_bytes=sizes.lora_bytes, place=self._place_lora)
+        self._masks = MaskThread(grammars)
+        images = self._facts.images is not None
+        self.encoder_cache: EncoderCache[Array] | None = EncoderCache(sizes.encoder_cache_bytes) if images else None
 
     def _take_memory(self, weights: CudaWeights, progress: Callable[[float], None]) -> None:
         """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room."""
@@ -504,7 +473,8 @@ class CudaRunner:
         failed, copier = "", None
         self._blocks = self._facts.capacity_blocks
         try:
-            copier = self._take_again()
+            with no_memory_as_model_error(Path(self._facts.path), "the weights"):
+                copier = self._take_again()
         except (ModelError, ConfigError, RankLost) as wrong:
             failed = f"wake: {wrong}"
         if failed:

@@ -16,7 +16,7 @@ from services.worker.contracts.messages import Loading
 from services.worker.limits import MAX_STEP_TOKENS
 from services.worker.model.tensor_header import Shape
 from services.worker.native.config import ModelConfig
-from services.worker.native.cuda.capacity import GpuRoom, capacity, step_bytes, weight_bytes
+from services.worker.native.cuda.capacity import CudaSizes, GpuRoom, capacity, step_bytes, weight_bytes
 from services.worker.native.cuda.faults import no_room_as_model_error
 from services.worker.native.cuda.group import CudaRankGroup
 from services.worker.native.cuda.matrix_memory import cuda_weights_of
@@ -72,20 +72,22 @@ def start_runner(
             weights,
             memory,
             cuda,
-            capacity_blocks=parts.blocks,
-            first_blocks=-(-(MAX_STEP_TOKENS + 1) // settings.block_size) if stands_by else 0,
-            block_size=settings.block_size,
-            max_running=settings.max_running,
+            CudaSizes(
+                capacity_blocks=parts.blocks,
+                first_blocks=-(-(MAX_STEP_TOKENS + 1) // settings.block_size) if stands_by else 0,
+                block_size=settings.block_size,
+                max_running=settings.max_running,
+                lora_rank=settings.lora_rank,
+                lora_bytes=parts.lora_bytes,
+                most_images=settings.most_images if config.vision is not None else 0,
+                encoder_cache_bytes=settings.encoder_cache_bytes,
+            ),
             verify=settings.kvbm.verify,
-            lora_rank=settings.lora_rank,
-            lora_bytes=parts.lora_bytes,
             shares_blocks=settings.shares_blocks,
             shared=shared,
             path=model,
             digest=digest,
             grammars=GrammarCache.from_directory(directory, config.vocab, config.eos_token_ids),
-            most_images=settings.most_images if config.vision is not None else 0,
-            encoder_cache_bytes=settings.encoder_cache_bytes,
             progress=lambda done: progress(Loading("capturing graphs", done)),
             place=place,
             group=group,
