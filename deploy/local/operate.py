@@ -21,7 +21,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.errors import ConfigError, ProtocolError, Unavailable
 from shared.installation import COMMAND
 from shared.lora import name_of_lora
-from shared.messages.cards import Instance, ModelCard
+from shared.messages.cards import ASLEEP, Instance, ModelCard
 from shared.messages.control import CONTROL, LOG_LEVEL_CHANGED, ChangeLogLevel
 from shared.messages.people import OPERATE_WORKER, WORKER_OPERATED, OperateWorker, WorkerOperated
 
@@ -56,6 +56,9 @@ async def _operate(
         done = await asyncio.gather(*(_ask(bus, config.namespace, worker, asked, timeout_s) for worker in workers))
     if any(done) and asked.operation in ("resume", "wake"):
         print(RAMP_UP, file=sys.stderr)
+    for each in () if prefixes else sleepers(config.namespace, values, workers):
+        remedy = f"`{COMMAND} wake {each.instance}`, then give this command again"
+        print(f"worker {each.instance} is asleep and was not asked: {remedy}", file=sys.stderr)
     return 0 if all(done) else 1
 
 
@@ -83,6 +86,13 @@ def summary(operated: WorkerOperated) -> str:
     return f"{state}, with the LoRAs {', '.join(operated.lora)}" if operated.lora else state
 
 
+def sleepers(namespace: str, values: Mapping[str, bytes], chosen: Sequence[Instance]) -> list[Instance]:
+    """Return the workers of the chosen ones' model that sleep. `values` are discovery's keys and values."""
+    models = {each.model for each in chosen} - {""}
+    entries = [each for each in readable_entries(namespace, values) if isinstance(each, Instance)]
+    return [each for each in entries if each.model in models and each.state == ASLEEP]
+
+
 def choose_workers(
     namespace: str, values: Mapping[str, bytes], asked: OperateWorker, prefixes: Sequence[str], model: str
 ) -> list[Instance]:
@@ -104,7 +114,9 @@ def choose_workers(
     models = sorted({card.model for card in cards if model in ("", card.model)})
     if not models:
         holding = f"has the LoRA {asked.name}" if asked.operation == "unload_lora" else "serves now"
-        raise ConfigError(f"no worker {'of ' + model + ' ' if model else ''}{holding}")
+        asleep = [each.instance for each in workers.values() if each.state == ASLEEP and model in ("", each.model)]
+        remedy = f"; asleep, until `{COMMAND} wake`: {', '.join(sorted(asleep)[:_LISTED])}" if asleep else ""
+        raise ConfigError(f"no worker {'of ' + model + ' ' if model else ''}{holding}{remedy}")
     if len(models) > 1:
         raise ConfigError(f"several models are served, name one with --model: {', '.join(models[:_LISTED])}")
     meant = {card.instance for card in cards if card.model == models[0]}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -66,11 +65,11 @@ class Local:
             limit.cancel()
 
     def close(self) -> None:
-        """End it, as Ctrl-C does. A second call does nothing, and so does one of a forked child."""
+        """End it: requests that run finish first. A second call does nothing, and so does one of a forked child."""
         if os.getpid() != self._owner:
             return
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()  # no SIGINT: a shell's background jobs ignore it, and so does what they start
             try:
                 self._process.wait(STOP_LIMIT_S)
             except subprocess.TimeoutExpired:

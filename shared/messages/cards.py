@@ -91,6 +91,8 @@ class Instance(Struct, frozen=True):
     """The role of a worker, which its card has too, for as long as it has one."""
     turns: TurnTaker | None = None
     """The turn of a worker's model. None if the worker takes requests all the time."""
+    model: str = ""
+    """The name of a worker's model, also while it has no card, as when it sleeps. Empty before its first card."""
 
 
 class KvLayout(Struct, frozen=True, omit_defaults=True):

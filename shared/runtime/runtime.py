@@ -66,6 +66,7 @@ class Runtime:
         peers: str = "",
         role: Role = "aggregated",
         turns: TurnTaker | None = None,
+        model: str = "",
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -87,6 +88,7 @@ class Runtime:
             peers=peers,
             role=role,
             turns=turns,
+            model=model,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

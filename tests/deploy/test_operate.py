@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from deploy.local.operate import RAMP_S, choose_workers, operate, summary
+from deploy.local.operate import RAMP_S, choose_workers, operate, sleepers, summary
 from deploy.local.show.fleet import FleetConfig
 from services.router.config import LoadConfig
 from shared import subjects
@@ -17,11 +18,14 @@ NAMESPACE = "default"
 CLEAR, UNLOAD = OperateWorker("clear"), OperateWorker("unload_lora", "sql")
 
 
-def entries(*workers: tuple[str, str, tuple[str, ...]]) -> dict[str, bytes]:
-    """Discovery's entries of workers: id, model (empty: no card), LoRAs."""
+def entries(*workers: tuple[str, str, tuple[str, ...]], asleep: str = "") -> dict[str, bytes]:
+    """Discovery's entries of workers: id, model (empty: no card), LoRAs. Those without a card sleep, and are of the
+    model `asleep` unless that is empty."""
     found: dict[str, bytes] = {}
     for worker, model, loras in workers:
         instance = Instance(NAMESPACE, "worker", worker, 1, "machine", 42, 1.0, "0.1.0")
+        if asleep and not model:
+            instance = msgspec.structs.replace(instance, state="asleep", model=asleep)
         found[subjects.instance_key(NAMESPACE, "worker", worker)] = INSTANCE.encode(instance, JSON_HEADER)
         if model:
             card = ModelCard(
@@ -68,6 +72,18 @@ def test_without_an_id_all_workers_of_the_only_model_are_meant() -> None:
     assert chosen(values, UNLOAD) == ["0a"]
     with pytest.raises(ConfigError, match="no worker has the LoRA law"):
         chosen(values, OperateWorker("unload_lora", "law"))
+
+
+def test_workers_that_sleep_are_said_to_be_passed_over() -> None:
+    values = entries(("0a", "m", ()), ("0b", "n", ()), ("0c", "", ()), asleep="m")
+    load = OperateWorker("load_lora", "law", path="/law")
+    for model, passed_over in (("m", ["0c"]), ("n", [])):
+        chosen = [
+            msgspec.structs.replace(each, model=model) for each in choose_workers(NAMESPACE, values, load, (), model)
+        ]
+        assert [each.instance for each in sleepers(NAMESPACE, values, chosen)] == passed_over
+    with pytest.raises(ConfigError, match=r"no worker of m serves now; asleep, until `.*headrace wake`: 0c, 0d"):
+        choose_workers(NAMESPACE, entries(("0d", "", ()), ("0c", "", ()), asleep="m"), load, (), "m")
 
 
 def test_of_several_models_one_is_named() -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from deploy.local.table import age, narrowed, size, table
 from shared.discovery.catalogue import Catalogue, read_catalogue
-from shared.messages.cards import ModelCard
+from shared.messages.cards import ASLEEP, ModelCard
 from shared.messages.frontends import RecentRequests
 from shared.messages.kvbm import KvbmState
 from shared.messages.load import LoadReport
@@ -41,7 +41,7 @@ class InstanceRow(Struct, frozen=True):
     device: str = ""
     """The device on which a worker computes, such as cpu or cuda:0."""
     model: str = ""
-    """The model of a worker, also while it sleeps until its turn. Empty if it has no card."""
+    """The model of a worker, also while it sleeps. Empty if it has had no card yet."""
     role: str = ""
     """What a worker does of a request: aggregated, prefill or decode. Empty if it is no worker, or has no card."""
     state: str = ""
@@ -58,6 +58,7 @@ class ModelRow(Struct, frozen=True):
     instances: tuple[str, ...]
     """The workers that take requests now."""
     context_length: int
+    """0 if all instances were put to sleep by hand, and so is the block size."""
     block_size: int
     total_blocks: int
     held_blocks: int
@@ -67,7 +68,7 @@ class ModelRow(Struct, frozen=True):
     lora: dict[str, int] = {}
     """The LoRAs, and how many of the instances have each."""
     asleep: int = 0
-    """The number of further instances, which sleep until the model's turn."""
+    """The number of further instances, which sleep."""
 
 
 class RefusedRow(Struct, frozen=True):
@@ -165,7 +166,7 @@ def overview(
             version=each.version,
             http=each.http,
             device=known[each.instance].device if each.instance in known else "",
-            model=known[each.instance].model if each.instance in known else "",
+            model=known[each.instance].model if each.instance in known else each.model,
             role=roles.get(each.instance, each.role if each.service == "worker" else ""),
             state=each.state,
             load=reports.get(each.instance),
@@ -177,7 +178,7 @@ def overview(
         nats=nats,
         discovery=discovery,
         instances=tuple(instances),
-        models=tuple(_model_rows(cards, sleeping, reports)),
+        models=tuple(_model_rows(cards, sleeping, _asleep_by_hand(catalogue), reports)),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
         notes=(*notes, *_role_notes(cards, catalogue)),
@@ -191,6 +192,12 @@ def _sleeping(catalogue: Catalogue) -> list[ModelCard]:
     awake = {instance for _, instance in catalogue.cards}
     takers = [each.turns for each in catalogue.instances.values() if each.instance not in awake]
     return [taker.card for taker in takers if taker is not None]
+
+
+def _asleep_by_hand(catalogue: Catalogue) -> Counter[str]:
+    """Return how many workers of each model sleep because they were asked to."""
+    entries = catalogue.instances.values()
+    return Counter(each.model for each in entries if each.state == ASLEEP and each.model and each.turns is None)
 
 
 def _card_place(card: ModelCard) -> tuple[str, str]:
@@ -258,25 +265,35 @@ def _reached(prefill: ModelCard, cards: Sequence[ModelCard], catalogue: Catalogu
 
 
 def _model_rows(
-    awake: Sequence[ModelCard], asleep: Sequence[ModelCard], reports: Mapping[str, LoadReport]
+    awake: Sequence[ModelCard],
+    asleep: Sequence[ModelCard],
+    by_hand: Mapping[str, int],
+    reports: Mapping[str, LoadReport],
 ) -> Iterator[ModelRow]:
     sleepers = {card.instance for card in asleep}
-    for model, cards in groupby(sorted((*asleep, *awake), key=_card_place), attrgetter("model")):
-        yield _model_row(model, list(cards), reports, sleepers)
+    by_model = groupby(sorted((*asleep, *awake), key=_card_place), attrgetter("model"))
+    cards = {model: list(of_model) for model, of_model in by_model}
+    for model in sorted(cards.keys() | by_hand.keys()):
+        yield _model_row(model, cards.get(model, []), by_hand.get(model, 0), reports, sleepers)
 
 
 def _model_row(
-    model: str, of_model: Sequence[ModelCard], reports: Mapping[str, LoadReport], sleeping: Collection[str]
+    model: str,
+    of_model: Sequence[ModelCard],
+    by_hand: int,
+    reports: Mapping[str, LoadReport],
+    sleeping: Collection[str],
 ) -> ModelRow:
-    """Return the row of a model, from the cards of its workers. Those that sleep have no blocks."""
+    """Return the row of a model, from the cards of its workers, and the number of those that sleep without one. Those
+    that sleep have no blocks."""
     cards = [card for card in of_model if card.instance not in sleeping]
     heard = [reports[card.instance] for card in cards if card.instance in reports]
     return ModelRow(
         model=model,
         instances=tuple(card.instance for card in cards),
-        asleep=len(of_model) - len(cards),
-        context_length=min(card.context_length for card in of_model),
-        block_size=of_model[0].block_size,
+        asleep=len(of_model) - len(cards) + by_hand,
+        context_length=min((card.context_length for card in of_model), default=0),
+        block_size=of_model[0].block_size if of_model else 0,
         total_blocks=sum(card.capacity_blocks * card.ranks for card in cards),
         held_blocks=sum(report.held_blocks for report in heard),
         cached_blocks=sum(report.cached_blocks for report in heard),
@@ -390,9 +407,9 @@ def _instance(row: InstanceRow) -> tuple[object, ...]:
 
 
 def _model(row: ModelRow) -> tuple[object, ...]:
-    blocks = (row.block_size, row.held_blocks, row.cached_blocks, row.total_blocks)
+    blocks = (row.block_size or "-", row.held_blocks, row.cached_blocks, row.total_blocks)
     count = f"{len(row.instances)}, {row.asleep} asleep" if row.asleep else len(row.instances)
-    return (row.model, count, row.makes or row.context_length, *blocks)
+    return (row.model, count, row.makes or row.context_length or "-", *blocks)
 
 
 def _weights(row: SharedWeightsRow) -> tuple[object, ...]:

@@ -16,11 +16,13 @@ import asyncio
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any, TypeVar
 
 import uvloop
 from msgspec import Struct
@@ -47,6 +49,7 @@ from shared.errors import ConfigError, Unavailable
 from shared.measured_times import Point
 from shared.version import VERSION
 
+T = TypeVar("T")
 WORKERS = 16
 """The most workers of a machine that are measured at once."""
 SHORTEST = 64
@@ -66,6 +69,8 @@ UNSTEADY = 0.1
 TOLERANCE = 0.08
 """A point between two others that is off from their line by less adds nothing."""
 GRID_POINTS = 20
+AGAIN_AFTER_S = (1.0, 5.0)
+"""The pauses before a measurement that has failed is made again; after these it has failed."""
 CACHED_MISS = 0.1
 """The part of a prompt's beginning that may be missing from the cache."""
 
@@ -227,7 +232,7 @@ class Sweep:
         """Measure until both grids are complete and their points have been measured often enough, or until the time is
         over."""
         if not self._found:
-            await self._learn_overhead()
+            await self._with_more_tries(self._learn_overhead)
         for kind, grid in self._grids.items():
             while (place := grid.next()) is not None:
                 await self._point(kind, place, FIRST_REPETITIONS)
@@ -299,7 +304,7 @@ class Sweep:
         alone, busy = ([], []) if found is None else (list(found.times), list(found.busy_times))
         for _ in range(repetitions):
             for group, seconds in zip(groups, (alone, busy), strict=False):
-                seconds.append(max(1e-6, await timed(place, group)))
+                seconds.append(max(1e-6, await self._with_more_tries(partial(timed, place, group))))
         point = MeasuredPoint(
             kind,
             *place,
@@ -316,6 +321,19 @@ class Sweep:
         self._terminal.progress("profile", self._done())
         self._options.out.write_bytes(encode_profile(self.profile(complete=False)))
 
+    async def _with_more_tries(self, measure: Callable[[], Awaitable[T]]) -> T:
+        """Return what is measured. What has failed is measured again a few times, as a busy endpoint answers later.
+        Raise Unavailable."""
+        for pause_s in AGAIN_AFTER_S:
+            try:
+                return await measure()
+            except Unavailable as wrong:
+                if self._is_over():
+                    raise
+                self._terminal.notice(f"measured again in {pause_s:g} s: {wrong}")
+            await asyncio.sleep(pause_s)
+        return await measure()
+
     def _done(self) -> float:
         """Return the part of all repetitions that has been made, as far as they are known."""
         made = sum(min(point.repetitions, REPETITIONS) for point in self.points)
@@ -330,9 +348,9 @@ class Sweep:
         beginning = self._asked.prompt("beginning", before)
         if before:  # each time: since the last one other prompts may have taken its room
             end = self._asked.prompt("end", SHORTEST)
-            await asyncio.gather(*(client.ask([*beginning, *end], 1) for client in self._clients))
+            await _all(client.ask([*beginning, *end], 1) for client in self._clients)
         prompt = [*beginning, *self._new_prompt(tokens)]
-        answers = await asyncio.gather(*(client.ask(prompt, 1) for client in clients))
+        answers = await _all(client.ask(prompt, 1) for client in clients)
         for answer in answers:
             self._check_cached(answer, before)
         return fmean(answer.first_s - answer.sent_s for answer in answers) - self._overhead_s
@@ -343,9 +361,9 @@ class Sweep:
         batch, context = place
         prompts = [self._asked.prompt(f"{os.getpid()} decode {context} {number}", context) for number in range(batch)]
         asks = [(client, prompt) for prompt in prompts for client in clients]
-        await asyncio.gather(*(client.ask(prompt, 1) for client, prompt in asks))
+        await _all(client.ask(prompt, 1) for client, prompt in asks)
         for tokens in (ANSWER_TOKENS, LONG_ANSWER_TOKENS):
-            answers = await asyncio.gather(*(client.ask(prompt, tokens) for client, prompt in asks))
+            answers = await _all(client.ask(prompt, tokens) for client, prompt in asks)
             if max(answer.first_s for answer in answers) < min(answer.last_s for answer in answers):
                 return median((answer.last_s - answer.first_s) / max(1, answer.tokens - 1) for answer in answers)
         raise Unavailable(
@@ -377,6 +395,15 @@ class Sweep:
                 f"of {before} tokens that were sent before, {answer.cached_tokens} were cached: "
                 "is prefix caching on, and is there room for them? A shorter --longest needs less"
             )
+
+
+async def _all(asks: Iterable[Coroutine[Any, Any, TimedAnswer]]) -> list[TimedAnswer]:
+    """Return all answers to requests that are made at once. Raise the first error when none is under way any longer."""
+    answers = await asyncio.gather(*asks, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, TimedAnswer)]
 
 
 def _is_unsure(point: MeasuredPoint) -> bool:

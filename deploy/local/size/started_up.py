@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -211,8 +210,7 @@ def _ready_url(process: subprocess.Popen[str], purpose: str) -> str:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+    process.terminate()  # no SIGINT: a shell's background jobs ignore it, and so does all that they start
     try:
         process.wait(STOP_LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -133,7 +133,7 @@ def models(rows: Sequence[ModelRow], loads: Mapping[str, LoadReport], *, old: bo
 def _model(row: ModelRow, loads: Mapping[str, LoadReport]) -> tuple[str | Bar, ...]:
     known = [loads[each] for each in row.instances if each in loads]
     bar = Bar(sum(one.held_blocks for one in known), sum(one.cached_blocks for one in known), row.total_blocks)
-    return (plain(row.model), str(len(row.instances)), str(row.context_length), str(len(row.lora)), bar)
+    return (plain(row.model), str(len(row.instances)), str(row.context_length or "-"), str(len(row.lora)), bar)
 
 
 def services(

@@ -179,7 +179,7 @@ def _totals(workers: Sequence[Instance], loads: Mapping[str, SeenLoad], recent: 
 def _worker(entry: Instance, facts: Facts, card: ModelCard | None) -> WorkerView:
     load = facts.loads.get(entry.instance)
     silent = load is None or load.age_s >= SILENT_S
-    device, model, kvbm = ("", "", "") if card is None else (card.device, card.model, card.kvbm)
+    device, model, kvbm = ("", entry.model, "") if card is None else (card.device, card.model, card.kvbm)
     state = "silent" if silent else _cut(entry.state) or ("ready" if card is not None else "starting")
     role: str = entry.role if card is None else card.role
     role = "" if role == "aggregated" else role

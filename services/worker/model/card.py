@@ -147,7 +147,7 @@ class CardAnnouncement:
         self.turn: TurnTaker | None = None
         """What frontends know of the model while it sleeps until its turn. None if it takes no turns, or no engine was
         ready yet."""
-        self._state = ""
+        self._state = self._model = ""
         self._published = asyncio.Event()
         """Set while discovery has all that was shown last."""
         self._card_published = asyncio.Event()
@@ -156,6 +156,8 @@ class CardAnnouncement:
     def show(self, card: ModelCard | None, state: str = "") -> None:
         """Publish this card, or none while no request would be accepted; `state` is `Instance.state`."""
         self.card, self._state = card, state
+        known = self.known_card()
+        self._model = self._model if known is None else known.model
         self._published.clear()
         self.entries.request_update()
 
@@ -201,8 +203,15 @@ class CardAnnouncement:
     def _make_entries(self, epoch: int) -> dict[str, bytes]:
         runtime = self._runtime
         operations = {name: subjects.worker(runtime.namespace, runtime.instance, name) for name in OPERATIONS}
-        state, role = self._state, self._role
-        entries = runtime.address(epoch, operations, events=self._source, state=state, role=role, turns=self.turn)
+        entries = runtime.address(
+            epoch,
+            operations,
+            events=self._source,
+            state=self._state,
+            role=self._role,
+            turns=self.turn,
+            model=self._model,
+        )
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)
             entries[card_key] = MODEL_CARD.encode(self.card, JSON_HEADER)

@@ -253,9 +253,7 @@ class Operations:
             return f"name: {asked.name[:128]!r} is not {NAME_RULE}"
         if asked.name == self._model:
             return f"name: {asked.name} is the name of the model"
-        if self._id_of(asked.name):
-            return f"{asked.name} is loaded already; unload it first"
-        if len(self.loras) >= MOST_LORAS:
+        if len(self.loras) >= MOST_LORAS and not self._id_of(asked.name):
             return f"{MOST_LORAS} LoRAs are loaded; unload one first"
         if not asked.path.startswith("/") or "\0" in asked.path:
             return "path: not an absolute path"
@@ -312,7 +310,10 @@ class Operations:
         if failed:
             self._failed = f"load_lora: {failed}"
             return self._finish()
-        return self._follow([AskEngine("load_lora", make_lora_id(self.running.name, digest), self.running.path)])
+        name, loaded = make_lora_id(self.running.name, digest), self._id_of(self.running.name)
+        if loaded and loaded != name:
+            self._failed = f"load_lora: {self.running.name} is loaded already, from other files; unload it first"
+        return self._follow([] if loaded else [AskEngine("load_lora", name, self.running.path)])
 
     def on_engine(self, failed: str = "", *, lost: bool = False) -> list[OperationAction]:
         """The engine has answered; `lost`: it never will, and no engine is asked before the next `engine_ready`."""

@@ -160,6 +160,24 @@ def test_models_that_sleep_until_their_turn_are_shown_with_their_workers() -> No
     ]
 
 
+def test_workers_that_were_put_to_sleep_are_shown_with_their_models() -> None:
+    def asleep(name: str, model: str) -> tuple[str, bytes]:
+        key, value = instance("worker", name, state="asleep")
+        entry = msgspec.structs.replace(INSTANCE.decode(value, JSON_HEADER), model=model)
+        return key, INSTANCE.encode(entry, JSON_HEADER)
+
+    view = look(instance("worker", "w1"), card("w1"), asleep("w2", "m.x"), asleep("w3", "n"), asleep("w4", ""))
+    assert [(row.instance, row.model) for row in view.instances] == [
+        *(("w1", "m.x"), ("w2", "m.x"), ("w3", "n"), ("w4", "")),
+    ]
+    shown = render(view).splitlines()
+    at = shown.index("MODEL  INSTANCES    CONTEXT  BLOCK  HELD  CACHED  BLOCKS")
+    assert shown[at + 1 : at + 3] == [
+        "m.x    1, 1 asleep  2048     16     0     0       500",
+        "n      0, 1 asleep  -        -      0     0       0",
+    ]
+
+
 def test_a_narrow_terminal_shows_the_load_and_the_addresses() -> None:
     view = look(instance("worker", "w1"), card("w1", device="cuda:0"), reports=(report("w1"),))
     shown = render(view, 84).splitlines()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -19,6 +26,8 @@ from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
 FIXED_S, TOKEN_S = 0.02, 0.0002
+REFUSED = (1, 20)
+"""The completions that a busy endpoint refuses."""
 
 
 def profiled(folder: Path, *words: str) -> int:
@@ -76,6 +85,57 @@ def test_each_point_of_several_workers_is_also_measured_while_all_are_busy(tmp_p
     assert made.busy is not None
     assert all(point.busy_s > FIXED_S / 4 for point in made.points)
     assert [point[:2] for point in made.busy.decode] == [point[:2] for point in made.decode]
+
+
+class _Busy(BaseHTTPRequestHandler):
+    """Passes requests on to `url`, but for some of the completions: for those it has no room."""
+
+    url = ""
+    asked: ClassVar[Iterator[int]]
+
+    def do_GET(self) -> None:
+        self._pass_on(None)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v1/completions" and next(self.asked) in REFUSED:
+            self.send_error(429)
+        else:
+            self._pass_on(body)
+
+    def _pass_on(self, body: bytes | None) -> None:
+        request = urllib.request.Request(self.url + self.path, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                self.send_response(answer.status)
+                self.end_headers()
+                while piece := answer.read1(1 << 16):
+                    self.wfile.write(piece)
+                    self.wfile.flush()
+        except (OSError, http.client.HTTPException):  # the client has what it wants of an endless answer
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_an_endpoint_that_has_no_room_for_a_moment_is_asked_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    up = ("--engine", "simulated", "--simulated", "fixed_s=0.001", "--model", model, "--discovery", "file")
+    sizes = ["--longest", "128", "--most", "1", "--out", str(tmp_path / "p.json")]
+    with (
+        running(tmp_path / "up", *up, "--workers", "1", "--set", "frontend.ui.serve=off") as fleet,
+        ThreadingHTTPServer(("127.0.0.1", free_port()), _Busy) as server,
+    ):
+        _Busy.url, _Busy.asked = fleet.url.removesuffix("/v1"), count(1)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        status = main(["profile", "--url", f"http://127.0.0.1:{server.server_port}/v1", *sizes])
+        server.shutdown()
+    assert status == 0
+    assert capsys.readouterr().err.count("measured again in 1 s: ") == len(REFUSED)
+    assert written(tmp_path).complete
 
 
 def test_gpus_are_divided_among_the_workers_that_are_measured_at_once() -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from deploy.local.size.started_up import ONE_WORKER, running_up
+from deploy.local.size.started_up import ONE_WORKER, _stop, command, running_up
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
+from shared.installation import TREE
 from tests.integration.stack import eventually
+from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
 LIMIT_S = 120.0
@@ -47,3 +52,19 @@ def test_an_up_that_does_not_start_shows_what_it_said(tmp_path: Path, capfd: pyt
     ):
         raise AssertionError("it has started")
     assert "error: worker.no_such: no such setting" in capfd.readouterr().err
+
+
+def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as hub:
+        hub.settimeout(LIMIT_S)
+        variables = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "PYTHONPATH": str(TREE)}
+        process = subprocess.Popen(
+            command("up", "--state", str(tmp_path), *FLAGS, "--model", "org/name"),
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN),
+        )
+        hub.accept()
+        _stop(process)
+    assert process.returncode == -signal.SIGTERM

@@ -97,8 +97,9 @@ def test_a_worker_shows_its_role_unless_it_does_all_of_a_request() -> None:
 
 def test_what_an_operator_asked_for_is_the_state_and_a_worker_without_a_card_starts() -> None:
     loads = {name: SeenLoad(report(name), 0.0, None) for name in ("w1", "w2")}
-    seen = snapshot(facts(instance("worker", "w1", 1.0, "draining"), instance("worker", "w2", 2.0), loads=loads))
-    assert [each.state for each in seen.workers] == ["draining", "starting"]
+    drains = msgspec.structs.replace(instance("worker", "w1", 1.0, "draining"), model="m")
+    seen = snapshot(facts(drains, instance("worker", "w2", 2.0), loads=loads))
+    assert [(each.state, each.model) for each in seen.workers] == [("draining", "m"), ("starting", "")]
 
 
 def test_processes_that_do_not_answer_are_there_without_numbers() -> None:

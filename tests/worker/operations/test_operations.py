@@ -380,6 +380,18 @@ def test_a_lora_is_read_then_loaded_then_shown_under_its_id() -> None:
     assert (world.engine_loras, world.answers) == (set(), ["", ""])
 
 
+def test_a_lora_whose_files_are_loaded_already_is_loaded_and_other_files_are_refused() -> None:
+    world = worker()
+    for name in [f"lora-{number}" for number in range(MOST_LORAS - 1)] + ["sql", "sql"]:
+        assert not world.ask("load_lora", name)
+        world.settle()
+    assert world.answers == [""] * (MOST_LORAS + 1)
+    assert not world.ask("load_lora", "sql")
+    world.take(world.operations.on_lora_read("fedcba9876543210"))
+    assert world.answers[-1] == "load_lora: sql is loaded already, from other files; unload it first"
+    assert lora("sql") in world.seen()[1]
+
+
 def test_an_engine_that_started_while_a_lora_became_idle_is_not_asked_to_unload_it() -> None:
     world = worker()
     world.ask("load_lora", "sql")
@@ -489,7 +501,6 @@ def test_a_sleep_that_fails_leaves_the_worker_as_it_was() -> None:
     [
         ("load_lora", "a@b", "name: 'a@b' is not 1 to 128 letters"),
         ("load_lora", "base", "name: base is the name of the model"),
-        ("load_lora", "sql", "sql is loaded already; unload it first"),
         ("unload_lora", "law", "there is no LoRA 'law'"),
         ("wake", "", "the worker is awake"),
         ("resume", "", "the worker serves already"),
