@@ -15,6 +15,7 @@ Only the decoder of the format that the first bytes show is tried, and only the 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
 import msgspec
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
@@ -95,12 +96,13 @@ def _seen(asked: Prepare, kind: str, wanted: ImageInput) -> Prepared:
     """Return the image as a model sees it, in RGB. Raise _Refused, and whatever Pillow raises."""
     with _checked(asked.source, kind, asked.pixels_limit) as image:
         width, height = image.size
-        if _orientation(image) >= _FIRST_ON_ITS_SIDE:
+        orientation = _orientation(image)
+        if orientation >= _FIRST_ON_ITS_SIDE:
             width, height = height, width
         size, kept = _sizes(width, height, wanted, asked)
         if asked.size_only:
             return Prepared(asked.key, b"", *kept)
-        rgb = _on_white(_upright(image, asked.source))
+        rgb = _on_white(_upright(image, asked.source, orientation))
         return Prepared(asked.key, _middle(rgb, size, kept, Image.Resampling[wanted.filter]).tobytes(), *kept)
 
 
@@ -144,7 +146,7 @@ def _columns(length: int, size: int, kept: int) -> tuple[int, int, int]:
 def _picture(asked: Prepare, kind: str, shape: PictureShape) -> Prepared:
     """Return the image as a PNG file, from which a picture is made. Raise _Refused, and whatever Pillow raises."""
     with _checked(asked.source, kind, asked.pixels_limit) as image:
-        upright = _upright(image, asked.source)
+        upright = _upright(image, asked.source, _orientation(image))
         size = shape.size_of(*upright.size)
         if not shape.is_mask:
             resized = _on_white(upright).resize(size, Image.Resampling.LANCZOS)
@@ -168,9 +170,8 @@ def _orientation(image: Image.Image) -> int:
     return found if found in _TURNS else 1
 
 
-def _upright(image: ImageFile.ImageFile, source: bytes) -> Image.Image:
+def _upright(image: ImageFile.ImageFile, source: bytes, orientation: int) -> Image.Image:
     """Return the picture of a file turned upright, with 8 bits. Raise _Refused, and whatever Pillow raises."""
-    orientation = _orientation(image)
     decoded = _decoded_png(image, source) if image.format == "PNG" else image
     return decoded.transpose(_TURNS[orientation]) if orientation in _TURNS else decoded
 
@@ -204,13 +205,22 @@ def _decoded_png(image: ImageFile.ImageFile, source: bytes) -> Image.Image:
 def _transparency(source: bytes) -> bytes:
     """Return what a PNG file's first tRNS chunk says. Empty if there is none before its pixels: it has no effect
     after them."""
+    return next((source[place] for kind, place in _chunks(source) if kind == b"tRNS"), b"")
+
+
+def _chunks(source: bytes) -> Iterator[tuple[bytes, slice]]:
+    """Yield the name of each chunk of a PNG file before its pixels, and where its content is."""
     at = 8
     while (kind := source[at + 4 : at + 8]) not in (b"", b"IDAT"):
         end = at + 8 + int.from_bytes(source[at : at + 4], "big")
-        if kind == b"tRNS":
-            return source[at + 8 : end]
+        yield kind, slice(at + 8, end)
         at = end + 4
-    return b""
+
+
+def _hides_picture(source: bytes) -> bool:
+    """Return whether a PNG file has an animation without the picture that a decoder of still ones sees."""
+    kinds = {kind for kind, _ in _chunks(source)}
+    return b"acTL" in kinds and b"fcTL" not in kinds
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -231,6 +241,8 @@ def _checked(source: bytes, kind: str, pixels_limit: int) -> ImageFile.ImageFile
         raise _Refused(f"has {width} by {height} pixels, more than the limit of {pixels_limit} (images.pixels)")
     if kind == "WEBP" and getattr(image, "is_animated", False):
         raise _Refused("is an animated WebP; only still ones are served")
+    if kind == "PNG" and _hides_picture(source):
+        raise _Refused("is an animated PNG whose still picture is no frame of it; send that frame, or a still PNG")
     return image
 
 

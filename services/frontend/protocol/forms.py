@@ -1,6 +1,7 @@
 """Multipart forms, as OpenAI's client sends them with files, as the JSON bodies that they mean. Pure.
 
-A file becomes a data URI; fields of one name, or whose name ends in [], become a list.
+A file becomes a data URI; one that has no name and no content is left out. Fields of one name, or whose name ends in
+[], become a list.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class _Field(Struct, frozen=True):
     """Empty if they say none."""
     is_list: bool = False
     is_file: bool = False
+    is_blank: bool = False
+    """Whether it is a file without a name."""
     media_type: str = ""
 
 
@@ -57,6 +60,8 @@ def form_as_json(content_type: str, body: bytes, files: Collection[str]) -> byte
             break
         head, _, content = part.partition(b"\r\n\r\n")
         field = _field(head)
+        if field.is_blank and not content:  # a browser's file input in which no file was chosen
+            continue
         if not field.name or (field.is_file and field.name not in files):
             raise field_error(field.name[:64] or "body", "this field takes no file", "unsupported_parameter")
         found.setdefault(field.name, []).append(_value(field, content))
@@ -81,16 +86,16 @@ def _value(field: _Field, content: bytes) -> object:
 
 def _field(head: bytes) -> _Field:
     """Return what the header lines of a part say."""
-    name, is_file, media_type = "", False, ""
+    name, file_name, media_type = "", None, ""
     for line in head[:MOST_HEAD_BYTES].decode("utf-8", "replace").split("\r\n"):
         key, _, value = line.partition(":")
         if key.strip().lower() == "content-disposition":
             header = _header("Content-Disposition", value)
             given = header.get_param("name", header="Content-Disposition")
-            name, is_file = given if isinstance(given, str) else "", header.get_filename() is not None
+            name, file_name = given if isinstance(given, str) else "", header.get_filename()
         elif key.strip().lower() == "content-type":
             media_type = value.partition(";")[0].strip()[:64]
-    return _Field(name.removesuffix("[]"), name.endswith("[]"), is_file, media_type)
+    return _Field(name.removesuffix("[]"), name.endswith("[]"), file_name is not None, file_name == "", media_type)
 
 
 def _header(name: str, value: str) -> Message:

@@ -24,6 +24,16 @@ def animated_webp() -> bytes:
     return out.getvalue()
 
 
+def animated_png(*, hides: bool) -> bytes:
+    """Return an animated PNG of a red and a green picture. With `hides` programs that know no animations show a blue
+    one."""
+    out = io.BytesIO()
+    still, *frames = [Image.new("RGB", (8, 6), colour) for colour in ("blue", "red", "green")]
+    first, rest = (still, frames) if hides else (frames[0], frames[1:])
+    first.save(out, "PNG", save_all=True, append_images=rest, default_image=hides)
+    return out.getvalue()
+
+
 def gif_of(frames: int) -> bytes:
     """Return a GIF with this many frames."""
     file = picture("GIF")

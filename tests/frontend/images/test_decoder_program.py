@@ -20,6 +20,7 @@ from shared.messages.cards import ImageInput
 from tests.frontend.images.golden import FOLDER, SHAPES, SIZED
 from tests.frontend.images.samples import (
     SVG,
+    animated_png,
     animated_webp,
     gif_of,
     picture,
@@ -297,6 +298,32 @@ def test_of_a_gif_of_ten_thousand_frames_the_first_is_decoded_and_no_other() -> 
     assert first.pixels == prepare(asked(gif_of(1))).pixels
     cut = prepare(asked(file[: len(file) // 2], "image/gif"))
     assert cut.pixels == first.pixels
+
+
+@pytest.mark.filterwarnings("ignore:Invalid APNG")
+def test_of_an_animated_png_the_first_picture_is_decoded_if_people_see_it() -> None:
+    still = io.BytesIO()
+    Image.new("RGB", (8, 6), "red").save(still, "PNG")
+    assert prepare(asked(animated_png(hides=False))).pixels == prepare(asked(still.getvalue())).pixels
+    hidden = animated_png(hides=True)
+    control = hidden[33:53]  # its acTL; browsers pass over a second one, with which Pillow takes it for a still one
+    for file in (hidden, hidden[:33] + control + hidden[33:]):
+        for size_only in (False, True):
+            found = prepare(replace(asked(file, "image/png"), size_only=size_only))
+            assert "is an animated PNG whose still picture is no frame of it" in found.wrong
+
+
+@pytest.mark.parametrize("size_only", [False, True])
+def test_the_exif_block_of_a_file_is_parsed_once(size_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+    load = Image.Exif.load
+    monkeypatch.setattr(Image.Exif, "load", lambda exif, data: (parsed.append(data), load(exif, data)))
+    exif, out = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (8, 6)).save(out, "PNG", exif=exif)  # of a JPEG, Pillow itself parses it first
+    parsed.clear()
+    assert not prepare(replace(asked(out.getvalue()), size_only=size_only)).wrong
+    assert len(parsed) == 1
 
 
 @pytest.mark.parametrize(

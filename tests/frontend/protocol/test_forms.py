@@ -48,6 +48,14 @@ def test_files_are_data_uris_and_several_of_one_name_a_list() -> None:
         form_as_json(KIND, file("prompt", b"x") + b"--b b--", ("image",))
 
 
+def test_a_file_input_in_which_nothing_was_chosen_is_left_out() -> None:
+    empty = file("mask", b"", "application/octet-stream").replace(b'"a.png"', b'""')
+    body = file("image", b"x") + empty + empty.replace(b"mask", b"more") + b"--b b--"
+    assert msgspec.json.decode(form_as_json(KIND, body, ("image", "mask"))) == {"image": "data:image/png;base64,eA=="}
+    named = file("mask", b"") + b"--b b--"
+    assert msgspec.json.decode(form_as_json(KIND, named, ("mask",))) == {"mask": "data:image/png;base64,"}
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "said"),
     [
