@@ -132,6 +132,8 @@ class Exchange:
                 return self._on_request_headers(message)
             case GatewayBody(phase="request") if state is ExchangeState.BODY:
                 return self._on_request_body(message)
+            case GatewayBody(phase="request") if self._has_whole_body:
+                return self._on_more_body(message)
             case GatewayTrailers(phase="request") if state is ExchangeState.BODY:
                 if self._modes.request in _BUFFERED:  # it would take no destination with them
                     why = "trailers without a body"
@@ -148,9 +150,12 @@ class Exchange:
                 self.state = ExchangeState.ENDED
                 return [TrailersReply("response")]
             case _:
-                what = f"{message.phase} {type(message).__name__.removeprefix('Gateway').lower()}"
-                self._end()
-                return [EndStream(f"the gateway sent {what} out of order, in the state {state.value}")]
+                return self._out_of_order(message)
+
+    def _out_of_order(self, message: GatewayMessage) -> list[ExchangeAction]:
+        what, state = f"{message.phase} {type(message).__name__.removeprefix('Gateway').lower()}", self.state
+        self._end()
+        return [EndStream(f"the gateway sent {what} out of order, in the state {state.value}")]
 
     # --- the request
 
@@ -184,6 +189,21 @@ class Exchange:
         # A buffered body is one message. Without an end, trailers follow it, or what the gateway had no room for.
         whole = message.ended or self._modes.request in _BUFFERED
         return self._choose() if whole else []
+
+    @property
+    def _has_whole_body(self) -> bool:
+        """Whether the end of the body was here."""
+        before = self.state in (ExchangeState.HEADERS, ExchangeState.BODY)
+        return not (before or self._bodiless or self._trailers)
+
+    def _on_more_body(self, message: GatewayBody) -> list[ExchangeAction]:
+        """Let what comes after the end go on as it is: after other filters Envoy sends a buffered body in two messages,
+        of which each awaits its reply, and with full duplex it repeats the last one of a large body."""
+        if self._modes.request in _BUFFERED and self.state is not ExchangeState.CHOOSING:
+            return [BodyReply("request")]
+        if self._modes.request is BodyMode.FULL_DUPLEX_STREAMED and message.ended:
+            return []
+        return self._out_of_order(message)
 
     def _choose(self) -> list[ExchangeAction]:
         self.state = ExchangeState.CHOOSING

@@ -40,7 +40,7 @@ class _Field(Struct, frozen=True):
     is_list: bool = False
     is_file: bool = False
     is_blank: bool = False
-    """Whether it is a file without a name."""
+    """True if it is a file without a name."""
     media_type: str = ""
 
 

@@ -171,6 +171,29 @@ def test_an_answer_that_the_gateway_keeps_itself_goes_on_as_it_is() -> None:
     assert exchange.state is ExchangeState.ENDED
 
 
+@pytest.mark.parametrize("mode", [BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL])
+def test_a_buffered_body_in_two_messages_is_chosen_for_once_and_each_has_a_reply(mode: BodyMode) -> None:
+    for first_ends in (False, True):
+        exchange = Exchange()
+        [chooses] = fed(exchange, asking(modes(mode)), GatewayBody("request", b"{}", ended=first_ends))
+        assert isinstance(chooses, ChooseEndpoint)
+        assert fed(exchange, CHOSEN) == [BodyReply("request", None, False, {DESTINATION: PLACES}, PLACES)]
+        assert fed(exchange, GatewayBody("request", b"", ended=True)) == [BodyReply("request")]
+        assert fed(exchange, GatewayHeaders("response", STREAM))[-1] == HeadersReply("response")
+
+
+def test_with_full_duplex_the_last_piece_of_a_body_may_come_twice() -> None:
+    exchange = Exchange()
+    last = GatewayBody("request", b"{}", ended=True)
+    fed(exchange, asking(DUPLEX), last)
+    assert fed(exchange, last) == []
+    assert fed(exchange, CHOSEN)[1:] == [BodyReply("request", b"{}", ended=True)]
+    assert fed(exchange, last) == []
+    assert fed(exchange, GatewayHeaders("response", STREAM))[-1] == HeadersReply("response")
+    [end] = fed(exchange, GatewayBody("request", b"{}"))
+    assert isinstance(end, EndStream)
+
+
 def test_a_gateway_may_answer_by_itself_before_the_body_is_there() -> None:
     exchange = Exchange()
     fed(exchange, asking(modes(BodyMode.BUFFERED)))
