@@ -315,9 +315,14 @@ def test_of_an_animated_png_the_first_picture_is_decoded_if_people_see_it() -> N
 
 @pytest.mark.parametrize("size_only", [False, True])
 def test_the_exif_block_of_a_file_is_parsed_once(size_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
+    parsed: list[bytes] = []
     load = Image.Exif.load
-    monkeypatch.setattr(Image.Exif, "load", lambda exif, data: (parsed.append(data), load(exif, data)))
+
+    def counted(exif: Image.Exif, data: bytes) -> None:
+        parsed.append(data)
+        load(exif, data)
+
+    monkeypatch.setattr(Image.Exif, "load", counted)
     exif, out = Image.Exif(), io.BytesIO()
     exif[ExifTags.Base.Orientation] = 6
     Image.new("RGB", (8, 6)).save(out, "PNG", exif=exif)  # of a JPEG, Pillow itself parses it first
