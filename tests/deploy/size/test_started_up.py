@@ -65,6 +65,6 @@ def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path:
             text=True,
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN),
         )
-        hub.accept()
-        _stop(process)
+        with hub.accept()[0]:
+            _stop(process)
     assert process.returncode == -signal.SIGTERM
