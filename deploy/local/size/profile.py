@@ -330,7 +330,7 @@ class Sweep:
             except Unavailable as wrong:
                 if self._is_over():
                     raise
-                self._terminal.notice(f"measured again in {pause_s:g} s: {wrong}")
+                self._terminal.notice(f"measured again in {pause_s:g} s: {' '.join(str(wrong).split())}")
             await asyncio.sleep(pause_s)
         return await measure()
 
