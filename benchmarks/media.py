@@ -46,7 +46,7 @@ from deploy.local.size.started_up import running_up
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 from shared.processors import usable_processors
-from tests.worker.diffusers.environment import IMAGES
+from tests.worker.diffusers.environment import write_image_pipeline
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 SECONDS, QUICK_SECONDS = 20.0, 4.0
@@ -190,8 +190,7 @@ def ask_picture(url: str, body: Row) -> None:
 
 def write_model(python: Path, shape: str, target: Path) -> Path:
     """Write a pipeline with random weights."""
-    tiny = target / "tiny"
-    subprocess.run([str(python), "-c", IMAGES, str(tiny)], check=True, capture_output=True)
+    tiny = write_image_pipeline(target / "tiny")
     if shape == "tiny":
         return tiny
     subprocess.run([str(python), "-c", SDXL, str(target / shape), str(tiny / "tokenizer")], check=True)
