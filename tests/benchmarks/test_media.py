@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from pathlib import Path
 
 import pytest
 
-from benchmarks.media import goals_of, headrace_rate
+from benchmarks.media import goals_of, headrace_rate, write_model
 from shared.errors import Unavailable
+from tests.worker.diffusers.environment import PYTHON, needs_diffusers
 
 
 def test_the_ratio_is_the_median_of_neighbours() -> None:
@@ -17,6 +19,11 @@ def test_the_ratio_is_the_median_of_neighbours() -> None:
     [goal] = goals_of([slow, slow, fast])
     assert (goal.value, goal.met) == (0.98, True)
     assert not goals_of([slow, fast, fast])[0].met
+
+
+@needs_diffusers
+def test_the_tiny_pipeline_is_one_of_diffusers(tmp_path: Path) -> None:
+    assert (write_model(PYTHON, "tiny", tmp_path) / "model_index.json").exists()
 
 
 def test_a_picture_that_fails_ends_the_measurement_with_what_was_answered() -> None:
