@@ -1,7 +1,7 @@
 """How many pictures a second does Headrace make, of those that the pipeline alone makes?
 
-PICTURES pictures of one size and number of steps are made in turn by the pipeline alone and through Headrace, ROUNDS
-times each in one run, both loaded all the time:
+Pictures of one size and number of steps are made in turn by the pipeline alone and through Headrace, ROUNDS times each
+in one run, both loaded all the time:
 
     alone       a process with diffusers' Python calls the pipeline with batches, as its own documents do, and writes
                 each picture as PNG when it has it
@@ -17,7 +17,9 @@ tiny picture takes milliseconds, of which a request over HTTP and NATS is a part
 yardstick writes its files while nothing is computed; Headrace writes them meanwhile.
 
     python -m benchmarks.media [--shape tiny|sdxl] [--model DIRECTORY] [--steps N] [--size WxH] [--batch N]
-                               [--quick] [--json]
+                               [--rounds N] [--quick] [--json]
+
+SDXL's shape is 7 GB: TMPDIR says where. Its pictures of 30 steps need a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +44,9 @@ from benchmarks.report import Goal, print_report
 from deploy.local import install_diffusers
 from deploy.local.size.started_up import running_up
 from deploy.local.terminal import Terminal
+from shared.errors import Unavailable
 from shared.processors import usable_processors
-from tests.worker.diffusers.environment import IMAGES
+from tests.worker.diffusers.environment import write_image_pipeline
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 SECONDS, QUICK_SECONDS = 20.0, 4.0
@@ -58,8 +62,10 @@ import sys, torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 torch.manual_seed(0)
-torch.set_default_dtype(torch.bfloat16)
 words = CLIPTokenizer.from_pretrained(sys.argv[2])
+scheduler = EulerDiscreteScheduler(beta_schedule="scaled_linear")
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 49408}
 StableDiffusionXLPipeline(
     vae=AutoencoderKL(
@@ -81,7 +87,7 @@ StableDiffusionXLPipeline(
         hidden_size=1280, intermediate_size=5120, num_attention_heads=20, num_hidden_layers=32, projection_dim=1280,
         **ends,
     )),
-    tokenizer=words, tokenizer_2=words, scheduler=EulerDiscreteScheduler(beta_schedule="scaled_linear"),
+    tokenizer=words, tokenizer_2=words, scheduler=scheduler,
 ).save_pretrained(sys.argv[1])
 """
 
@@ -90,7 +96,8 @@ import io, json, sys, time, torch
 from diffusers import DiffusionPipeline
 path, width, height, steps, batch, threads = sys.argv[1], *map(int, sys.argv[2:])
 torch.set_num_threads(threads)
-device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+on_gpu = torch.cuda.is_available()
+device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
 pipe = DiffusionPipeline.from_pretrained(path, dtype=dtype, use_safetensors=True).to(device)
 pipe.set_progress_bar_config(disable=True)
 seed = 0
@@ -102,7 +109,7 @@ def make():
     for image in made.images:
         image.save(io.BytesIO(), "PNG", compress_level=1)
 make()
-print("ready", device, flush=True)
+print("ready", torch.cuda.get_device_name() if on_gpu else device, flush=True)
 for line in sys.stdin:
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < float(line):
@@ -120,8 +127,8 @@ def alone(python: Path, words: list[str]) -> Iterator[tuple[str, Any]]:
     assert process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
     try:
-        said = stdout.readline().split()
-        if said[:1] != ["ready"]:
+        word, _, device = stdout.readline().strip().partition(" ")
+        if word != "ready":
             raise SystemExit("the pipeline alone did not start")
 
         def rate(seconds: float) -> float:
@@ -130,46 +137,60 @@ def alone(python: Path, words: list[str]) -> Iterator[tuple[str, Any]]:
             made, took_s = json.loads(stdout.readline())
             return float(made / took_s)
 
-        yield said[1], rate
+        yield device, rate
     finally:
         stdin.close()
         process.wait(60)
         stdout.close()
 
 
-def headrace_rate(url: str, body: Row, clients: int, seconds: float) -> float:
-    """Return the pictures a second that clients get. The first and the last ones of each do not count: they are not
-    under full load."""
-    numbers, stop, ends = count(), threading.Event(), list[float]()
+def headrace_rate(url: str, body: Row, batch: int, seconds: float) -> float:
+    """Return the pictures a second that clients get, over whole batches: those of one come at the same moment. The
+    first and the last pictures of each client do not count: they are not under full load. Raise Unavailable if one
+    fails."""
+    numbers, stop, ends, clients = count(), threading.Event(), list[float](), 2 * batch
 
     def client() -> None:
         while not stop.is_set():
-            data = json.dumps({**body, "seed": next(numbers)}).encode()
-            request = urllib.request.Request(f"{url}/images/generations", data, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-                answer.read()
+            ask_picture(url, {**body, "seed": next(numbers)})
             ends.append(time.perf_counter())
+
+    def end_of(number: int) -> float:
+        """Wait until this many pictures have come; return when the last of them did."""
+        while len(ends) < number:
+            for each in running:
+                if each.done():
+                    each.result()
+            time.sleep(0.001)
+        return sorted(ends)[number - 1]
 
     with ThreadPoolExecutor(clients) as threads:
         running = [threads.submit(client) for _ in range(clients)]
-        while len(ends) < clients:  # all are at work
-            time.sleep(0.01)
-        began_s, before = time.perf_counter(), len(ends)
-        time.sleep(seconds)
-        after = len(ends)
-        while len(ends) == after:  # up to a picture's end, or a slow one would count as none
-            time.sleep(0.001)
-        made, took_s = len(ends) - before, max(ends) - began_s
-        stop.set()
-        for each in running:
-            each.result()
+        try:
+            began_s = end_of(clients)
+            time.sleep(seconds)
+            made = ((len(ends) - clients) // batch + 1) * batch
+            took_s = end_of(clients + made) - began_s
+        finally:
+            stop.set()
     return made / took_s
+
+
+def ask_picture(url: str, body: Row) -> None:
+    """Ask for a picture and read it. Raise Unavailable if there is none."""
+    request = urllib.request.Request(
+        f"{url}/images/generations", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            answer.read()
+    except urllib.error.HTTPError as wrong:
+        raise Unavailable(f"status {wrong.code}: {wrong.read().decode(errors='replace')}") from None
 
 
 def write_model(python: Path, shape: str, target: Path) -> Path:
     """Write a pipeline with random weights."""
-    tiny = target / "tiny"
-    subprocess.run([str(python), "-c", IMAGES, str(tiny)], check=True, capture_output=True)
+    tiny = write_image_pipeline(target / "tiny")
     if shape == "tiny":
         return tiny
     subprocess.run([str(python), "-c", SDXL, str(target / shape), str(tiny / "tokenizer")], check=True)
@@ -188,9 +209,10 @@ def measure(flags: argparse.Namespace, python: Path, model: Path, terminal: Term
     seconds = QUICK_SECONDS if flags.quick else SECONDS
     rows: list[Row] = []
     with alone(python, words) as (device, rate), running_up((*up, *more), terminal, "pictures") as (url, _):
-        for number in range(QUICK_ROUNDS if flags.quick else ROUNDS):
+        for number in range(flags.rounds or (QUICK_ROUNDS if flags.quick else ROUNDS)):
             row: Row = {"round": number, "device": device, "size": size, "steps": steps, "batch": batch}
-            rows.append({**row, "alone": rate(seconds), "headrace": headrace_rate(url, body, 2 * batch, seconds)})
+            rows.append({**row, "alone": rate(seconds), "headrace": headrace_rate(url, body, batch, seconds)})
+            terminal.notice(f"round {number}: {rows[-1]['alone']:.3f} alone, {rows[-1]['headrace']:.3f} a second")
     return rows
 
 
@@ -209,6 +231,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--size")
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     flags, terminal = parser.parse_args(), Terminal()

@@ -1,5 +1,5 @@
-"""A worker with the role encode in a whole `headrace up`, native or of vLLM: the same tokens with it and without,
-whatever is lost."""
+"""A worker with the role encode in a whole `headrace up`, native on a CPU or a GPU, or of vLLM: the same tokens with it
+and without, whatever is lost."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from itertools import count
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-from openai import APIError, OpenAI
+from openai import OpenAI
 from PIL import Image
 
+from tests.gpu.device import missing
 from tests.integration.stack import ROOT, Up, eventually, running
 from tests.process_tree import children
 from tests.tiny_model import CLIP, write_tiny_model
@@ -32,22 +34,36 @@ LIMIT_S = 240.0
 SIDE = 112
 TOWER = {**CLIP, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "image_size": SIDE}
 """An image takes long enough that a step of it is worth a message; the patches are as small as those of CLIP."""
+DEEP_TOWER = {**TOWER, "num_hidden_layers": 24}
+"""On a GPU an image of six layers takes a millisecond."""
+STREAMS = {"native": 8, "cuda": 32, "vllm": 8}
+"""Answers that are decoded at the same time: with fewer of them a GPU encodes sooner in place."""
 PATIENT = ("worker.kvbm.wait_s=60", "worker.kvbm.timeout_s=4", "frontend.limits.frozen_s=120")
+GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing()))
 VLLM_MARKS = (needs_vllm, pytest.mark.skipif(not HAS_TORCHVISION, reason="vLLM has no torchvision"))
 VLLM = ("worker.vllm.enforce_eager=true", "worker.vllm.dtype=float32", "worker.vllm.num_gpu_blocks_override=1024")
 
 
-@pytest.fixture(scope="module", params=["native", pytest.param("vllm", marks=VLLM_MARKS)])
-def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+KINDS = ("native", pytest.param("cuda", marks=GPU_MARKS), pytest.param("vllm", marks=VLLM_MARKS))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def up(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     model = write_tiny_model(
         tmp_path_factory.mktemp("model") / "eyes",
         architecture="LlavaForConditionalGeneration",
         tied=False,
-        llava={"vision_config": TOWER},
+        llava={"vision_config": DEEP_TOWER if kind == "cuda" else TOWER},
         context_length=4096,
         hidden=128,  # vLLM's kernels on a CPU need larger heads than the other tests' models have
     )
-    settings = (*PATIENT, *VLLM) if request.param == "vllm" else PATIENT
+    settings = (*PATIENT, *VLLM) if kind == "vllm" else PATIENT
+    engine = ("--device", "cuda", "--cuda", "dtype=float32") if kind == "cuda" else ("--engine", kind)
     state = tmp_path_factory.mktemp("up")
     flags = (
         "--workers",
@@ -58,7 +74,7 @@ def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         "64M",
         *(word for each in settings for word in ("--set", each)),
     )
-    with running(state, "--model", str(model), "--engine", request.param, *flags) as stack:
+    with running(state, "--model", str(model), *engine, *flags) as stack:
         yield stack
         assert stack.stop() == 0
 
@@ -98,27 +114,24 @@ def ask(client: OpenAI) -> list[int]:
 
 
 @contextmanager
-def streams(client: OpenAI, number: int = 8) -> Iterator[None]:
-    """Answers that are decoded at the same time, for which encoding in place costs more."""
+def streams(up: Up, number: int) -> Iterator[None]:
+    """Answers that are decoded at the same time, for which encoding in place costs more. Their parts are not parsed,
+    which would take longer than a GPU needs to make them."""
     stopping = threading.Event()
     begun = [threading.Event() for _ in range(number)]
 
     def stream(which: int) -> None:
+        body: dict[str, Any] = {
+            **{"model": "eyes", "messages": [{"role": "user", "content": f"Stream {which}"}], "max_tokens": 2000},
+            **{"stream": True, "ignore_eos": True},
+        }
+        asked = Request(f"{up.url}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
         while not stopping.is_set():
-            try:
-                parts = client.chat.completions.create(
-                    model="eyes",
-                    messages=[{"role": "user", "content": f"Stream {which}"}],
-                    max_tokens=2000,
-                    stream=True,
-                    extra_body={"ignore_eos": True},
-                )
-                for _ in parts:
+            with suppress(OSError, HTTPException), urlopen(asked, timeout=LIMIT_S) as answer:
+                for _ in answer:  # it ends where the worker is killed
                     begun[which].set()
                     if stopping.is_set():
                         break
-            except APIError:  # the worker was killed
-                pass
 
     threads = [threading.Thread(target=stream, args=(which,)) for which in range(number)]
     for thread in threads:
@@ -156,7 +169,9 @@ def apart(up: Up, outcome: str) -> float:
 
 
 @pytest.mark.tier("long")
-def test_an_encode_worker_changes_no_token_whether_it_works_stands_still_or_dies(up: Up, client: OpenAI) -> None:
+def test_an_encode_worker_changes_no_token_whether_it_works_stands_still_or_dies(
+    up: Up, client: OpenAI, kind: str
+) -> None:
     expected = ask(client)
     assert apart(up, "encoded") + apart(up, "failed") == 0, "an idle worker encodes its own images"
     (engine,) = children(up.pid("worker-0"))
@@ -168,7 +183,7 @@ def test_an_encode_worker_changes_no_token_whether_it_works_stands_still_or_dies
         assert ask(client) == expected
         return apart(up, outcome) > before
 
-    with streams(client):
+    with streams(up, STREAMS[kind]):
         assert eventually(lambda: ended("encoded"), limit_s=LIMIT_S, what="the router has the picture encoded apart")
         decisions = up.explained("eyes", "")["decisions"]
         assert any("encodes 1 image: " in each["reason"] for each in decisions)
@@ -199,5 +214,5 @@ def test_an_encode_worker_changes_no_token_whether_it_works_stands_still_or_dies
         os.kill(up.pid("kvbm"), signal.SIGKILL)
         assert ask(client) == expected, "and so is the kvbm"
 
-    with streams(client):
+    with streams(up, STREAMS[kind]):
         assert eventually(lambda: ended("encoded"), limit_s=LIMIT_S, what="both are back")

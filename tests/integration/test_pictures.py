@@ -37,7 +37,8 @@ def services(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterato
         one.start("router", "router")
         for name in WORKERS:
             flags = ("--model", str(model), "--engine", "diffusers", "--diffusers-python", str(PYTHON))
-            one.start("worker", name, *flags, "--threads", "1", "--max-running", "4", "--stall-s", "600")
+            alone = ("--diffusers-most-together", "1")  # so that equal seeds give equal bytes on a GPU, too
+            one.start("worker", name, *flags, *alone, "--threads", "1", "--max-running", "4", "--stall-s", "600")
         one.start("frontend", "frontend", "--media-directory", str(folder / "media"), *PATIENT)
         one.wait_ready()
         yield one

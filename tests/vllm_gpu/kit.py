@@ -1,10 +1,10 @@
-"""Brings vLLM, and what our tests and benchmarks need, to a machine with an H200, Python 3.12 and no network.
+"""Brings vLLM, diffusers, and what our tests and benchmarks need, to a machine with an H200, Python 3.12, no network.
 
     python -m tests.vllm_gpu.kit pack [--ptx]      here: download, leave out, and write the archives .gpu/*.tar.xz
-    python3 -m tests.vllm_gpu.kit unpack           there: make the environments .headrace/vllm and .venv of them
+    python3 -m tests.vllm_gpu.kit unpack           there: make of them .headrace/vllm, .venv and .headrace/diffusers
     python3 -m tests.vllm_gpu.kit test --out DIR   there: run the tests of vLLM; DIR gets a report and the logs
 
-The machine has torch 2.11, transformers, CuPy, pytest and NumPy, which both environments take from the Python that
+The machine has torch 2.11, transformers, CuPy, pytest and NumPy, which the environments take from the Python that
 unpacks. vLLM 0.32's metadata asks for torch 2.13, but its libraries use torch's stable interface alone, and its Python
 code has the branches for 2.11.
 
@@ -41,14 +41,20 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVES = ROOT / ".gpu"
-VLLM, SERVICES = "vllm", "services"
-ENVIRONMENTS = {VLLM: ROOT / ".headrace" / "vllm", SERVICES: ROOT / ".venv"}
+VLLM, SERVICES, DIFFUSERS = "vllm", "services", "diffusers"
+ENVIRONMENTS = {
+    VLLM: ROOT / ".headrace" / "vllm",
+    SERVICES: ROOT / ".venv",
+    DIFFUSERS: ROOT / ".headrace" / "diffusers",
+}
 """What is made there. Each sees the packages of those before it, and the machine's."""
 FILES, PROGRAMS = "files", "programs"
 """The two directories of an archive."""
 TOKENIZER = "tokenizer"
 """The folder others the archives with the tokenizer of the benchmarks' models."""
 VERSION = "0.32.0"
+ENGINES = {VLLM: VERSION, DIFFUSERS: "0.42.1"}
+"""The environments of engines, and the versions there."""
 SM_90 = 90
 LEFT_OUT = (
     "vllm/vllm-rs",  # a frontend of its own
@@ -123,6 +129,12 @@ PACKAGES = {
         "nvidia-ml-py==13.615.71",
         "pytest-asyncio==1.5.0",
     ),
+    DIFFUSERS: (
+        f"diffusers=={ENGINES[DIFFUSERS]}",
+        "importlib-metadata==10.2.0",
+        "lazy-importer==0.1.0",
+        "zipp==4.1.2",
+    ),
 }
 TESTS = (
     "tests/integration/test_vllm_roles.py",
@@ -146,7 +158,7 @@ _PLATFORMS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 """The first bytes of a fat binary: the code of some kernels, for several GPUs."""
 WITHOUT_FLASHINFER = 'import os; os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")'
-"""What both environments do when their Python starts: vLLM would take FlashInfer, which is not there."""
+"""What the environments do when their Python starts: vLLM would take FlashInfer, which is not there."""
 _ATTENTION = re.compile(rb"flash_fwd_(hdim\w+?)_sm90_cu")
 """The name of the source of one of FlashAttention's kernels, which stands in its code."""
 _WANTED_ATTENTION = re.compile(rb"hdim(64|128)_(bf16|fp16)(_(packgqa|paged|split))*")
@@ -222,6 +234,7 @@ def archives(work: Path) -> list[Archive]:
         Archive(f"{VLLM}-python", [wheel], lambda name: not fnmatch(name, libraries)),
         Archive(f"{VLLM}-packages", _downloaded(work / VLLM, PACKAGES[VLLM])),
         Archive(f"{SERVICES}-packages", _downloaded(work / SERVICES, PACKAGES[SERVICES])),
+        Archive(f"{DIFFUSERS}-packages", _downloaded(work / DIFFUSERS, PACKAGES[DIFFUSERS])),
     ]
 
 
@@ -303,7 +316,8 @@ def pack(work: Path, *, ptx: bool, preset: int) -> None:
 
 
 def unpack() -> None:
-    """Make both environments of the archives, for the Python that runs this, whose packages they see too."""
+    """Make the environments of the archives, for the Python that runs this, whose packages they see too. An engine
+    whose archives are not there counts as not installed."""
     begun_s = time.monotonic()
     own = sysconfig.get_path("purelib")
     others: list[str] = [own]
@@ -317,10 +331,11 @@ def unpack() -> None:
         (packages / "machine.pth").write_text("\n".join([*others, str(ROOT), WITHOUT_FLASHINFER, ""]))
         others.insert(0, str(packages))
         subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "0", str(packages)], stdout=-3, check=False)
+        if name in ENGINES and (packages / name).is_dir():
+            (directory / "headrace.json").write_text(json.dumps({name: ENGINES[name], "device": "cuda"}) + "\n")
     server = ENVIRONMENTS[VLLM] / "bin" / "vllm"
     server.write_text(f"#!{ENVIRONMENTS[VLLM]}/bin/python\n{_SERVER}")
     server.chmod(0o755)
-    (ENVIRONMENTS[VLLM] / "headrace.json").write_text(json.dumps({"device": "cuda", "version": VERSION}) + "\n")
     print(f"unpacked in {time.monotonic() - begun_s:.0f} s")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local import install_diffusers
+from deploy.local.engine_environment import STAMP, stamped
 from tests.vllm_gpu import kit
 
 PTX, ELF = 1, 2
@@ -65,7 +67,9 @@ def test_bytes_that_look_like_a_fat_binary_and_are_none_are_left_alone() -> None
 
 
 def test_what_was_packed_is_unpacked_where_python_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = tmp_path / "thing-1-py3-none-any.whl"
+    wheel, engine = tmp_path / "thing-1-py3-none-any.whl", tmp_path / "diffusers-1-py3-none-any.whl"
+    with zipfile.ZipFile(engine, "w") as archive:
+        archive.writestr("diffusers/__init__.py", "")
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("thing/__init__.py", "VALUE = 3\n")
         archive.writestr("thing/code.so", b"host" + fat(entry(ELF, 80, b"A" * 40)))
@@ -74,8 +78,11 @@ def test_what_was_packed_is_unpacked_where_python_finds_it(tmp_path: Path, monke
     monkeypatch.setattr(kit, "ARCHIVES", tmp_path)
     monkeypatch.setattr(kit, "ENVIRONMENTS", {name: tmp_path / name for name in kit.ENVIRONMENTS})
     for name in kit.ENVIRONMENTS:
-        kit._write(kit.Archive(f"{name}-packages", [wheel]), ptx=False, preset=0)
+        wheels = [wheel, engine] if name == kit.DIFFUSERS else [wheel]
+        kit._write(kit.Archive(f"{name}-packages", wheels), ptx=False, preset=0)
     kit.unpack()
+    assert stamped(tmp_path / kit.DIFFUSERS, "diffusers") == install_diffusers.VERSION
+    assert not (tmp_path / kit.VLLM / STAMP).exists(), "vLLM itself was not among the archives"
     for name, directory in kit.ENVIRONMENTS.items():
         packages = directory / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         assert (packages / "thing" / "__init__.py").read_text() == "VALUE = 3\n"

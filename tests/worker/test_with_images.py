@@ -1,5 +1,5 @@
 """Workers of a tiny LLaVA, their real engine processes and a real kvbm: transformers' tokens, from caches, after kills,
-and from a worker that only encodes."""
+and from a worker that only encodes. The same tests run on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from services.worker.config import KVConnectorConfig, WorkerConfig
+from services.worker.config import CudaConfig, KVConnectorConfig, WorkerConfig
 from services.worker.requests import image_orders
 from shared.errors import ModelError
 from shared.hashing import content_keys, event_hash, image_extras, pack_tokens, root_key, unpack_tokens
@@ -24,6 +25,7 @@ from shared.messages.frames import Part
 from shared.messages.generate import Generate, Image, Refused, Sampling
 from shared.messages.kv_events import BlockStored
 from shared.messages.load import EncoderState
+from tests.integration.kinds import CPU, GPU, Kind, params
 from tests.tiny_model import IMAGE_TOKEN, write_tiny_model
 from tests.worker.native.golden.cases import (
     ANSWER_TOKENS,
@@ -52,19 +54,28 @@ def image(number: int, start: int) -> Image:
 IMAGES = tuple(image(number, start) for number, start in enumerate(IMAGE_STARTS))
 
 
+@pytest.fixture(scope="module", params=params((CPU[0], GPU[0])))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    chosen: Kind = request.param
+    return chosen
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> WorkerConfig:
-    return WorkerConfig(
-        namespace=NAMESPACE,
-        model=str(write_tiny_model(tmp_path / "model", **CASES[LLAVAS[0]])),
-        cache=str(tmp_path / "cache"),
-        engine="native",
-        block_size=BLOCK_SIZE,
-        capacity_blocks=64,
-        threads=1,
-        drain_s=1.0,
-        kvbm=KVConnectorConfig(pool=str(tmp_path / "pool"), wait_s=20.0, timeout_s=4.0),
-    )
+def config(tmp_path: Path, kind: Kind) -> Iterator[WorkerConfig]:
+    with kind.pool(tmp_path) as pool:
+        yield WorkerConfig(
+            namespace=NAMESPACE,
+            model=str(write_tiny_model(tmp_path / "model", **CASES[LLAVAS[0]])),
+            cache=str(tmp_path / "cache"),
+            engine="native",
+            device=kind.device,
+            cuda=CudaConfig(dtype=kind.dtype),
+            block_size=BLOCK_SIZE,
+            capacity_blocks=64,
+            threads=1,
+            drain_s=1.0,
+            kvbm=KVConnectorConfig(pool=str(pool), wait_s=20.0, timeout_s=4.0),
+        )
 
 
 @pytest.fixture

@@ -19,6 +19,11 @@ needs_diffusers = pytest.mark.diffusers
 LIMIT_S = 600.0
 """How long tests wait for an engine to start or to answer, on a machine that may be busy with other tests."""
 
+PLACE = """
+import torch
+place = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+"""
+"""Where and in which type engines compute, as arguments of a pipeline's `to`."""
 IMAGES = """
 import json, sys, torch
 from pathlib import Path

@@ -33,6 +33,7 @@ from tests.worker.diffusers.environment import (
     BROKEN_VAE,
     EDITS,
     LIMIT_S,
+    PLACE,
     PYTHON,
     STRICT_CHECKER,
     needs_diffusers,
@@ -43,24 +44,24 @@ from tests.worker.diffusers.environment import (
 
 pytestmark = [needs_diffusers, pytest.mark.timeout(1800)]
 PICTURE = Picture("a mill at the river", 64, 64, 6, 7)
-ALONE = """
-import sys, torch
+ALONE = f"""{PLACE}
+import sys
 from diffusers import DiffusionPipeline
 torch.set_num_threads(1)
-pipe = DiffusionPipeline.from_pretrained(sys.argv[1])
+pipe = DiffusionPipeline.from_pretrained(sys.argv[1]).to(*place)
 generator = [torch.Generator("cpu").manual_seed(7)]
 made = pipe(prompt=["a mill at the river"], width=64, height=64, num_inference_steps=6, generator=generator)
 made.images[0].save(sys.argv[2])
 """
 
 
-EDITED = """
-import sys, torch, diffusers
+EDITED = f"""{PLACE}
+import sys, diffusers
 from PIL import Image
 torch.set_num_threads(1)
-pipe = getattr(diffusers, "AutoPipelineFor" + sys.argv[2]).from_pretrained(sys.argv[1])
+pipe = getattr(diffusers, "AutoPipelineFor" + sys.argv[2]).from_pretrained(sys.argv[1]).to(*place)
 masked = sys.argv[2] == "Inpainting"
-more = dict(mask_image=Image.open(sys.argv[3] + "/half.in.png"), width=64, height=64) if masked else {}
+more = dict(mask_image=Image.open(sys.argv[3] + "/half.in.png"), width=64, height=64) if masked else {{}}
 made = pipe(prompt=["a mill at the river"], image=Image.open(sys.argv[3] + "/grey.in.png"), num_inference_steps=6,
     generator=[torch.Generator("cpu").manual_seed(7)], strength=1.0 if masked else 0.5, **more)
 made.images[0].save(sys.argv[4])
@@ -114,7 +115,7 @@ class Engine:
 def config_of(model: Path, settings: Mapping[str, object] | None = None) -> WorkerConfig:
     table: dict[str, object] = {"model": str(model), "engine": "diffusers", "threads": 1, "max_running": 4}
     table |= {"stall_s": LIMIT_S} | dict(settings or {})
-    table["diffusers"] = {"python": str(PYTHON), **table.get("diffusers", {})}  # type: ignore[dict-item]
+    table["diffusers"] = {"python": str(PYTHON), "most_together": 1, **table.get("diffusers", {})}  # type: ignore[dict-item]
     return msgspec.convert(table, WorkerConfig)
 
 
@@ -281,7 +282,7 @@ except MemoryError as wrong:
 
 
 def test_a_start_without_the_memory_for_a_way_is_tried_again_and_noise_is_no_second_image(model: Path) -> None:
-    noise = run_there(TRIED.replace("CALL", "lambda: torch.rand(1)"), str(model))
+    noise = run_there(TRIED.replace("CALL", "lambda: torch.rand(())"), str(model))
     assert noise.strip() == "['image', 'mask', 'text'] 1 5", "five trials, each of which has ten minutes"
     assert "a picture from text was tried: OutOfMemoryError" in run_there(
         TRIED.replace("CALL", "no_memory"), str(model)
