@@ -11,8 +11,7 @@ The capacity is what the virtual fleet does of requests that all come at once. P
 their blocks, so that equal names are cached; all share a quarter of a mean prompt. Without FLAGS the workers are
 native ones with the bundled model on the CPU. --quick: half a minute a load, and two minutes of the profile. Run it on
 a quiet machine: a loop of Python is timed every two seconds, and each row says how fast the machine was under the load,
-of how fast it was during the profile. Of a machine that others share, that ratio says how much of a miss is the
-machine's.
+of how fast it was during the profile. If others share the machine, that ratio says how much of a miss is the machine's.
 
 An 8B shape on GPUs; with one GPU both workers share it:
 
@@ -59,7 +58,7 @@ GOALS = {"ttft_p50": 0.10, "ttft_p90": 0.20, "itl_p50": 0.10, "tokens_per_s": 0.
 ALL_AT_ONCE = 1000.0
 """A rate that keeps all workers busy, in requests a second."""
 CAPACITY_REQUESTS = 1000
-"""So many that beginning and end, in which workers are not full, count little."""
+"""Enough that beginning and end, in which workers are not full, count little."""
 _LATE_LIMIT_S = 600.0
 _YARDSTICK_TURNS, _YARDSTICK_EVERY_S = 50_000, 2.0
 

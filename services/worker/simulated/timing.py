@@ -13,9 +13,9 @@ of 128, 15 GB of bf16 weights) on one H200. Measured there: the matmuls of a ste
 400 TFLOP/s (4 x 4096 x 32 FLOP a pair), and 0.5 ms in addition to the model.
 
 Or by a table of measured times. A step's prefills are looked up as one of all their tokens, at the context at which it
-has as many query-key pairs: less than none, where several prompts do not attend to one another. Its decodes are looked
-up as their number at their mean context. A step with both reads the weights once: it takes the sum, less the shortest
-decode step of the table.
+has as many query-key pairs. With several prompts that is below 0, as they do not attend to one another. Its decodes are
+looked up as their number at their mean context. A step with both reads the weights once: it takes the sum, less the
+shortest decode step of the table.
 
 Copies of blocks to and from a kvbm's pool run during the steps and slow none. Measured on that GPU: 51 to 54 GB/s a
 direction, by DMA; steps during copies took 1 to 9 % longer, which is left out here.
