@@ -230,9 +230,7 @@ class Sweep:
         over."""
         if not self._found:
             await self._learn_overhead()
-        while ahead := [
-            (len(grid.seconds), kind, place) for kind, grid in self._grids.items() if (place := grid.next()) is not None
-        ]:
+        while ahead := self._ahead():
             _, kind, place = min(ahead)  # in turn, so that soon both have their corners
             await self._point(kind, place, FIRST_REPETITIONS)
             if self._is_over():  # after a point, so that each call gets on
@@ -244,6 +242,14 @@ class Sweep:
                     return
         self.finished = True
         self._options.out.write_bytes(encode_profile(self.profile(complete=True)))
+
+    def _ahead(self) -> list[tuple[int, Kind, Place]]:
+        """Return for each grid that is not complete how many points it has, its kind, and its next point."""
+        ahead = list[tuple[int, Kind, Place]]()
+        for kind, grid in self._grids.items():
+            if (place := grid.next()) is not None:
+                ahead.append((len(grid.seconds), kind, place))
+        return ahead
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self._until_s

@@ -55,6 +55,7 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
         assert (before.kind, before.x, before.y) == (after.kind, after.x, after.y)
         assert after.times[: len(before.times)] == before.times
     assert len(made.points) > len(first.points)
+    assert [point.kind for point in made.points[:8]] == ["decode", "prefill"] * 4, "both have their corners soon"
     in_grids = {("prefill", x, y) for x, y, _ in made.prefill} | {("decode", x, y) for x, y, _ in made.decode}
     for point in made.points:
         assert point.repetitions == len(point.times)
