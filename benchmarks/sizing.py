@@ -4,13 +4,20 @@
                                                         └─▶ 0.5 and 0.8 of its capacity   ├─▶ table, goals
                                            `up` with two workers ◀─ replay ─▶ measured ───┘
 
-    python -m benchmarks.sizing [--quick] [--json] [--profile FILE] [--minutes M] [--loads 0.5,0.8] [-- FLAGS of up]
+    python -m benchmarks.sizing [--quick] [--json] [--profile FILE] [--minutes M] [--loads 0.5,0.8] [--longest N]
+                                [--most N] [--prompt-tokens N] [--output-tokens N] [--step-s S] [-- FLAGS of up]
 
 The capacity is what the virtual fleet does of requests that all come at once. Prompts are tokens, made of the names of
-their blocks, so that equal names are cached. Without FLAGS the workers are native ones with the bundled model on the
-CPU. --quick: half a minute a load, and two minutes of the profile. Run it on a quiet machine: a loop of Python is timed
-every two seconds, and each row says how fast the machine was under the load, of how fast it was during the profile. Of
-a machine that others share, that ratio says how much of a miss is the machine's.
+their blocks, so that equal names are cached; all share a quarter of a mean prompt. Without FLAGS the workers are
+native ones with the bundled model on the CPU. --quick: half a minute a load, and two minutes of the profile. Run it on
+a quiet machine: a loop of Python is timed every two seconds, and each row says how fast the machine was under the load,
+of how fast it was during the profile. If others share the machine, that ratio says how much of a miss is the machine's.
+
+An 8B shape on GPUs; with one GPU both workers share it:
+
+    python -m benchmarks.gpu.model DIRECTORY
+    python -m benchmarks.sizing --longest 2048 --most 64 --prompt-tokens 1024 --output-tokens 128 --step-s 0.1
+                                -- --device cuda --model DIRECTORY
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+import uvloop
 from msgspec import Struct
 
 from benchmarks.report import Goal, report
@@ -49,7 +57,8 @@ GOALS = {"ttft_p50": 0.10, "ttft_p90": 0.20, "itl_p50": 0.10, "tokens_per_s": 0.
 """The most by which each prediction may be off, as a share of what was measured."""
 ALL_AT_ONCE = 1000.0
 """A rate that keeps all workers busy, in requests a second."""
-CAPACITY_REQUESTS = 200
+CAPACITY_REQUESTS = 1000
+"""Enough that beginning and end, in which workers are not full, count little."""
 _LATE_LIMIT_S = 600.0
 _YARDSTICK_TURNS, _YARDSTICK_EVERY_S = 50_000, 2.0
 
@@ -92,13 +101,13 @@ def machine_speeds() -> Iterator[list[float]]:
         thread.join()
 
 
-def traffic_of(rate: float, requests: int) -> Traffic:
+def traffic_of(rate: float, requests: int, lengths: Lengths = LENGTHS) -> Traffic:
     """Return the requests of a load."""
-    return drawn_traffic(msgspec.structs.replace(LENGTHS, rate=rate, requests=max(2, requests)))
+    return drawn_traffic(msgspec.structs.replace(lengths, rate=rate, requests=max(2, requests)))
 
 
-def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path) -> VirtualResult:
-    """Run the requests through a virtual fleet with the measured times."""
+def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path, step_s: float) -> VirtualResult:
+    """Run the requests through a virtual fleet with the measured times, and steps of at most `step_s`."""
     load = folder / f"{time.monotonic_ns()}.jsonl"
     load.write_bytes(traffic.lines())
     return run(
@@ -108,6 +117,7 @@ def predicted(traffic: Traffic, profile: Profile, file: Path, folder: Path) -> V
             times=str(file),
             workers=WORKERS,
             machine_workers=profile.subject.workers,
+            step_s=step_s,
             overhead_s=profile.overhead_s,
             kv_tokens=profile.kv_tokens,
         )
@@ -173,26 +183,40 @@ def measurement_of(answers: Sequence[TimedAnswer], seconds: float) -> Measuremen
     )
 
 
-def make_profile(file: Path, words: Sequence[str], *, quick: bool) -> None:
+def make_profile(file: Path, words: Sequence[str], flags: argparse.Namespace) -> None:
     """Run `headrace profile`; a file that is there already goes on."""
-    more = ("--longest", "512", "--most", "8", "--workers", str(WORKERS), "--limit-s", "120" if quick else "1800")
-    subprocess.run(command("profile", *more, "--out", str(file), "--", *words), stdout=sys.stderr, check=False)
+    sizes = ("--longest", str(flags.longest), "--most", str(flags.most), "--workers", str(WORKERS))
+    limit_s = flags.limit_s or (120 if flags.quick else 1800)
+    more = (*sizes, "--limit-s", str(limit_s), "--out", str(file))
+    subprocess.run(command("profile", *more, "--", *words), stdout=sys.stderr, check=False)
 
 
-def main() -> None:
-    """Profile, predict, replay and compare."""
+def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--quick", action="store_true", help="half a minute a load, two minutes of the profile")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--profile", type=Path, help="a profile to use, or to make")
+    parser.add_argument("--limit-s", type=float, help="most seconds of the profile's sweep (1800)")
+    parser.add_argument("--longest", type=int, default=512, help="the profile's longest prompt, in tokens")
+    parser.add_argument("--most", type=int, default=8, help="the profile's most answers at once")
     parser.add_argument("--minutes", type=float, help="minutes of each load (10)")
     parser.add_argument("--loads", default="0.5,0.8", help="shares of the capacity")
+    parser.add_argument("--prompt-tokens", type=int, default=LENGTHS.prompt, help="mean tokens of a prompt")
+    parser.add_argument("--output-tokens", type=int, default=LENGTHS.output, help="mean tokens of an answer")
+    parser.add_argument("--step-s", type=float, default=0.25, help="most seconds of a step with parts of prompts")
     parser.add_argument("up", nargs="*", help="flags of up, after --")
-    flags = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Profile, predict, replay and compare."""
+    flags = _flags()
     words = flags.up or ["--engine", "native"]
     minutes = flags.minutes or (0.5 if flags.quick else 10.0)
+    shared = flags.prompt_tokens // 4 // MADE_BLOCK * MADE_BLOCK or LENGTHS.shared
+    lengths = msgspec.structs.replace(LENGTHS, prompt=flags.prompt_tokens, output=flags.output_tokens, shared=shared)
     terminal, rows = Terminal(), list[SizingRow]()
     with tempfile.TemporaryDirectory(prefix="headrace-sizing-") as home:
         folder = Path(home)
@@ -200,21 +224,26 @@ def main() -> None:
         before = list[float]()
         if not file.exists():
             with machine_speeds() as before:
-                make_profile(file, words, quick=flags.quick)
+                make_profile(file, words, flags)
         try:
             profile = read_profile(file)
         except ConfigError as wrong:
             sys.exit(str(wrong))
-        capacity = predicted(traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS), profile, file, folder).requests_per_s
+        at_once = traffic_of(ALL_AT_ONCE, CAPACITY_REQUESTS, lengths)
+        capacity = predicted(at_once, profile, file, folder, flags.step_s).requests_per_s
         terminal.notice(f"capacity {capacity:.2f} requests a second, overhead {1000 * profile.overhead_s:.1f} ms")
-        with running_up((*FLEET, *words), terminal, "this comparison") as (url, _):
+        step = ("--set", f"worker.step_s={flags.step_s}")
+        with running_up((*FLEET, *step, *words), terminal, "this comparison") as (url, _):
             for load in (float(text) for text in flags.loads.split(",")):
-                traffic = traffic_of(load * capacity, int(load * capacity * 60 * minutes))
-                planned = predicted(traffic, profile, file, folder)
-                with machine_speeds() as speeds:
-                    answers, seconds = asyncio.run(replayed(traffic, url, profile.subject.model))
+                traffic = traffic_of(load * capacity, int(load * capacity * 60 * minutes), lengths)
+                planned = predicted(traffic, profile, file, folder, flags.step_s)
+                with machine_speeds() as speeds, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    answers, seconds = runner.run(replayed(traffic, url, profile.subject.model))
                 speed = median(speeds) / median(before) if before and speeds else None
-                rows += rows_of(load, traffic, planned, measurement_of(answers, seconds), speed)
+                found = rows_of(load, traffic, planned, measurement_of(answers, seconds), speed)
+                rows += found
+                for row in found:
+                    print(_shown(row), file=sys.stderr if flags.json else sys.stdout, flush=True)
     goals = [
         Goal(f"{row.figure} at {row.load:g}, off by", abs(row.off), "share", goal, abs(row.off) <= goal)
         for row in rows
@@ -223,15 +252,16 @@ def main() -> None:
     if flags.json:
         made = report("sizing", sys.argv[1:], goals, rows)
         print(json.dumps(msgspec.to_builtins(made), indent=1))
-        return
-    for row in rows:
-        met = {True: "met", False: "missed"}.get(abs(row.off) <= GOALS[row.figure], "") if row.figure in GOALS else ""
-        scale, unit = (1, "") if row.figure == "tokens_per_s" else (1000, " ms")
-        print(
-            f"load {row.load:g} ({row.rate:.2f}/s, {row.requests} requests)  {row.figure:13} predicted "
-            f"{row.predicted * scale:9.1f}{unit}  measured {row.measured * scale:9.1f}{unit}  {row.off:+.0%}  {met}"
-            + ("" if row.speed is None else f"  machine at {row.speed:.0%}")
-        )
+
+
+def _shown(row: SizingRow) -> str:
+    met = {True: "met", False: "missed"}.get(abs(row.off) <= GOALS[row.figure], "") if row.figure in GOALS else ""
+    scale, unit = (1, "") if row.figure == "tokens_per_s" else (1000, " ms")
+    return (
+        f"load {row.load:g} ({row.rate:.2f}/s, {row.requests} requests)  {row.figure:13} predicted "
+        f"{row.predicted * scale:9.1f}{unit}  measured {row.measured * scale:9.1f}{unit}  {row.off:+.0%}  {met}"
+        + ("" if row.speed is None else f"  machine at {row.speed:.0%}")
+    )
 
 
 if __name__ == "__main__":

@@ -145,14 +145,19 @@ def _first_run(flags: PlanFlags, file: Path, profile: Profile, traffic: Traffic,
 def _gpus(given: str, profiles: Sequence[Profile]) -> list[int]:
     """Return the GPUs of a worker of each profile. Raise ConfigError."""
     if not given:
-        sizes = [re.findall(r"\b(?:tensor|pipeline)_parallel_size=(\d+)", each.subject.server) for each in profiles]
-        return [prod(map(int, found)) for found in sizes]
+        return [gpus_of(each.subject.server) for each in profiles]
     words = given.split(",")
     if len(words) == len(profiles) and all(word.isdecimal() and 1 <= int(word) <= GPUS_LIMIT for word in words):
         return [int(word) for word in words]
     raise ConfigError(
         f"--gpus-a-worker {given}: give as many numbers from 1 to {GPUS_LIMIT} as profiles: {len(profiles)}"
     )
+
+
+def gpus_of(server: str) -> int:
+    """Return the GPUs of a worker that an `up` with these flags starts. 1 if they do not say it."""
+    native = r"|--tensor-parallel[ =]" if "cuda" in server else ""
+    return prod(map(int, re.findall(rf"(?:(?:tensor|pipeline)_parallel_size={native})(\d+)", server)))
 
 
 def _search(search: FleetSearch, run: VirtualRun, jobs: int, terminal: Terminal) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
@@ -56,8 +56,10 @@ SHORTEST = 64
 """The tokens of the shortest prompt, and of the shortest context."""
 PIECE = 16
 """The tokens of the shortest part of a prompt: steps often compute the rest of one."""
-ANSWER_TOKENS, LONG_ANSWER_TOKENS = 32, 256
-"""The tokens of answers; the longer ones are for steps so short that an answer comes in one piece."""
+ANSWER_TOKENS = 32
+LEAST_GAPS = {ANSWER_TOKENS: 8, 96: 8, 256: 1}
+"""The tokens of answers → the least times between tokens, of each answer while all are under way. The longer ones are
+for steps so short that the first of many answers has nearly ended when the last one begins."""
 FIRST_REPETITIONS = 2
 """How often a point is measured at once; the grid's next points follow from these."""
 REPETITIONS, MORE_REPETITIONS = 3, 5
@@ -233,11 +235,11 @@ class Sweep:
         over."""
         if not self._found:
             await self._with_more_tries(self._learn_overhead)
-        for kind, grid in self._grids.items():
-            while (place := grid.next()) is not None:
-                await self._point(kind, place, FIRST_REPETITIONS)
-                if self._is_over():  # after a point, so that each call gets on
-                    return
+        while ahead := self._ahead():
+            _, kind, place = min(ahead)  # in turn, so that soon both have their corners
+            await self._point(kind, place, FIRST_REPETITIONS)
+            if self._is_over():  # after a point, so that each call gets on
+                return
         while places := self._unsure():
             for kind, place in places:
                 await self._point(kind, place, 1)
@@ -245,6 +247,14 @@ class Sweep:
                     return
         self.finished = True
         self._options.out.write_bytes(encode_profile(self.profile(complete=True)))
+
+    def _ahead(self) -> list[tuple[int, Kind, Place]]:
+        """Return for each grid that is not complete how many points it has, its kind, and its next point."""
+        ahead = list[tuple[int, Kind, Place]]()
+        for kind, grid in self._grids.items():
+            if (place := grid.next()) is not None:
+                ahead.append((len(grid.seconds), kind, place))
+        return ahead
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self._until_s
@@ -362,10 +372,10 @@ class Sweep:
         prompts = [self._asked.prompt(f"{os.getpid()} decode {context} {number}", context) for number in range(batch)]
         asks = [(client, prompt) for prompt in prompts for client in clients]
         await _all(client.ask(prompt, 1) for client, prompt in asks)
-        for tokens in (ANSWER_TOKENS, LONG_ANSWER_TOKENS):
+        for tokens, least_gaps in LEAST_GAPS.items():
             answers = await _all(client.ask(prompt, tokens) for client, prompt in asks)
-            if max(answer.first_s for answer in answers) < min(answer.last_s for answer in answers):
-                return median((answer.last_s - answer.first_s) / max(1, answer.tokens - 1) for answer in answers)
+            if (seconds := together_s(answers, least_gaps)) is not None:
+                return seconds
         raise Unavailable(
             f"{batch} answers after prompts of {context} tokens do not run at once: "
             "give a smaller --most, or a shorter --longest"
@@ -404,6 +414,22 @@ async def _all(asks: Iterable[Coroutine[Any, Any, TimedAnswer]]) -> list[TimedAn
         if isinstance(answer, BaseException):
             raise answer
     return [answer for answer in answers if isinstance(answer, TimedAnswer)]
+
+
+def together_s(answers: Sequence[TimedAnswer], least_gaps: int) -> float | None:
+    """Return the time a token while all answers are under way: steps before that have fewer answers, and ends of
+    prompts. None if one of them has fewer times between tokens then. *Pure.*"""
+    begin_s = max(answer.first_s for answer in answers)
+    end_s = min(answer.last_s for answer in answers) - 1e-6  # without the event after a last token, which has none
+    each_s = list[float]()
+    for answer in answers:
+        times_s = [at_s for at_s in accumulate(answer.gaps_s, initial=answer.first_s) if begin_s <= at_s < end_s]
+        gaps = len(times_s) - 1
+        if gaps < least_gaps:
+            return None
+        together = max(1.0, (answer.tokens - 1) / len(answer.gaps_s))  # the tokens of a piece
+        each_s.append((times_s[-1] - times_s[0]) / gaps / together)
+    return median(each_s)
 
 
 def _is_unsure(point: MeasuredPoint) -> bool:

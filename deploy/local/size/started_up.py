@@ -24,6 +24,7 @@ from deploy.local.stack import gpus
 from deploy.local.stack.announce import LAST_LINE
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
+from deploy.local.usage import GPU_MEMORY_SHARE
 from shared.config import environment
 from shared.errors import ConfigError, Unavailable
 from shared.installation import TREE
@@ -67,7 +68,12 @@ def _shares(words: Sequence[str], workers: int) -> list[tuple[Sequence[str], Map
     if not vllm_gpus and "cuda" not in said:
         return [(threads, {})] * workers
     visible = gpus.visible_gpus(gpus.ask_driver("--workers", 0), environment().get(CUDA_VARIABLE))
-    return [(threads, {CUDA_VARIABLE: names}) for names in gpu_shares(visible, workers)]
+    if vllm_gpus or len(visible) >= workers or "--tensor-parallel" in said:
+        return [(threads, {CUDA_VARIABLE: names}) for names in gpu_shares(visible, workers)]
+    return [
+        ((*threads, "--gpu-memory-share", f"{GPU_MEMORY_SHARE / sharing:.4f}"), {CUDA_VARIABLE: name})
+        for name, sharing in gpus_in_turn(visible, workers)
+    ]
 
 
 def gpu_shares(visible: Sequence[str], workers: int) -> list[str]:
@@ -76,6 +82,12 @@ def gpu_shares(visible: Sequence[str], workers: int) -> list[str]:
     if not each:
         raise ConfigError(f"--workers {workers} needs as many GPUs; CUDA shows {len(visible)}")
     return [",".join(visible[number * each : (number + 1) * each]) for number in range(workers)]
+
+
+def gpus_in_turn(visible: Sequence[str], workers: int) -> list[tuple[str, int]]:
+    """Return the GPU of each worker, and how many workers share that one, as `up` shares them out. *Pure.*"""
+    count = len(visible)
+    return [(visible[at % count], len(range(at % count, workers, count))) for at in range(workers)]
 
 
 @contextmanager

@@ -12,8 +12,9 @@ of 128, 15 GB of bf16 weights) on one H200. Measured there: the matmuls of a ste
 24.4 µs a row of arithmetic (2 x 7.5e9 FLOP), 28 ns a KV token (131,072 bytes). Assumed, not measured: attention at
 400 TFLOP/s (4 x 4096 x 32 FLOP a pair), and 0.5 ms in addition to the model.
 
-Or by a table of measured times. A step's prefills are looked up as one of all their tokens at their mean context, its
-decodes as their number at their mean context. A step with both reads the weights once: it takes the sum, less the
+Or by a table of measured times. A step's prefills are looked up as one of all their tokens, at the context at which it
+has as many query-key pairs. With several prompts that is below 0, as they do not attend to one another. Its decodes are
+looked up as their number at their mean context. A step with both reads the weights once: it takes the sum, less the
 shortest decode step of the table.
 
 Copies of blocks to and from a kvbm's pool run during the steps and slow none. Measured on that GPU: 51 to 54 GB/s a
@@ -68,8 +69,6 @@ class _Totals:
     def __init__(self, works: Sequence[Work]) -> None:
         decodes = [work.end for work in works if work.end - work.start == 1]
         self.prefilled = 0
-        self.before = 0
-        """Sum over prefilled tokens of the context before their chunk."""
         self.pairs = 0
         """Pairs of a query and a key in prefills: each token attends to all before it and to itself."""
         self.decodes = len(decodes)
@@ -81,7 +80,6 @@ class _Totals:
             count = work.end - work.start
             if count != 1:
                 self.prefilled += count
-                self.before += count * work.start
                 self.pairs += count * work.start + count * (count + 1) // 2
 
 
@@ -119,7 +117,7 @@ class Table:
         """Return the seconds of a step's prefills and decodes, as the module says."""
         seconds = 0.0
         if step.prefilled:
-            seconds += self._prefill_s(step.prefilled, step.before / step.prefilled)
+            seconds += self._prefill_s(step.prefilled, step.pairs / step.prefilled - (step.prefilled + 1) / 2)
         if step.decodes:
             decodes_s = self._decode.at(step.decodes, step.attended / step.decodes)
             seconds += max(0.0, decodes_s - self._shared_s) if step.prefilled else decodes_s
@@ -127,7 +125,10 @@ class Table:
 
     def _prefill_s(self, tokens: int, context: float) -> float:
         """Return the seconds of prefills. Fewer tokens than were measured take their part of what goes beyond
-        `shared_s`."""
+        `shared_s`. With a context below 0 they take less than without one, by what as many tokens more would cost."""
+        if context < 0:
+            alone_s = self._prefill_s(tokens, 0.0)
+            return max(self._shared_s, 2 * alone_s - self._prefill_s(tokens, -context))
         least = self._prefill.least
         if tokens >= least:
             return self._prefill.at(tokens, context)

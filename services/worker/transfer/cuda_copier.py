@@ -1,6 +1,6 @@
 """CudaCopier: copies blocks between the GPU and the pool, each group on the path that suits it best.
 
-saves   own stream, own staging ring ─┐               yes ┌─▶ rows, batch, staged, direct    as `path_choice` says, or set
+saves   own stream, own staging ring ─┐               yes ┌─▶ rows, batch, staged, direct: as `path_choice` says
 loads   own stream, own staging ring ─┴─▶ slot pinned? ───┤      │ fails when it is issued: synchronize, try the next
                                                        no └─▶ pageable                         also the last resort
 

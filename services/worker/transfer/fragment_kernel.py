@@ -66,7 +66,7 @@ class FragmentKernel:
         """Compile the kernel, if CuPy has not cached it.
 
         `alignment`, in bytes, is that of the pieces and of `pitch_bytes`, the distance between the fragments of a
-        piece; 0 if they lie back to back. A launch keeps at most so many `multiprocessors` busy.
+        piece; 0 if they lie back to back. A launch keeps at most `multiprocessors` of them busy.
         """
         word_bytes = shape.word_bytes(alignment)
         self._words = shape.fragment_bytes // word_bytes

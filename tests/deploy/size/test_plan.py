@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from deploy.local.cli import main
-from deploy.local.size.plan import plan_of, run_of
+from deploy.local.size.plan import gpus_of, plan_of, run_of
 from deploy.local.size.search import FleetCandidate, FleetSetting, Targets
 from deploy.local.size.traffic import Lengths, drawn_traffic
 from deploy.local.terminal import Terminal
@@ -188,6 +188,14 @@ def test_of_two_profiles_the_one_that_takes_fewer_gpus_is_the_answer(
     assert made["best"]["gpus"] == made["best"]["fleet"]["workers"]
     assert main([*words, "--itl-p50", "0.05", "--gpus-a-worker", "1"]) == 2
     assert "give as many numbers from 1 to 1024 as profiles: 2" in capsys.readouterr().err
+
+
+def test_gpus_of_a_worker_follow_from_the_flags_of_its_up() -> None:
+    assert gpus_of("--engine native --device cuda --model made") == 1
+    assert gpus_of("--device cuda --tensor-parallel 4") == gpus_of("--device=cuda --tensor-parallel=4") == 4
+    assert gpus_of("--tensor-parallel 4 --model made") == 1, "processes on a CPU"
+    both = "--engine vllm --set worker.vllm.tensor_parallel_size=2 --set worker.vllm.pipeline_parallel_size=3"
+    assert gpus_of(both) == 6
 
 
 def shared_machine(folder: Path, slower: float) -> Path:

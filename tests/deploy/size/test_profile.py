@@ -15,8 +15,10 @@ from typing import ClassVar
 import pytest
 
 from deploy.local.cli import main
+from deploy.local.size.profile import together_s
 from deploy.local.size.profile_file import Profile, decode_profile
-from deploy.local.size.started_up import gpu_shares, sizes_of
+from deploy.local.size.started_up import gpu_shares, gpus_in_turn, sizes_of
+from deploy.local.size.token_client import TimedAnswer
 from deploy.local.state import StateDirectory
 from services.worker.config import SimulatedConfig
 from services.worker.simulated.runner import read_times
@@ -62,6 +64,7 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
         assert (before.kind, before.x, before.y) == (after.kind, after.x, after.y)
         assert after.times[: len(before.times)] == before.times
     assert len(made.points) > len(first.points)
+    assert [point.kind for point in made.points[:8]] == ["decode", "prefill"] * 4, "both have their corners soon"
     in_grids = {("prefill", x, y) for x, y, _ in made.prefill} | {("decode", x, y) for x, y, _ in made.decode}
     for point in made.points:
         assert point.repetitions == len(point.times)
@@ -142,6 +145,24 @@ def test_gpus_are_divided_among_the_workers_that_are_measured_at_once() -> None:
     assert gpu_shares(["4", "5", "6", "7", "8"], 2) == ["4,5", "6,7"]
     with pytest.raises(ConfigError, match="--workers 3 needs as many GPUs; CUDA shows 2"):
         gpu_shares(["0", "1"], 3)
+
+
+def test_workers_share_gpus_in_turn_where_these_are_fewer() -> None:
+    assert gpus_in_turn(["1"], 2) == [("1", 2), ("1", 2)]
+    assert gpus_in_turn(["4", "5"], 3) == [("4", 2), ("5", 1), ("4", 2)]
+
+
+def answer(first_s: float, gaps_s: tuple[float, ...], tokens: int) -> TimedAnswer:
+    return TimedAnswer(0.0, first_s, first_s + sum(gaps_s), tokens, None, gaps_s)
+
+
+def test_a_decode_is_timed_while_all_answers_are_under_way() -> None:
+    early = answer(1.0, (0.5, 0.5, *(0.1 for _ in range(10))), 13)  # its first steps compute the other's prompt, too
+    late = answer(2.0, (*(0.1 for _ in range(10)), 0.03, 0.03), 13)  # and when it has ended, steps are shorter
+    assert together_s([early, late], 8) == together_s([early, late, late], 9) == pytest.approx(0.1)
+    assert together_s([early, late], 10) is None
+    assert together_s([early, answer(9.0, (0.1, 0.1), 3)], 1) is None
+    assert together_s([answer(1.0, (0.4,) * 10, 41)], 8) == pytest.approx(0.1), "four tokens a piece"
 
 
 @pytest.mark.parametrize(
