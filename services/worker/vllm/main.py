@@ -47,6 +47,7 @@ from services.worker.vllm.start_failure import (
     noting_exceptions,
     read_cause,
 )
+from services.worker.vllm.step_pace import STEP_S
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.installation import COMMAND
@@ -132,6 +133,7 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     channel.send(Loading("starting vLLM", 0.1))
     logger, noted, weights = StatLogger(), directory / "cause", LoadedWeights(Path(settings.model))
     os.environ[VARIABLE] = str(noted)
+    os.environ[STEP_S] = str(settings.step_s)
     readers: list[EventReader] = []
     try:
         with noting_exceptions():
