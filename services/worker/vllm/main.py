@@ -133,7 +133,6 @@ async def _run(config: EngineConfig, channel: EngineEnd, connection: socket.sock
     channel.send(Loading("starting vLLM", 0.1))
     logger, noted, weights = StatLogger(), directory / "cause", LoadedWeights(Path(settings.model))
     os.environ[VARIABLE] = str(noted)
-    os.environ[STEP_S] = str(settings.step_s)
     readers: list[EventReader] = []
     try:
         with noting_exceptions():
@@ -230,6 +229,7 @@ def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
         raise ConfigError(f"role is encode, but vllm.data_parallel_size is {args.data_parallel_size}; leave it out")
     if args.runner == "pooling" and settings.role != "aggregated":
         raise ConfigError(f"role is {settings.role}, but vllm.runner is pooling: embeddings are not handed over")
+    os.environ[STEP_S] = str(settings.step_s)
     if current_platform.is_cpu() and args.enforce_eager:
         os.environ.setdefault(NO_COMPILER, "1")
     if args.runner == "pooling" and args.pooler_config is None:

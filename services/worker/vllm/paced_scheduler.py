@@ -37,6 +37,8 @@ def _paced(own: Any) -> Any:
     """Return a class of vLLM's schedulers with a pace."""
 
     class PacedScheduler(own):  # type: ignore[misc]
+        max_num_scheduled_tokens: int
+
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
             self._pace = StepPace(
