@@ -25,7 +25,8 @@ times are those of its reports, for both alike, and include 50 to 100 µs of the
 between tokens of a full batch, without its first tenth, at 2,048 tokens of context on average.
 
     python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--streams 1 32 64 128]
-                                       [--step-tokens 8192] [--tensor-parallel 1] [--prompts 8] [--gptq] [--json]
+                                       [--step-tokens 8192] [--step-s S] [--tensor-parallel 1] [--prompts 8]
+                                       [--gptq] [--json]
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ def stack(
         worker = {"HEADRACE_MAX_RUNNING": str(arguments(flags)["max_num_seqs"]), "HEADRACE_HEALTH_IDLE_S": "0"}
         worker |= {"HEADRACE_ENGINE_METRICS": '["vllm:headrace_*"]'} if store else {}
         worker |= {"HEADRACE_CAPACITY_BLOCKS": str(blocks)} if blocks else {}
+        worker |= {"HEADRACE_STEP_S": str(flags.step_s)} if flags.step_s else {}
         settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}, "worker": worker}
         with launched(options, directory, settings, start_limit_s=START_LIMIT_S) as running:
             yield running
@@ -603,6 +605,7 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=(ALONE, HEADRACE, KVBM), default=[ALONE, HEADRACE, KVBM])
     parser.add_argument("--engines", nargs="*", choices=("native", "vllm"), default=["native", "vllm"])
     parser.add_argument("--step-tokens", type=int, default=8192, help="max_num_batched_tokens")
+    parser.add_argument("--step-s", type=float, default=0.0, help="`serve`, `connector`: step_s of Headrace's worker")
     parser.add_argument("--input-tokens", type=int, default=INPUT_TOKENS)
     parser.add_argument("--divisor", type=int, default=1, help="divides the numbers of requests")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)

@@ -344,9 +344,10 @@ class WorkerConfig(ServiceConfig, frozen=True, forbid_unknown_fields=True, kw_on
     max_running: Annotated[int, Meta(ge=1, le=65_535)] = 64
     """Most sequences that a step computes. No GPU takes more than 65,535 blocks of threads in one direction."""
     step_s: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Seconds that a step with parts of prompts should take at most. 0 means 0.25, or on a GPU 0.1. Other answers of
-    the worker pause for that long. Shorter steps compute fewer tokens of prompts a second; a step has room for 16
-    tokens of one, or a block. Other roles than aggregated have shorter steps."""
+    """Seconds that a step with parts of prompts should take at most. 0 means 0.25, or on a GPU 0.1, and for vLLM no
+    bound but its `max_num_batched_tokens`. Other answers of the worker pause for that long. Shorter steps compute fewer
+    tokens of prompts a second; a step has room for 16 tokens of one, or a block. Other roles than aggregated have
+    shorter steps, but not of vLLM."""
     step_tokens: Annotated[int, Meta(ge=16, le=8192)] = 8192
     """Most tokens that a step computes, however short it would be. vLLM has `max_num_batched_tokens` for it."""
     max_waiting: Positive = 256

@@ -47,6 +47,7 @@ from services.worker.vllm.start_failure import (
     noting_exceptions,
     read_cause,
 )
+from services.worker.vllm.step_pace import STEP_S
 from services.worker.vllm.version import check as check_version
 from shared.errors import ConfigError, ModelError
 from shared.installation import COMMAND
@@ -228,6 +229,7 @@ def _engine_args(settings: WorkerConfig, directory: Path) -> Any:
         raise ConfigError(f"role is encode, but vllm.data_parallel_size is {args.data_parallel_size}; leave it out")
     if args.runner == "pooling" and settings.role != "aggregated":
         raise ConfigError(f"role is {settings.role}, but vllm.runner is pooling: embeddings are not handed over")
+    os.environ[STEP_S] = str(settings.step_s)
     if current_platform.is_cpu() and args.enforce_eager:
         os.environ.setdefault(NO_COMPILER, "1")
     if args.runner == "pooling" and args.pooler_config is None:

@@ -28,6 +28,8 @@ COMPILING = {"enforce_eager", "compilation_config", "optimization_level"}
 IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The path of vLLM's executor whose one rank computes in the core's process. On a CPU vLLM replaces its short name
 `uni` by `mp`, since only a process of its own can be bound to processors: the engine's threads are not bound."""
+PACED = "services.worker.vllm.paced_scheduler.paced_scheduler"
+"""The path of what makes vLLM's scheduler if the worker's `step_s` is set."""
 SPREADING = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 """Arguments that give an engine more than one rank."""
 OURS = {
@@ -86,6 +88,8 @@ def contradiction(given: Mapping[str, Any], config: WorkerConfig, source: Mappin
     loras, kept = given.get("max_loras"), given.get("max_cpu_loras")
     if loras and kept and kept < loras:
         return f"{source['max_cpu_loras']}.max_cpu_loras: {kept}, but max_loras is {loras}; it must be at least as many"
+    if "scheduler_cls" in given and config.step_s:
+        return f"{source['scheduler_cls']}.scheduler_cls is set, and so is step_s; set one of them"
     if fault := _connector_fault(given, config, source):
         return fault
     defaults = WorkerConfig(model="")
@@ -117,6 +121,8 @@ def recommended(config: WorkerConfig) -> dict[str, Any]:
     needed: dict[str, Any] = {name: value for name, (value, _) in NEEDED.items()}
     if config.capacity_blocks:
         needed["num_gpu_blocks_override"] = config.capacity_blocks
+    if config.step_s:
+        needed["scheduler_cls"] = PACED
     if config.trace.endpoint:
         needed["otlp_traces_endpoint"] = config.trace.endpoint
     return {"model": config.model, "max_num_seqs": config.max_running, "block_size": config.block_size, **needed}

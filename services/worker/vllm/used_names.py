@@ -137,7 +137,9 @@ ENGINE: Table = {
     ),
     "vllm.config.cache:CacheConfig": Used(reads=("block_size", "num_gpu_blocks", "cache_dtype")),
     "vllm.config.parallel:ParallelConfig": Used(reads=("data_parallel_size", "world_size")),
-    "vllm.config.scheduler:SchedulerConfig": Used(reads=("policy",)),
+    "vllm.config.scheduler:SchedulerConfig": Used(
+        reads=("policy", "async_scheduling", "enable_chunked_prefill", "disable_chunked_mm_input")
+    ),
     "vllm.config.lora:LoRAConfig": Used(reads=("max_cpu_loras",)),
     "vllm.engine.arg_utils:AsyncEngineArgs": Used(
         passes=(
@@ -149,6 +151,7 @@ ENGINE: Table = {
             *SPREADING,
             "distributed_executor_backend",
             "otlp_traces_endpoint",
+            "scheduler_cls",
             "max_num_seqs",
             "block_size",
             "num_gpu_blocks_override",
@@ -163,6 +166,12 @@ ENGINE: Table = {
         calls={"add_cli_args": ("parser", "/"), "create_engine_config": ()},
     ),
     ":".join(IN_CORE.rsplit(".", 1)): Used(),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": Used(passes=("vllm_config",)),
+    "vllm.v1.core.sched.scheduler:Scheduler": Used(
+        passes=("vllm_config",),
+        reads=("block_size", "max_num_scheduled_tokens", "num_spec_tokens", "running"),
+        calls={"schedule": (), "update_from_output": ("scheduler_output", "/")},
+    ),
     "vllm.utils.argparse_utils:FlexibleArgumentParser": Used(),
     "vllm.v1.engine.async_llm:AsyncLLM": Used(
         reads=("vllm_config", "errored", "dead_error"),

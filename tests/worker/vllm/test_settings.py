@@ -11,6 +11,7 @@ from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.vllm.kv_transfer import BY_PARAMS
 from services.worker.vllm.settings import (
     IN_CORE,
+    PACED,
     SPREADING,
     contradiction,
     parsed,
@@ -44,6 +45,18 @@ def test_a_worker_that_traces_has_vllm_trace() -> None:
     endpoint = "http://127.0.0.1:4318/v1/traces"
     assert recommended(WorkerConfig(model="m", trace=TraceConfig(endpoint)))["otlp_traces_endpoint"] == endpoint
     assert "otlp_traces_endpoint" not in recommended(WorkerConfig(model="m"))
+
+
+def test_only_a_worker_with_bounded_steps_has_a_scheduler_of_its_own() -> None:
+    assert recommended(WorkerConfig(model="m", step_s=0.05))["scheduler_cls"] == PACED
+    assert "scheduler_cls" not in recommended(WorkerConfig(model="m"))
+
+
+def test_a_scheduler_of_the_user_bounds_its_steps_itself() -> None:
+    given, source = {"scheduler_cls": "their.Scheduler"}, {"scheduler_cls": "vllm"}
+    refused = contradiction(given, WorkerConfig(model="m", step_s=0.05), source)
+    assert refused == "vllm.scheduler_cls is set, and so is step_s; set one of them"
+    assert contradiction(given, WorkerConfig(model="m"), source) == ""
 
 
 @pytest.mark.parametrize("asked", ["enforce_eager", "compilation_config", "optimization_level"])
