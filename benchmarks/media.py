@@ -204,7 +204,8 @@ def measure(flags: argparse.Namespace, python: Path, model: Path, terminal: Term
     batch, threads = (flags.batch if on_gpu else 1), usable_processors()
     words = [str(model), *size.split("x"), str(steps), str(batch), str(threads)]
     up = ("--engine", "diffusers", "--model", str(model), "--workers", "1", "--frontends", "1", "--routers", "1")
-    more = ("--set", f"worker.max_running={batch}", "--set", f"worker.threads={threads}")
+    settings = f"worker.max_running={batch}", f"worker.threads={threads}"
+    more = *("--set", settings[0], "--set", settings[1]), *("--discovery", "file")  # with a GPU there may be no etcd
     body = {"prompt": "a mill", "size": size, "steps": steps}
     seconds = QUICK_SECONDS if flags.quick else SECONDS
     rows: list[Row] = []

@@ -39,6 +39,8 @@ DEEP_TOWER = {**TOWER, "num_hidden_layers": 24}
 STREAMS = {"native": 8, "cuda": 32, "vllm": 8}
 """Answers that are decoded at the same time: with fewer of them a GPU encodes sooner in place."""
 PATIENT = ("worker.kvbm.wait_s=60", "worker.kvbm.timeout_s=4", "frontend.limits.frozen_s=120")
+ON_GPU = ("--device", "cuda", "--cuda", "dtype=float32", "--gpu-memory-share", "0.3", "--discovery", "file")
+"""A part of the memory, since other tests have some; a machine with a GPU may have no etcd."""
 GPU_MARKS = (pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing()))
 VLLM_MARKS = (needs_vllm, pytest.mark.skipif(not HAS_TORCHVISION, reason="vLLM has no torchvision"))
 VLLM = ("worker.vllm.enforce_eager=true", "worker.vllm.dtype=float32", "worker.vllm.num_gpu_blocks_override=1024")
@@ -63,7 +65,7 @@ def up(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         hidden=128,  # vLLM's kernels on a CPU need larger heads than the other tests' models have
     )
     settings = (*PATIENT, *VLLM) if kind == "vllm" else PATIENT
-    engine = ("--device", "cuda", "--cuda", "dtype=float32") if kind == "cuda" else ("--engine", kind)
+    engine = ON_GPU if kind == "cuda" else ("--engine", kind)
     state = tmp_path_factory.mktemp("up")
     flags = (
         "--workers",
