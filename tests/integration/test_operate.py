@@ -272,7 +272,9 @@ def test_a_lora_is_loaded_moved_loaded_again_and_replaced(operated: OperatedFlee
         )
     operated.services.wait_ready(*WORKERS)
     assert operated.ask(model="poet") == text
-    assert operated.command("load_lora", name="poet", path=str(lora)) == 1, "unload it first"
+    assert operated.command("load_lora", name="poet", path=str(lora)) == 0, "it is loaded already"
+    other = write_lora(tmp_path / "other", model, seed=1)
+    assert operated.command("load_lora", name="poet", path=str(other)) == 1, "unload it first"
     assert operated.command("unload_lora", name="poet") == 0
     eventually(lambda: operated.models() == ["tiny"], limit_s=LIMIT_S, what="the LoRA is not listed")
     with pytest.raises(openai.NotFoundError):
