@@ -127,11 +127,11 @@ def test_parts_of_blocks_are_copied_exactly_and_nothing_between_them_changes(
     memcpy = memcpy_batch.load_memcpy_batch()
     assert memcpy is not None
     aligned = 4 if row_bytes % 4 == 0 else 1
-    chosen: paths.TransferPath = {
-        "direct": lambda: paths.DirectPath(FragmentKernel(shape, aligned, 2 * row_bytes)),
-        "rows": lambda: paths.RowsPath(shape),
-        "batch": lambda: paths.BatchPath(shape, memcpy),
-    }[path]()
+    all_paths: dict[str, paths.TransferPath] = {
+        "direct": paths.DirectPath(FragmentKernel(shape, aligned, 2 * row_bytes)),
+        "rows": paths.RowsPath(shape),
+        "batch": paths.BatchPath(shape, memcpy),
+    }
     register(pool.ctypes.data, pool.nbytes)
     stream = new_stream()
     cupy.cuda.get_current_stream().synchronize()
@@ -139,7 +139,7 @@ def test_parts_of_blocks_are_copied_exactly_and_nothing_between_them_changes(
         here, there = draw.permutation(slots)[:count].tolist(), draw.permutation(POOL_SLOTS)[:count].tolist()
         copies = [Copy(pool_slot, slot) for pool_slot, slot in zip(there, here, strict=True)]
         array = paths.SlotArray(pool.ctypes.data + row_bytes, slot_bytes, 2 * row_bytes)
-        chosen.issue(copies, array, loads=loads, on=stream).synchronize()
+        all_paths[path].issue(copies, array, loads=loads, on=stream).synchronize()
         if loads:
             blocks[here] = whole[there, :, 1]
         else:

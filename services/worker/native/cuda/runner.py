@@ -162,7 +162,8 @@ class CudaRunner:
         self._take_memory(weights, progress)
 
     def _plan_steps(self, processors: int) -> None:
-        """Say how large steps are, how they are laid out, which have graphs, and on which stream they run."""
+        """Say how large steps are, how they are laid out, which have graphs, and which kernels they run on which
+        stream. Raise ConfigError, and ModelError if the device has no room."""
         sizes, ranks = self._sizes, 1 if self._place is None else len(self._place.gpus)
         running, block_size = sizes.max_running, sizes.block_size
         self._limits = step_limits(
@@ -170,6 +171,9 @@ class CudaRunner:
         )
         self._graph_rows = graph_rows(self._settings, running)
         self._layout = StepLayout(block_size, PREFILL_ROWS, SplitPlanner.of(self._config, processors, running))
+        with no_room_as_model_error(self._facts.path or "the model", "kernels"):
+            hopper, element_type = self._settings.hopper_kernels, self._settings.dtype
+            self._kernels = compile_kernels(self._config, element_type, block_size, hopper=hopper)
         self.stream = cp.cuda.Stream(non_blocking=True)
         """The stream of all steps."""
         self._launched = cp.cuda.Event(disable_timing=True)
@@ -183,8 +187,10 @@ class CudaRunner:
         images = self._facts.images is not None
         self.encoder_cache: EncoderCache[Array] | None = EncoderCache(sizes.encoder_cache_bytes) if images else None
 
-    def _take_memory(self, weights: CudaWeights, progress: Callable[[float], None]) -> None:
-        """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room."""
+    def _take_memory(self, weights: CudaWeights, progress: Callable[[float], None] | None) -> None:
+        """Allocate everything but the weights, and capture the graphs. Raise ModelError if the device has no room.
+        Without `progress` each graph is captured before the first step that needs it, so that a wake does not wait for
+        all of them."""
         facts, config, settings, limits = self._facts, self._config, self._settings, self._limits
         element_type, layout = settings.dtype, facts.kv_layout
         model, blocks = facts.path or "the model", self._blocks
@@ -199,7 +205,6 @@ class CudaRunner:
                 self._staged_at = kernel_address(self._staged_ints)
                 self._ints_left = cp.cuda.Event(disable_timing=True)
                 """Happens when the staged integers can be overwritten."""
-                self._kernels = compile_kernels(config, element_type, layout.block_size, hopper=settings.hopper_kernels)
                 self._blas = Blas(element_type, self.stream)
                 if self._place is not None:
                     self._exchange = self._place.exchange()
@@ -218,8 +223,9 @@ class CudaRunner:
                     self._layout,
                     self._graph_rows,
                     lower_bound=settings.graph_lower_bound,
-                    progress=progress,
                 )
+                if progress is not None:
+                    self._graphs.capture_all(progress)
                 self.stream.synchronize()
             if self._place is not None and self._exchange is not None:
                 self._exchange.check()
@@ -392,6 +398,9 @@ class CudaRunner:
     ) -> Array:
         """Enqueue a step as it is laid out, on a graph of `padded_rows` unless that is 0; return its logits."""
         ints = step.ints
+        if padded_rows and not loras:
+            with self.stream:
+                self._graphs.capture(padded_rows)
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
         with self.stream:
@@ -494,7 +503,8 @@ class CudaRunner:
         with self._guard(), no_room_as_model_error(self._facts.path, "the weights"):
             if self._place is not None:
                 self._place.room()  # which all ranks hear when they start
-            self._take_memory(self._weights_again(), lambda _share: None)
+            all_graphs = None if self._place is None else lambda _share: None  # ranks capture at the same time
+            self._take_memory(self._weights_again(), all_graphs)
             self._loras.move(cp.asarray)
             return None if self._mover is None else self._block_copier()
 
