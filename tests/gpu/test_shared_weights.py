@@ -63,14 +63,16 @@ def test_an_engine_that_starts_again_maps_what_the_first_has_made_and_answers_th
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleeping_engine_leaves_its_matrices_to_the_service_and_maps_them_again(tmp_path: Path, level: int) -> None:
+def test_a_sleeping_engine_leaves_its_matrices_to_the_service_and_finds_them_again(tmp_path: Path, level: int) -> None:
     model = write_tiny_model(tmp_path / "model", **SHAPE)
     with serving(tmp_path / "memory", LIMITS), engine(model, tmp_path) as runner:
         right = answers(runner)
         before = free_bytes()
         assert runner.operate("sleep", "", "", level) == ""
         assert free_bytes() - before > KV_BYTES
-        assert runner._kept is None
+        assert runner._memory.statistics().reserved_bytes == 0
+        assert runner._shared is not None
+        assert (runner._shared._mapped is None) == (level == 2)
         assert len(shown(tmp_path / "memory").rows[0].readers) == (1 if level == 1 else 0)
         assert runner.operate("wake", "", "", 0) == ""
         assert answers(runner) == right

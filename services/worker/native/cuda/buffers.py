@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -14,6 +15,9 @@ from services.worker.native.cuda.capacity import StepLimits, step_arrays
 from services.worker.native.cuda.weights import DTYPES
 from services.worker.native.linear import Array
 from services.worker.native.rope import rope_tables
+
+MOST_ROPES = 2
+"""The rotations of a model: its own, and that of layers with a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,14 @@ class Buffers:
         arrays = {name: cp.empty(shape, dtypes[item]) for name, (shape, item) in step_arrays(config, limits).items()}
         arrays["every_row"].set(cp.arange(limits.rows, dtype=cp.int32).get())
         for number, rope in enumerate(config.ropes):
-            tables = rope_tables(rope, config.head_dim, limits.positions, config.rotated)
+            tables = _tables(rope, config.head_dim, limits.positions, config.rotated)
             for name, table in zip(("cosines", "sines"), tables, strict=True):
                 arrays[name][number].set(table)
         return Buffers(**arrays)
+
+
+_tables = lru_cache(maxsize=MOST_ROPES)(rope_tables)
+"""Keeps the tables of a model in host memory for its next wake: 33 MB for 64k positions of 64 pairs."""
 
 
 def pinned_array(count: int, dtype: Any) -> Any:

@@ -105,7 +105,7 @@ class CudaRunner:
     """The memory of the KV pages, if other processes can map it."""
     _mover: TransferMover | None = None
     _kept: CudaWeights | None = None
-    """The weights in host memory, during a sleep of level 1."""
+    """The weights during a sleep of level 1: in host memory, or mapped."""
     _tower: CudaVisionTower | None = None
     _images: ImageEncoder | None = None
     """Not there while the engine sleeps, or if the model takes no images."""
@@ -456,7 +456,9 @@ class CudaRunner:
         self.stream.synchronize()
         if level == 1:
             try:
-                kept = weights_on_host(self._weights) if self._shared is None else None
+                # What the memory service has takes no memory of this engine, so it stays mapped.
+                stays = () if self._shared is None else (self._shared.maps,)
+                kept = weights_on_host(self._weights, *stays)
                 self._loras.move(cp.asnumpy)
             except MemoryError:
                 return "sleep: no host memory is left for the weights; sleep at level 2"
@@ -464,8 +466,6 @@ class CudaRunner:
         if self._mover is not None:
             self._mover.release()
         self._give_back()
-        if level == 2 and self._shared is not None:
-            self._shared.release()
         return ""
 
     def _give_back(self) -> None:
@@ -474,8 +474,8 @@ class CudaRunner:
         if self._group is not None:
             self._group.close()
         gc.collect()  # an error's traceback may hold arrays in a cycle
-        if self._shared is not None:
-            self._shared.unmap()
+        if self._shared is not None and self._kept is None:
+            self._shared.release()
         self._memory.trim()
 
     def _wake(self) -> str:

@@ -94,15 +94,16 @@ class SharedCudaWeights(Generic[W_co]):
             self.release()
             raise
 
-    def unmap(self) -> None:
-        """Unmap the weights, which no array has any more. The service keeps them for this engine until `release`."""
+    def maps(self, address: int) -> bool:
+        """Return whether an address lies in the weights that are mapped."""
+        return self._mapped is not None and 0 <= address - self._mapped.address < self._size_bytes
+
+    def release(self) -> None:
+        """Unmap the weights, which no array has any more, and let the service free them once no other engine maps them.
+        `load` may follow."""
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             mapped.close()
-
-    def release(self) -> None:
-        """Unmap them, and let the service free them once no other engine maps them. `load` may follow."""
-        self.unmap()
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -171,11 +171,14 @@ def move_weights(weights: CudaWeights, move: Callable[[Array], Array]) -> CudaWe
     )
 
 
-def weights_on_host(weights: CudaWeights) -> CudaWeights:
-    """Return a copy of weights in host memory, which is made on the current stream. Raise MemoryError."""
+def weights_on_host(weights: CudaWeights, stays: Callable[[int], bool] = lambda _address: False) -> CudaWeights:
+    """Return a copy of weights in host memory, which is made on the current stream, but of an array only if not `stays`
+    of its address. Raise MemoryError."""
     with staged_copies() as copies:
 
         def copied(array: Array) -> Array:
+            if stays(array.data.ptr):
+                return array
             host = np.empty(array.shape, array.dtype)
             copies.to_host(bytes_of(host), array.data.ptr)
             return host
@@ -188,6 +191,8 @@ def weights_on_device(weights: CudaWeights) -> CudaWeights:
     with staged_copies() as copies:
 
         def copied(array: Array) -> Array:
+            if not isinstance(array, np.ndarray):
+                return array
             device = cp.empty(array.shape, array.dtype)
             copies.to_device(device.data.ptr, bytes_of(array))
             return device

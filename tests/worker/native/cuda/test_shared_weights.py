@@ -112,17 +112,18 @@ def test_weights_outlive_the_engine_that_made_them(tmp_path: Path) -> None:
         assert second.memory.filled == [False]
 
 
-def test_an_engine_that_sleeps_keeps_its_lock_at_level_one_and_wakes_by_mapping(tmp_path: Path) -> None:
+def test_only_what_is_mapped_counts_as_mapped(tmp_path: Path) -> None:
     with ExitStack() as ends, serving(tmp_path / "memory", LIMITS):
         engine = Engine(tmp_path, ends)
-        engine.loads()
-        engine.weights.unmap()
-        assert len(shown(tmp_path / "memory").rows[0].readers) == 1
-        assert engine.loads() == RIGHT
+        assert not engine.weights.maps(4096)
+        first, second = engine.weights.load()
+        begin, own = first.ctypes.data, np.ones(4)
+        assert engine.weights.maps(begin)
+        assert engine.weights.maps(second.ctypes.data)
+        assert not engine.weights.maps(begin - 1)
+        assert not engine.weights.maps(own.ctypes.data)
         engine.weights.release()
-        assert shown(tmp_path / "memory").rows[0].readers == ()
-        assert engine.loads() == RIGHT
-        assert engine.memory.filled == [True, False, False]
+        assert not engine.weights.maps(begin)
 
 
 def test_without_a_service_an_engine_has_weights_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
