@@ -3,8 +3,8 @@
     NAME.lock   locked (flock) by the owner; the kernel releases the lock when the process ends, for whatever reason
     NAME.json   {key: value}, replaced as a whole
 
-NAME begins with the time when the lease was made. A lease whose lock is free is dead, and its keys are gone at the next
-poll. A process that is stopped (SIGSTOP) or stuck keeps its lock, and so its keys; only etcd detects such a process.
+NAME begins with the time when the lease was made. A lease whose lock is free is dead. The directory is read at each
+change that the kernel tells of, and every POLL_S. A process that is stopped (SIGSTOP) or stuck keeps its lock, and so its keys; only etcd detects such a process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from weakref import WeakSet
 import msgspec
 
 from shared.discovery.contract import AskOwner, Change, Entries, LeftOut, Read
+from shared.discovery.directory_events import DirectoryEvents
 from shared.discovery.intake import DEFAULT, Intake, IntakeLimits
 from shared.discovery.key_feed import listed
 from shared.discovery.key_view import KeyView
@@ -31,6 +32,7 @@ from shared.rate_limited_log import RateLimitedLog
 from shared.regular_file import ownership_fault
 
 POLL_S = 0.25
+"""Seconds after which the directory is read again, whatever the kernel tells."""
 
 _log = logging.getLogger(__name__)
 _FILE = msgspec.json.Decoder(dict[str, str])
@@ -181,7 +183,8 @@ class FileDiscovery:
             sweep(directory)
         except OSError as wrong:
             raise ConfigError(f"discovery: {directory}: {wrong.strerror}") from None
-        self._closed = asyncio.Event()
+        self._closed = False
+        self._watches: set[DirectoryEvents] = set()
         self._registrations: WeakSet[FileRegistration] = WeakSet()
 
     async def register(self, entries: Entries) -> FileRegistration:
@@ -201,21 +204,26 @@ class FileDiscovery:
         view = KeyView(ttl_s=0.0)
         intake = Intake(read, self._limits)
         counted = 0
-        while not self._closed.is_set():
-            with suppress(DiscoveryDown):
-                intake.load(await self._found(prefix))
-                left_out = intake.left_out
-                if left_out.count > counted:
-                    yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
-                    counted = left_out.count
-                now = time.monotonic()
-                for change in view.update(now, intake.entries, 0):
-                    yield change
-                for change in view.apply_owner_answers(now, dict.fromkeys(view.keys_to_verify(now), "gone")):
-                    yield change
-            with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._closed.wait()
+        events = DirectoryEvents(self._directory)
+        self._watches.add(events)
+        try:
+            while not self._closed:
+                events.watch()
+                with suppress(DiscoveryDown):
+                    intake.load(await self._found(prefix))
+                    left_out = intake.left_out
+                    if left_out.count > counted:
+                        yield LeftOut(left_out.count - counted, left_out.key, left_out.why)
+                        counted = left_out.count
+                    now = time.monotonic()
+                    for change in view.update(now, intake.entries, 0):
+                        yield change
+                    for change in view.apply_owner_answers(now, dict.fromkeys(view.keys_to_verify(now), "gone")):
+                        yield change
+                await events.wait(POLL_S)
+        finally:
+            self._watches.discard(events)
+            events.close()
 
     def publishes(self, key: str) -> bool:
         return any(key in registration.wanted for registration in self._registrations)
@@ -233,7 +241,9 @@ class FileDiscovery:
         return {key: value for key, value in found.items() if key.startswith(prefix)}
 
     async def close(self) -> None:
-        self._closed.set()
+        self._closed = True
+        for events in self._watches:
+            events.wake()
 
 
 def _make(directory: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import assert_never
 
@@ -34,6 +34,7 @@ from services.frontend.requests.way import WayLog, session_counts
 from shared import subjects
 from shared.bus.contract import Message
 from shared.bus.outbox import Outbox
+from shared.discovery.directory import CardUp, DirectoryChange
 from shared.errors import HeadraceError, RateLimited, Unavailable
 from shared.messages.frames import STEP_FRAME, Part
 from shared.messages.frontends import RecentRequests
@@ -71,6 +72,8 @@ class RequestService:
         self.ways: WayLog | None = None
         """Where the ways of requests are kept for the page. None if there is no page."""
         self._limited_log = RateLimitedLog()
+        self._pausing: dict[asyncio.Future[None], str] = {}
+        """What the requests wait for that will ask routers again, and their models."""
         self._failing_all = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -80,6 +83,7 @@ class RequestService:
         runtime = self._runtime
         subject = subjects.stream(runtime.namespace, runtime.instance)
         await runtime.bus.subscribe(subject, self._on_frame, dropped=self._on_dropped)
+        runtime.directory.subscribe(self._on_change)
         await self._watchdog.start()
         runtime.tasks.create_task(self._outbox.run(), name="outbox")
 
@@ -287,9 +291,23 @@ class RequestService:
                     assert_never(action)
 
     async def _retry_later(self, stream: Stream, later: actions.RetryLater) -> None:
-        """Wait with jitter, because a worker that goes leaves many requests that wait."""
-        await asyncio.sleep(later.pause_s * self._runtime.draw.uniform(0.5, 1.0))
+        """Wait until a worker of the model comes, at most for the pause, which has jitter, because a worker that goes
+        leaves many requests that wait."""
+        came: asyncio.Future[None] = self._loop.create_future()
+        self._pausing[came] = stream.request.model
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(later.pause_s * self._runtime.draw.uniform(0.5, 1.0)):
+                    await came
+        finally:
+            del self._pausing[came]
         self._feed(stream, events.RetryDue(later.attempt, self._now()))
+
+    def _on_change(self, change: DirectoryChange) -> None:
+        if isinstance(change, CardUp):
+            for came, model in self._pausing.items():
+                if model == change.card.model and not came.done():
+                    came.set_result(None)
 
     def _note(self, stream: Stream, attempt: int, text: str) -> None:
         now = self._now()

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.frontend.config import LimitsConfig
+from services.frontend.requests import retry
 from services.frontend.requests.events import ClientLeft
 from services.frontend.requests.service import CANCELS_LIMIT, CancelLatency
 from services.frontend.requests.session import Session
@@ -26,6 +27,8 @@ from tests.frontend.peers import DEADLINE_S, MODEL, NAMESPACE, ScriptedWorker, W
 PENDING_LIMIT = 65_536
 """Messages that a subscription holds."""
 QUICK = LimitsConfig(drain_s=0.0, deadline_s=60.0, quiet_s=0.5, frozen_s=3.0)
+NEVER_S = 1800.0
+"""Longer than any test."""
 COUNT: Any = [{"role": "user", "content": "count"}]
 
 
@@ -177,6 +180,33 @@ async def test_a_router_that_has_not_heard_of_a_worker_yet_is_asked_again(direct
         async with clients(w) as (openai, _), asyncio.timeout(DEADLINE_S):
             answer = await openai.chat.completions.create(model=MODEL, messages=COUNT)
         assert answer.choices[0].message.content == "hello"
+
+
+async def test_a_request_that_waits_for_a_worker_goes_on_when_one_comes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", NEVER_S)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE_S", NEVER_S)
+    async with world(directory, limits=LimitsConfig(drain_s=0.0, rescue_s=2 * NEVER_S)) as w:
+        tokens = w.ids("one two three")
+
+        async def the_last_worker_fails(offered: Generate) -> None:
+            w.router.workers = []
+            for worker in w.workers:
+                await w.leave(worker.instance)
+
+            def pauses(_: object) -> bool:
+                notes = w.notes.find_request(offered.request, 0.0)
+                return notes is not None and "asked again" in str(notes)
+
+            await w.until("/health", pauses)
+            w.router.workers = ["w2"]
+            await w.announce_worker("w2")
+            again = (await w.workers[1].generates.at_least(1))[0]
+            await w.workers[1].send(again, 3, [*tokens[3:], 2], "stop")
+
+        w.workers[1].output = None
+        assert await halfway(w, the_last_worker_fails) == "one two three"
 
 
 # --- the latency of cancellations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import sys
@@ -10,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from shared.discovery import directory_events, file
+from shared.discovery.contract import Synced
 from shared.discovery.file import POLL_S, FileDiscovery, FileLease, scan, sweep
 from shared.errors import ConfigError
-from tests.shared.watched import watching
+from tests.shared.watched import LIMIT_S, watching
+
+NEVER_S = 36000.0
+"""Longer than any test."""
 
 OWNER = """
 import sys
@@ -133,3 +139,53 @@ async def test_a_directory_that_cannot_be_is_a_wrong_setting(tmp_path: Path) -> 
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="file"):
             FileDiscovery(directory)
+
+
+async def test_changes_are_seen_without_a_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "POLL_S", NEVER_S)
+    discovery = FileDiscovery(tmp_path / "d")
+    value = b"1"
+    async with watching(discovery, "/") as watched:
+        await watched.until(lambda seen: seen.synced)
+        owner = await start_owner(tmp_path / "d")
+        registration = await discovery.register(lambda epoch: {"/b": value})
+        await watched.until_entries({"/a": b"1", "/b": b"1"})
+        value = b"2"
+        await registration.publish()
+        await watched.until_entries({"/a": b"1", "/b": b"2"})
+        await registration.close()
+        await watched.until_entries({"/a": b"1"})
+        owner.kill()
+        await owner.wait()
+        (tmp_path / "d" / "any").touch()  # the kernel frees a lock after it has told that the file was closed
+        await watched.until_entries({})
+    await discovery.close()
+
+
+async def test_changes_are_seen_where_the_kernel_tells_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discovery = FileDiscovery(tmp_path)
+    monkeypatch.setattr(directory_events._libc, "inotify_init1", lambda _flags: -1)
+    async with watching(discovery, "/") as watched:
+        await watched.until(lambda seen: seen.synced)
+        registration = await discovery.register(lambda epoch: {"/a": b"1"})
+        await watched.until_entries({"/a": b"1"})
+        await registration.close()
+        await watched.until_entries({})
+    await discovery.close()
+
+
+async def test_the_end_of_discovery_ends_a_watch_and_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "POLL_S", NEVER_S)
+    before = len(os.listdir("/proc/self/fd"))
+    discovery = FileDiscovery(tmp_path)
+    watch = discovery.watch("/")
+    assert await anext(watch) == Synced()
+    ending = asyncio.ensure_future(anext(watch, None))
+    await asyncio.sleep(0)
+    await discovery.close()
+    assert await asyncio.wait_for(ending, LIMIT_S) is None
+    assert len(os.listdir("/proc/self/fd")) == before
