@@ -142,6 +142,7 @@ class EngineSupervisor:
         self._kvbm = kvbm
         self._observed = observed
         self.standby = standby
+        self._back_off = BackOff()
         self._delay_s = 0.0
         """The back-off after the latest loss of an engine, after which a standby is started, too."""
         self._gate = _Gate()
@@ -195,33 +196,37 @@ class EngineSupervisor:
 
     async def run(self) -> None:
         """Keep an engine going until cancelled; it has ended when this returns. Raise ModelError."""
-        loop = asyncio.get_running_loop()
-        back_off = BackOff()
         while True:
             await self._gate.wanted.wait()
-            began_s = loop.time()
             failed = await self._live()
-            if failed.model and not self._served:
+            if self._hopeless(failed):
                 raise ModelError(failed.reason)
-            self.epoch += 1
-            if self._gate.stopped:
-                self._gate.lost_in_a_row = 0
-                self._lost(failed.reason)
-                continue
-            self._gate.lost = self._gate.lost[0] + 1, failed.reason, loop.time()
-            lived_s = 0.0 if self._gate.ready_s is None else loop.time() - self._gate.ready_s
-            self._gate.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self._gate.lost_in_a_row + 1
-            self._delay_s = back_off.after(loop.time() - began_s)
-            pid = None if self.standby is None else self.standby.pid
-            if pid is None:
-                _log.error("the engine is lost (%s); starting another in %g s", failed.reason, self._delay_s)
-                self._lost(failed.reason)
+            if not self._gate.stopped and (self.standby is None or self.standby.pid is None):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._delay_s):
                         await self._gate.hurry.wait()
+
+    def _hopeless(self, failed: Failed) -> bool:
+        """Whether no engine has served the model, and this one says that none can."""
+        return failed.model and not self._served
+
+    def _report_loss(self, failed: Failed) -> None:
+        """Count an engine that is lost, or was stopped, and report it."""
+        now_s = asyncio.get_running_loop().time()
+        self.epoch += 1
+        if self._gate.stopped:
+            self._gate.lost_in_a_row = 0
+        else:
+            self._gate.lost = self._gate.lost[0] + 1, failed.reason, now_s
+            lived_s = 0.0 if self._gate.ready_s is None else now_s - self._gate.ready_s
+            self._gate.lost_in_a_row = 1 if lived_s >= STABLE_AFTER_S else self._gate.lost_in_a_row + 1
+            self._delay_s = self._back_off.after(now_s - self._begun_s)
+            pid = None if self.standby is None else self.standby.pid
+            if pid is None:
+                _log.error("the engine is lost (%s); starting another in %g s", failed.reason, self._delay_s)
             else:
                 _log.error("the engine is lost (%s); the standby, process %d, takes over", failed.reason, pid)
-                self._lost(failed.reason)
+        self._lost(failed.reason)
 
     def submit(self, submit: Submit | Prefetch) -> bool:
         """Send an attempt, or advice. Return False if there is no engine, or if it does not read."""
@@ -329,7 +334,9 @@ class EngineSupervisor:
         self._gate.hurry.set()
 
     async def _live(self) -> Failed:
-        """Run one engine until it ends; return why."""
+        """Run one engine until it ends; return why. Its loss is reported before its process has ended: a GPU's driver
+        takes a while to free what it held, and attempts go on elsewhere meanwhile."""
+        failed: Failed | None = None
         self._begun_s = asyncio.get_running_loop().time()
         taken = None if self.standby is None else self.standby.take(self._instance)
         if taken is None:
@@ -362,6 +369,8 @@ class EngineSupervisor:
             for waiting in self._answers.values():
                 if not waiting.done():
                     waiting.set_exception(Unavailable("the engine is lost"))
+            if failed is not None and not self._hopeless(failed):
+                self._report_loss(failed)
             await engine.end(limit_s, self._take_last)
             self._gate.ended.set()
 

@@ -148,6 +148,22 @@ async def running(engines: Engines) -> AsyncIterator[ScriptedEngine]:
         await asyncio.gather(run, return_exceptions=True)
 
 
+async def test_a_loss_is_reported_before_the_process_has_ended_and_another_is_started_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = Engines(FACTS, FACTS)
+    gone = asyncio.Event()
+    async with running(engines) as engine:
+        monkeypatch.setattr(engine, "end", lambda *_: gone.wait())
+        engine.kill()
+        await until(lambda: bool(engines.lost))
+        assert (engines.lost, engines.host.epoch, engines.host.facts) == (["engine: killed"], 2, None)
+        assert len(engines.all) == 1
+        gone.set()
+        await until(lambda: len(engines.all) == 2)
+        assert engines.lost == ["engine: killed"]
+
+
 def probes(engine: ScriptedEngine) -> list[ProbeDevice]:
     return [command for command in engine.told if isinstance(command, ProbeDevice)]
 
