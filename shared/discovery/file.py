@@ -4,7 +4,8 @@
     NAME.json   {key: value}, replaced as a whole
 
 NAME begins with the time when the lease was made. A lease whose lock is free is dead. The directory is read at each
-change that the kernel tells of, and every POLL_S. A process that is stopped (SIGSTOP) or stuck keeps its lock, and so its keys; only etcd detects such a process.
+change that the kernel tells of, and every POLL_S. A process that is stopped (SIGSTOP) or stuck keeps its lock, and so
+its keys; only etcd detects such a process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -33,6 +32,10 @@ sys.stdin.read()
 
 def names(directory: Path) -> list[str]:
     return [file.name for file in directory.iterdir()]
+
+
+def open_descriptors() -> int:
+    return len(names(Path("/proc/self/fd")))
 
 
 async def start_owner(directory: Path) -> asyncio.subprocess.Process:
@@ -162,9 +165,7 @@ async def test_changes_are_seen_without_a_poll(tmp_path: Path, monkeypatch: pyte
     await discovery.close()
 
 
-async def test_changes_are_seen_where_the_kernel_tells_of_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_changes_are_seen_where_the_kernel_tells_of_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     discovery = FileDiscovery(tmp_path)
     monkeypatch.setattr(directory_events._libc, "inotify_init1", lambda _flags: -1)
     async with watching(discovery, "/") as watched:
@@ -180,7 +181,7 @@ async def test_the_end_of_discovery_ends_a_watch_and_leaves_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file, "POLL_S", NEVER_S)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     discovery = FileDiscovery(tmp_path)
     watch = discovery.watch("/")
     assert await anext(watch) == Synced()
@@ -188,4 +189,4 @@ async def test_the_end_of_discovery_ends_a_watch_and_leaves_no_descriptor(
     await asyncio.sleep(0)
     await discovery.close()
     assert await asyncio.wait_for(ending, LIMIT_S) is None
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
