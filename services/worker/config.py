@@ -157,7 +157,7 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Largest share (0 to 1) of the GPU's memory that this worker takes where no capacity is set. Workers on one GPU
     must divide it between them."""
     graphs: bool = True
-    """Whether decode steps are CUDA graphs, which are captured at start."""
+    """Whether decode steps are CUDA graphs, which are captured at start, and after a wake when a step needs them."""
     graph_lower_bound: Positive = 1
     """Fewest sequences of a step that run as a graph; fewer run eagerly, and are not padded to a captured batch."""
     graph_upper_bound: Positive = 256

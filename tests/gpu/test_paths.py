@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_parts_of_blocks_are_copied_exactly_and_nothing_between_them_changes(
     whole = expected.reshape(POOL_SLOTS, slot_bytes)[:, : 2 * rows * row_bytes].reshape(POOL_SLOTS, rows, 2, row_bytes)
     memcpy = memcpy_batch.load_memcpy_batch()
     assert memcpy is not None
-    aligned = 4 if row_bytes % 4 == 0 else 1
+    aligned = gcd(4096, row_bytes)  # words of 4, 16 and 1 bytes
     all_paths: dict[str, paths.TransferPath] = {
         "direct": paths.DirectPath(FragmentKernel(shape, aligned, 2 * row_bytes)),
         "rows": paths.RowsPath(shape),

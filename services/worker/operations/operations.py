@@ -311,9 +311,13 @@ class Operations:
             self._failed = f"load_lora: {failed}"
             return self._finish()
         name, loaded = make_lora_id(self.running.name, digest), self._id_of(self.running.name)
-        if loaded and loaded != name:
+        if not loaded:
+            return self._follow([AskEngine("load_lora", name, self.running.path)])
+        if loaded == name:
+            self.loras[name] = self.running.path  # the next engine reads them there
+        else:
             self._failed = f"load_lora: {self.running.name} is loaded already, from other files; unload it first"
-        return self._follow([] if loaded else [AskEngine("load_lora", name, self.running.path)])
+        return self._follow([])
 
     def on_engine(self, failed: str = "", *, lost: bool = False) -> list[OperationAction]:
         """The engine has answered; `lost`: it never will, and no engine is asked before the next `engine_ready`."""

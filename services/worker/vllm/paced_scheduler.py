@@ -43,7 +43,8 @@ def _paced(own: Any) -> Any:
             super().__init__(*arguments, **named)
             self._pace = StepPace(
                 step_s=float(os.environ[STEP_S]),
-                least_tokens=max(LEAST_STEP_TOKENS, self.block_size),
+                # vLLM schedules a request with one token left only if its drafts fit, too.
+                least_tokens=max(LEAST_STEP_TOKENS, self.block_size, 1 + self.num_spec_tokens),
                 most_tokens=self.max_num_scheduled_tokens,
             )
 

@@ -392,6 +392,17 @@ def test_a_lora_whose_files_are_loaded_already_is_loaded_and_other_files_are_ref
     assert lora("sql") in world.seen()[1]
 
 
+def test_a_lora_that_is_loaded_again_from_another_directory_is_read_there_by_the_next_engine() -> None:
+    world = worker()
+    world.ask("load_lora", "sql")
+    world.settle()
+    world.take(world.operations.begin(OperateWorker("load_lora", "sql", path="/moved")))
+    world.settle()
+    world.lose()
+    world.start()
+    assert world.now_due() == AskEngine("load_lora", lora("sql"), "/moved")
+
+
 def test_an_engine_that_started_while_a_lora_became_idle_is_not_asked_to_unload_it() -> None:
     world = worker()
     world.ask("load_lora", "sql")

@@ -34,12 +34,16 @@ def prompt_of(number: int) -> list[int]:
     return [5 + (number * 37 + index * (1 + number % 5)) % 250 for index in range(CHUNKS * BLOCK)]
 
 
-async def test_a_prompt_is_computed_in_steps_that_take_no_longer_than_step_s(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
-    arguments = {"num_gpu_blocks_override": 128, "enforce_eager": True, "dtype": "float32", **ON_DEVICE}
+def config_of(directory: Path, **given: object) -> WorkerConfig:
+    model = write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
+    arguments = {"num_gpu_blocks_override": 128, "enforce_eager": True, "dtype": "float32", **ON_DEVICE, **given}
     fields = {"model": str(model), "engine": "vllm", "vllm": arguments, "vllm_python": str(PYTHON), "threads": 1}
     fields |= {"block_size": BLOCK, "step_s": 1e-6, "health": {"idle_s": 0.0}}  # no step is as short: a block each
-    engine = await CountedEngine.start(msgspec.convert(fields, WorkerConfig))
+    return msgspec.convert(fields, WorkerConfig)
+
+
+async def test_a_prompt_is_computed_in_steps_that_take_no_longer_than_step_s(tmp_path: Path) -> None:
+    engine = await CountedEngine.start(config_of(tmp_path))
     try:
         before = engine.steps
         alone = await engine.answer("alone", prompt_of(1), GREEDY)
@@ -49,5 +53,16 @@ async def test_a_prompt_is_computed_in_steps_that_take_no_longer_than_step_s(tmp
         )
         assert again == alone
         assert len(other) == len(third) == GREEDY.max_tokens
+    finally:
+        await engine.close()
+
+
+async def test_a_prompt_of_which_one_token_is_left_has_room_for_its_drafts(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": BLOCK + 8, "prompt_lookup_max": 3}
+    engine = await DrivenEngine.start(config_of(tmp_path, speculative_config=drafts))
+    prompt = [*prompt_of(1), 7]
+    try:
+        first = await engine.answer("computed", prompt, GREEDY)
+        assert await engine.answer("cached", prompt, GREEDY) == first
     finally:
         await engine.close()

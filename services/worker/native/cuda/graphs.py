@@ -31,7 +31,7 @@ together. On an H100 with an 8B model, the last 16 of 8,192 tokens next to 8 dec
 
 
 class DecodeGraphs:
-    """A captured graph for each of `rows`, which ascend."""
+    """A graph for each of `rows`, which ascend, once it is captured."""
 
     def __init__(
         self,

@@ -399,7 +399,7 @@ class CudaRunner:
         """Enqueue a step as it is laid out, on a graph of `padded_rows` unless that is 0; return its logits."""
         ints = step.ints
         if padded_rows and not loras:
-            with self.stream:
+            with self.stream, no_room_as_model_error(self._facts.path or "the model", "graphs"):
                 self._graphs.capture(padded_rows)
         self._ints_left.synchronize()
         self._staged_ints[: len(ints)] = ints
