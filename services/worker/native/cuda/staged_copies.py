@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,15 +37,20 @@ class StagedCopies:
     that ends by an error, those that have not begun are left out."""
 
     def __init__(
-        self, rooms: Sequence[Bytes], begin: Begin, threads: int = THREADS, prepare: Callable[[], None] = _nothing
+        self,
+        rooms: Callable[[], Sequence[Bytes]],
+        begin: Begin,
+        threads: int = THREADS,
+        prepare: Callable[[], None] = _nothing,
     ) -> None:
-        """Copy through `rooms`, pinned arrays of equal size. Each thread calls `prepare` first."""
-        self._rooms = rooms
+        """Copy through what `rooms` returns when the first copy needs it, pinned arrays of equal size. Each thread
+        calls `prepare` first."""
+        self._make_rooms = rooms
         self._begin = begin
         self._pool = ThreadPoolExecutor(threads, "staged-copies", prepare)
         self._next = 0
-        self._ends: list[Callable[[], None]] = [_nothing for _ in rooms]
-        """What waits for the end of the copy from each room, or of the one out of it."""
+        self._ends: dict[int, Callable[[], None]] = {}
+        """What waits for the end of the copy from a room, or of the one out of it, by the room's number."""
         self._filling: deque[tuple[Future[None], int, int, int]] = deque()
         """The rooms that are being filled, each with its number, where it goes, and how many bytes, in order."""
 
@@ -57,6 +63,10 @@ class StagedCopies:
                 self._send()
         finally:
             self._end()
+
+    @cached_property
+    def _rooms(self) -> Sequence[Bytes]:
+        return self._make_rooms()
 
     def to_device(self, address: int, source: Bytes) -> None:
         """Copy bytes to the device; `source` must not change before the end."""
@@ -85,8 +95,7 @@ class StagedCopies:
         """Return the number of the next room, once nothing needs what it has."""
         number = self._next % len(self._rooms)
         self._next += 1
-        self._ends[number]()
-        self._ends[number] = _nothing
+        self._ends.pop(number, _nothing)()
         return number
 
     def _send(self) -> None:
@@ -98,7 +107,7 @@ class StagedCopies:
     def _end(self) -> None:
         """Wait for all that has begun, also if some of it fails, and end the threads. Raise the first error."""
         failed: list[Exception] = []
-        for end in self._ends:
+        for end in self._ends.values():
             try:
                 end()
             except Exception as wrong:  # noqa: BLE001 - raised below

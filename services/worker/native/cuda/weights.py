@@ -37,6 +37,8 @@ DTYPES: dict[Dtype, type[np.generic]] = {
     "bfloat16": np.uint16,  # CuPy has no bfloat16; only our kernels and cuBLAS interpret it
 }
 _PIECE_ELEMENTS = 16 << 20
+STAGED_BYTES = 1 << 20
+"""Fewest bytes of an array for which it pays to pin rooms, which takes 30 ms and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ def weights_on_host(weights: CudaWeights, stays: Callable[[int], bool] = lambda 
         def copied(array: Array) -> Array:
             if stays(array.data.ptr):
                 return array
+            if array.nbytes < STAGED_BYTES:
+                return array.get()
             host = np.empty(array.shape, array.dtype)
             copies.to_host(bytes_of(host), array.data.ptr)
             return host
@@ -193,6 +197,8 @@ def weights_on_device(weights: CudaWeights) -> CudaWeights:
         def copied(array: Array) -> Array:
             if not isinstance(array, np.ndarray):
                 return array
+            if array.nbytes < STAGED_BYTES:
+                return cp.asarray(array)
             device = cp.empty(array.shape, array.dtype)
             copies.to_device(device.data.ptr, bytes_of(array))
             return device
@@ -211,7 +217,7 @@ def staged_copies() -> StagedCopies:
         synchronize: Callable[[], None] = event.synchronize
         return synchronize
 
-    return StagedCopies(_rooms(), begin, prepare=partial(use_device, cp.cuda.Device().id))
+    return StagedCopies(_rooms, begin, prepare=partial(use_device, cp.cuda.Device().id))
 
 
 def _rooms() -> list[Bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -45,13 +46,13 @@ def test_arrays_arrive_whole_whatever_their_sizes(sizes: list[int], count: int, 
     draw, link = np.random.default_rng(1), Link()
     arrays = [draw.integers(0, 256, size, np.uint8) for size in sizes]
     devices = [np.zeros(size, np.uint8) for size in sizes]
-    with StagedCopies(rooms(count), link.begin, threads) as copies:
+    with StagedCopies(partial(rooms, count), link.begin, threads) as copies:
         for array, device in zip(arrays, devices, strict=True):
             copies.to_device(device.ctypes.data, array)
     for array, device in zip(arrays, devices, strict=True):
         np.testing.assert_array_equal(device, array)
     back = [np.zeros(size, np.uint8) for size in sizes]
-    with StagedCopies(rooms(count), link.begin, threads) as copies:
+    with StagedCopies(partial(rooms, count), link.begin, threads) as copies:
         for host, device in zip(back, devices, strict=True):
             copies.to_host(host, device.ctypes.data)
     for array, host in zip(arrays, back, strict=True):
@@ -62,7 +63,7 @@ def test_arrays_arrive_whole_whatever_their_sizes(sizes: list[int], count: int, 
 def test_an_error_in_the_block_waits_for_what_has_begun_and_ends_the_threads() -> None:
     """What is under way reads rooms, whose memory is then given back."""
     link = Link()
-    copies = StagedCopies(rooms(4), link.begin)
+    copies = StagedCopies(partial(rooms, 4), link.begin)
     device = np.zeros(300, np.uint8)
 
     def fail() -> None:
@@ -93,7 +94,7 @@ def test_a_copy_that_fails_is_raised_after_the_others_have_ended() -> None:
         return fail
 
     host, device = np.zeros(300, np.uint8), np.ones(300, np.uint8)
-    copies = StagedCopies(rooms(8), begin)
+    copies = StagedCopies(partial(rooms, 8), begin)
     with pytest.raises(OSError, match="the link"), copies:
         copies.to_host(host, device.ctypes.data)
     assert link.under_way == 0
@@ -107,7 +108,7 @@ def test_each_thread_is_prepared_before_it_waits_for_a_copy() -> None:
     def begin(_to: int, _source: int, _size_bytes: int) -> Callable[[], None]:
         return lambda: waited.append(threading.get_ident())
 
-    with StagedCopies(rooms(4), begin, 2, lambda: prepared.append(threading.get_ident())) as copies:
+    with StagedCopies(partial(rooms, 4), begin, 2, lambda: prepared.append(threading.get_ident())) as copies:
         copies.to_host(np.zeros(900, np.uint8), 0)
     assert set(waited) <= set(prepared)
     assert threading.get_ident() not in waited
