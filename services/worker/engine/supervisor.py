@@ -371,8 +371,17 @@ class EngineSupervisor:
                     waiting.set_exception(Unavailable("the engine is lost"))
             if failed is not None and not self._hopeless(failed):
                 self._report_loss(failed)
-            await engine.end(limit_s, self._take_last)
+            await self._end(engine, limit_s)
             self._gate.ended.set()
+
+    async def _end(self, engine: Engine, limit_s: float) -> None:
+        """End an engine, also if this is cancelled meanwhile."""
+        ending = asyncio.ensure_future(engine.end(limit_s, self._take_last))
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await ending
+            raise
 
     def _take_last(self, report: EngineReport) -> None:
         """Take what an engine that ends says of its requests to the kvbm; the rest is of no use any longer."""

@@ -148,20 +148,48 @@ async def running(engines: Engines) -> AsyncIterator[ScriptedEngine]:
         await asyncio.gather(run, return_exceptions=True)
 
 
+def ends_slowly(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, list[str]]:
+    """Return what ends it when it is set, and what then has an entry."""
+    gone, ended = asyncio.Event(), list[str]()
+
+    async def end(*_: object) -> int:
+        await asyncio.wait_for(gone.wait(), LIMIT_S)
+        ended.append("ended")
+        return 0
+
+    monkeypatch.setattr(engine, "end", end)
+    return gone, ended
+
+
 async def test_a_loss_is_reported_before_the_process_has_ended_and_another_is_started_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines = Engines(FACTS, FACTS)
-    gone = asyncio.Event()
     async with running(engines) as engine:
-        monkeypatch.setattr(engine, "end", lambda *_: gone.wait())
+        gone, ended = ends_slowly(engine, monkeypatch)
         engine.kill()
         await until(lambda: bool(engines.lost))
         assert (engines.lost, engines.host.epoch, engines.host.facts) == (["engine: killed"], 2, None)
-        assert len(engines.all) == 1
+        assert (ended, len(engines.all)) == ([], 1)
         gone.set()
         await until(lambda: len(engines.all) == 2)
-        assert engines.lost == ["engine: killed"]
+        assert (ended, engines.lost) == (["ended"], ["engine: killed"])
+
+
+async def test_an_engine_that_is_lost_has_ended_when_the_supervisor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(FACTS)
+    engines.hold = True
+    run = asyncio.ensure_future(engines.host.run())
+    await asyncio.wait_for(engines.done.wait(), LIMIT_S)
+    gone, ended = ends_slowly(engines.all[0], monkeypatch)
+    engines.all[0].kill()
+    await until(lambda: bool(engines.lost))
+    run.cancel()
+    await asyncio.wait([run], timeout=0.05)
+    gone.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert ended == ["ended"]
 
 
 def probes(engine: ScriptedEngine) -> list[ProbeDevice]:
