@@ -11,6 +11,7 @@ import importlib.util
 import secrets
 import socket
 import sysconfig
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ CLAIMS_LIMIT = 256
 """The most ports that this process keeps for programs that do not listen yet. Beyond it the oldest is let go."""
 _claims: dict[int, socket.socket] = {}
 """Port → the socket whose name keeps other processes from it."""
-
+_claiming = threading.Lock()
 
 ENVIRONMENT = {"GOMAXPROCS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
 """Default environment of all programs that `up` starts.
@@ -95,21 +96,22 @@ def answers(flag: str, address: str) -> bool:
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return `count` distinct ports of an address of this machine that are free now. Until a program listens there, no
-    process gets one of them a second time from here. Raise ConfigError if there are fewer."""
-    _let_go(host)
+    process gets one of them a second time from here, nor any thread. Raise ConfigError if there are fewer."""
     span = LAST_PORT - FIRST_PORT + 1
     start = secrets.randbelow(span)
     found: list[int] = []
-    for step in range(span):
-        if len(found) == count:
-            return found
-        port = FIRST_PORT + (start + step) % span
-        if not _claim(port):  # before one looks: else another process could let it go to its program in between
-            continue
-        if is_free(port, host):
-            found.append(port)
-        elif port in _claims:
-            _claims.pop(port).close()
+    with _claiming:
+        _let_go(host)
+        for step in range(span):
+            if len(found) == count:
+                return found
+            port = FIRST_PORT + (start + step) % span
+            if not _claim(port):  # before one looks: else another process could let it go to its program in between
+                continue
+            if is_free(port, host):
+                found.append(port)
+            elif port in _claims:
+                _claims.pop(port).close()
     raise ConfigError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}")
 
 

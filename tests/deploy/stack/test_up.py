@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,12 @@ async def test_programs_are_added_and_removed_while_it_runs(
 
     assert await Shell(Stack((launch("router", STAYS),), {}, "", "", "", ""), state_dir, Terminal()).run(beside) == 0
     assert "another model" not in capsys.readouterr().err, "who added it says why"
+
+
+def test_threads_that_ask_for_ports_at_once_get_different_ones() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = [port for ports in threads.map(servers.free_ports, [20] * 12) for port in ports]
+    assert len({*found}) == len(found) == 240
 
 
 async def test_what_is_not_needed_may_have_a_wrong_configuration(

@@ -19,9 +19,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-THREADS = 8
-"""Threads that fill or empty rooms."""
-ROOMS, ROOM_BYTES = 16, 8 << 20
+THREADS = 24
+"""Threads that fill or empty rooms: on an H200 an 8B model falls asleep at 16, 19, 22 GB a second with 8, 16, 24."""
+ROOMS, ROOM_BYTES = 32, 8 << 20
 
 Bytes = NDArray[np.uint8]
 Begin = Callable[[int, int, int], Callable[[], None]]
