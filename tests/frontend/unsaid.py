@@ -45,7 +45,11 @@ UNSAID: tuple[tuple[str, str], ...] = (
     (r"messages\.tool_calls\.function", ".*: the call names no function"),
     (r"messages\.content", ".*: the message has no content"),
     (r"(messages|input)\.content\.type", ".*: (images|files) are not served"),
-    (r"(messages|input)\.content\.(image_url|file_id)", ".*: (needed: a data URI|files are not kept here)"),
+    (
+        r"((messages|input)\.content|images|mask|input_reference)\.(image_url|file_id)",
+        ".*: (needed: a data URI|files are not kept here)",
+    ),
+    ("image", "image: needed: either"),
     ("n|response_format", ".*: a stream has"),
     ("partial_images", "partial_images: only allowed with stream"),
     ("size|steps|guidance|negative_prompt", ".*"),  # the model's

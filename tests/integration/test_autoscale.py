@@ -57,6 +57,21 @@ def autoscaled(up: Up, *flags: str, log: str = "autoscale.log") -> Iterator[Call
     assert status == 0
 
 
+@contextlib.contextmanager
+def worker_of_another_model(up: Up) -> Iterator[None]:
+    """A worker that joins the fleet while the context is open."""
+    file, model = up.state / "run" / f"{workers(up)[0]}.toml", write_tiny_model(up.state / "other")
+    other = ("--model", str(model), "--model-name", "other", "--observe-port", "0")
+    words = ["-m", "services.worker", "--config", str(file), *other]
+    with (up.state / "other.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+
+
 def workers(up: Up) -> list[str]:
     return sorted(name for name in up.record["programs"] if name.split("-")[0] in ("worker", "prefill", "decode"))
 
@@ -188,6 +203,21 @@ def test_a_profile_of_another_model_is_refused(up: Up) -> None:
     )
     assert done.returncode == 2
     assert "is a profile of other, and the fleet serves tiny" in done.stderr
+
+
+async def test_a_fleet_is_left_alone_while_another_model_has_workers_in_it(up: Up) -> None:
+    there, paused = workers(up), "nothing changes: the fleet serves several models, and its load is not counted apart: "
+    with autoscaled(up, "--min", f"{len(there)}", "--max", f"{len(there)}") as said:
+        await asyncio.to_thread(eventually, lambda: "all serve" in said(), limit_s=LIMIT_S, what="the first look")
+        with worker_of_another_model(up):
+            await asyncio.to_thread(
+                eventually, lambda: f"{paused}other, tiny" in said(), limit_s=LIMIT_S, what="it says so"
+            )
+        assert await Load(up.url).once()
+        await asyncio.to_thread(
+            eventually, lambda: "1 aggregated needed" in said(), limit_s=LIMIT_S, what="it scales again"
+        )
+    assert workers(up) == there
 
 
 def test_what_up_is_asked_for_and_cannot_do_is_refused_with_the_reason(up: Up) -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from deploy.local.autoscale.capacity import Workers
 from deploy.local.autoscale.decider import FleetSeen, ScaleDecision, ScalePolicy, ScaleState, decide, spelled
-from deploy.local.autoscale.flags import check_flags, policy_of, times_of
+from deploy.local.autoscale.flags import check_flags, models_fault, policy_of, times_of
 from deploy.local.autoscale.launchers import scale_compose, scale_up
 from deploy.local.autoscale.lead import Lead
 from deploy.local.autoscale.watch import kv_tokens, quietest, seen
@@ -55,7 +55,7 @@ class ScaleMetrics:
 def autoscale(config: FleetConfig, flags: AutoscaleFlags) -> int:
     """Run until Ctrl-C. Raise ConfigError, and DiscoveryDown if the fleet cannot be read at first."""
     check_flags(flags)
-    read_profile(flags.profile, "--profile")  # before anything is asked
+    profile = read_profile(flags.profile, "--profile")  # before anything is asked
     registry = CollectorRegistry()
     metrics = ScaleMetrics(registry)
     if flags.metrics:
@@ -67,15 +67,16 @@ def autoscale(config: FleetConfig, flags: AutoscaleFlags) -> int:
         except OSError as wrong:
             raise ConfigError(f"--metrics {flags.metrics}: {wrong.strerror}") from None
     with suppress(KeyboardInterrupt):
-        asyncio.run(Autoscaler(config, flags, metrics).run())
+        asyncio.run(Autoscaler(config, flags, metrics, profile.subject.model).run())
     return 0
 
 
 class Autoscaler:
     """One fleet and its launcher."""
 
-    def __init__(self, config: FleetConfig, flags: AutoscaleFlags, metrics: ScaleMetrics) -> None:
-        self._config, self._flags, self._metrics = config, flags, metrics
+    def __init__(self, config: FleetConfig, flags: AutoscaleFlags, metrics: ScaleMetrics, profiled: str) -> None:
+        """`profiled` is the model of the profile."""
+        self._config, self._flags, self._metrics, self._profiled = config, flags, metrics, profiled
         self._samples: Mapping[str, Sample] = {}
         self._policy: ScalePolicy | None = None
         self._state = ScaleState()
@@ -110,10 +111,13 @@ class Autoscaler:
         found = await look(self._config, await discovered(self._config))
         samples, _ = await scrape([row for row in found.overview.instances if row.service == "frontend"])
         now, self._samples = seen(found, self._samples, samples), samples
+        models = [row.model for row in found.overview.models]
         if self._policy is None:
-            models = [row.model for row in found.overview.models]
             self._policy = policy_of(self._flags, times_of(self._flags, models, kv_tokens(found)), now.alive.keys())
             self._ordered = {role: now.alive.get(role, 0) for role in self._policy.bounds}
+        if fault := models_fault(self._flags.profile, self._profiled, models):  # another model has come since
+            self._say(f"nothing changes: {fault}")
+            return
         before, clock = self._state.wanted or self._ordered, datetime.now().astimezone()
         minute = 60 * clock.hour + clock.minute
         decision, self._state = decide(self._policy, self._state, now, time.monotonic(), minute)

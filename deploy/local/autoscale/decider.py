@@ -166,6 +166,8 @@ def decide(
     """Return what should be there now. `minute` is that of the day."""
     after_s = now_s - state.seen_s if state.seen_s else 0.0
     state = replace(state, mix=_faded(state.mix, seen.counts, after_s), seen_s=now_s)
+    if after_s > policy.window_s:  # what was needed meanwhile, and who served, is not known
+        state = replace(state, moments=(), settled_s=now_s, apart_s=now_s)
     if not state.wanted:
         there: Workers = {role: seen.alive.get(role, 0) for role in policy.bounds}
         if not seen.complete:

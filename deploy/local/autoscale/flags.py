@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from deploy.local.autoscale.capacity import ROLES, ScaleGoals, WorkerRole, WorkerTimes
 from deploy.local.autoscale.decider import KEPT, DaySchedule, ScalePolicy, WorkerBounds
@@ -66,14 +67,19 @@ def policy_of(flags: AutoscaleFlags, times: WorkerTimes, there: Collection[Worke
 def times_of(flags: AutoscaleFlags, models: Collection[str], kv_tokens: float) -> WorkerTimes:
     """Return the times of a worker, from its profile. `models` are those that the fleet serves, `kv_tokens` is what one
     of its workers has room for; 0 if that is not known. Raise ConfigError."""
-    if len(models) > 1:
-        raise ConfigError(f"the fleet serves several models, and its load is not counted apart: {', '.join(models)}")
     profile = read_profile(flags.profile, "--profile")
-    if models and profile.subject.model not in models:
-        raise ConfigError(
-            f"{flags.profile} is a profile of {profile.subject.model}, and the fleet serves {', '.join(sorted(models))}"
-        )
+    if fault := models_fault(flags.profile, profile.subject.model, models):
+        raise ConfigError(fault)
     return worker_times(profile, kv_tokens or profile.kv_tokens or 1e9)
+
+
+def models_fault(file: Path, profiled: str, models: Collection[str]) -> str:
+    """Return why a fleet with these models cannot be scaled by a file with the profile of one. Empty if it can."""
+    if len(models) > 1:
+        return f"the fleet serves several models, and its load is not counted apart: {', '.join(sorted(models))}"
+    if models and profiled not in models:
+        return f"{file} is a profile of {profiled}, and the fleet serves {', '.join(models)}"
+    return ""
 
 
 def worker_times(profile: Profile, kv_tokens: float) -> WorkerTimes:

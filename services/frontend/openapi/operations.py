@@ -175,8 +175,9 @@ encoding_format: an input is not empty and fits into the context; a list holds t
 most 2,048 inputs; all inputs have at most 1 Mi tokens together
 partial_images: the size, the steps, `guidance` and `negative_prompt` are what the model takes; `partial_images` needs \
 `stream`, which has one picture, as base64; `response_format: url` needs a server that keeps files
-strength: images are PNG, JPEG, WebP or GIF, within the server's limits, and as many as the model takes; a mask has \
-the image's width and height, and some models need or refuse it; `strength` of the steps is at least one step
+strength: either `image` or `images` is given; images are PNG, JPEG, WebP or GIF, within the server's limits, and as \
+many as the model takes; a mask has the image's width and height, and some models need or refuse it; `strength` of the \
+steps is at least one step
 dimensions: `dimensions` is at most the model's; some workers compute no embeddings
 response_format text: one constraint applies to an answer: `response_format`, exactly one member of \
 `structured_outputs`, or calls; together with tools, `response_format` is allowed only for models that write calls as \

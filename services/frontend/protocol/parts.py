@@ -94,6 +94,15 @@ class InputFile(Struct, frozen=True, tag_field="type", tag="input_file"):
     """A file, as /v1/responses writes it."""
 
 
+class ImageReference(Struct, frozen=True, forbid_unknown_fields=True):
+    """An image, as bodies of requests for pictures and videos refer to it."""
+
+    image_url: str | None = None
+    """A data URI, or a URL."""
+    file_id: str | None = None
+    """The id of a file; there are none here."""
+
+
 ImagePart = ImageUrl | InputImage
 UnseenPart = ImagePart | FilePart | InputFile
 Part = TextPart | InputText | PastText | RefusalPart | ThinkingPart
@@ -116,9 +125,9 @@ class ImageSource(Struct, frozen=True):
     """What errors call it. Empty if that is its number."""
 
 
-def image_of(part: ImagePart, where: str) -> ImageSource:
+def image_of(part: ImagePart | ImageReference, where: str) -> ImageSource:
     """Return the image of a part at this place. Raise InvalidRequest if it has none."""
-    if isinstance(part, InputImage) and part.file_id:
+    if isinstance(part, InputImage | ImageReference) and part.file_id:
         why = "files are not kept here; give `image_url` in its place, a data URI or a URL (docs/images.md)"
         raise field_error(f"{where}.file_id", why, "unsupported_value")
     given = part.image_url

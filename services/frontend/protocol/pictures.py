@@ -4,6 +4,7 @@ own. Pure."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -12,7 +13,7 @@ from services.frontend.protocol.chat import Priority, Seconds
 from services.frontend.protocol.decoding import BODY_LIMIT_BYTES, Harmless, NotBuilt, check_not_built, decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, Advisory, IgnoredFields
-from services.frontend.protocol.parts import Unread
+from services.frontend.protocol.parts import ImageReference, Unread
 from shared.messages.cards import PictureEdit, PictureOutput
 from shared.messages.generate import Picture
 
@@ -83,19 +84,23 @@ ImageText = Annotated[str, Meta(min_length=1)]
 class PictureEditRequest(PictureRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/images/edits, as JSON or as a form."""
 
-    image: ImageText | Annotated[list[ImageText], Meta(min_length=1, max_length=EDIT_IMAGES_LIMIT)]
+    image: ImageText | Annotated[list[ImageText], Meta(min_length=1, max_length=EDIT_IMAGES_LIMIT)] | UnsetType = UNSET
     """The image to make pictures from: a data URI, base64, a URL if the server fetches them, or in a form a file;
     several, if the model takes them."""
-    mask: ImageText | None = None
+    images: Annotated[list[ImageReference], Meta(min_length=1, max_length=EDIT_IMAGES_LIMIT)] | UnsetType = UNSET
+    """What `image` is, as OpenAI writes it in JSON. One of the two is needed."""
+    mask: ImageText | ImageReference | None = None
     """Where the image is changed, if the model takes a mask: where it is transparent, or white if nothing is."""
     strength: Strength | None = None
     """How much of the image is changed, up to 1 for all; the default is the model's."""
     input_fidelity: Annotated[str | None, Advisory()] = None
 
     @property
-    def images(self) -> list[str]:
-        """The images, also if it is one."""
-        return [self.image] if isinstance(self.image, str) else self.image
+    def given(self) -> Sequence[ImageText | ImageReference]:
+        """The images, from either field, also if it is one."""
+        if isinstance(self.image, str):
+            return [self.image]
+        return (self.images or ()) if isinstance(self.image, UnsetType) else self.image
 
 
 class MadePicture(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -182,7 +187,10 @@ def decode_pictures(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureRequ
 
 def decode_edit(body: bytes, ignored: IgnoredFields = REFUSE) -> PictureEditRequest:
     """Decode and check the body of a request for pictures from images. Raise InvalidRequest, naming the field."""
-    return _checked(decode_body(PictureEditRequest, body, ignored, limit_bytes=FORM_LIMIT_BYTES), ignored)
+    request = _checked(decode_body(PictureEditRequest, body, ignored, limit_bytes=FORM_LIMIT_BYTES), ignored)
+    if (request.image is UNSET) == (request.images is UNSET):
+        raise field_error("image", "needed: either `image` or `images`")
+    return request
 
 
 def _checked(request: R, ignored: IgnoredFields) -> R:
@@ -263,7 +271,7 @@ def check_text(request: PictureRequest, model: str, output: PictureOutput) -> No
 def strength_of(request: PictureEditRequest, model: str, output: PictureOutput) -> float | None:
     """Return how much of the images a request changes. None if the model takes no strength. Raise InvalidRequest if the
     model does not make what the request asks for."""
-    edit, count = output.edit_of(masked=request.mask is not None), len(request.images)
+    edit, count = output.edit_of(masked=request.mask is not None), len(request.given)
     if edit is None and request.mask is not None:
         raise field_error("mask", f"the model {model!r} ({output.pipeline}) takes none", "unsupported_value")
     if edit is None:

@@ -11,6 +11,7 @@ from services.frontend.protocol.chat import Priority
 from services.frontend.protocol.decoding import decode_body
 from services.frontend.protocol.errors import field_error
 from services.frontend.protocol.ignored_fields import REFUSE, IgnoredFields
+from services.frontend.protocol.parts import ImageReference
 from services.frontend.protocol.pictures import (
     FORM_LIMIT_BYTES,
     PROMPT_CHARACTERS,
@@ -55,7 +56,7 @@ class VideoRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """What the video must not show."""
     priority: Priority | None = None
     """Requests with a lower value are computed first. The default is 0; the API key bounds it."""
-    input_reference: ImageText | None = None
+    input_reference: ImageText | ImageReference | None = None
     """The image that the video begins with, if the model takes one: a data URI, base64, a URL if the server fetches
     them, or in a form a file."""
 

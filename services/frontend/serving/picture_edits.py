@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from msgspec import Struct
+from msgspec import Struct, UnsetType
 from msgspec.structs import replace
 
 from services.frontend.images.decoding import PictureShape, Prepared
 from services.frontend.images.reader import ImageReader
 from services.frontend.protocol.errors import field_error
-from services.frontend.protocol.parts import ImageSource
+from services.frontend.protocol.parts import ImageReference, ImageSource, image_of
 from services.frontend.protocol.pictures import MOST_SIDE, PictureEditRequest
 from services.frontend.protocol.videos import VideoRequest
 from services.frontend.serving.request_context import RequestContext
@@ -88,25 +88,29 @@ class EditImages(Struct, frozen=True):
 
 
 def images_of_edit(request: PictureEditRequest) -> GivenImages:
-    """Return the images of a request for pictures."""
-    given = (
-        [("image", request.image, "the image")]
+    """Return the images of a request for pictures. Raise InvalidRequest."""
+    field = "images" if isinstance(request.image, UnsetType) else "image"
+    images = (
+        (_source("image", request.image, "the image"),)
         if isinstance(request.image, str)
-        else [(f"image[{index}]", text, f"image {index + 1}") for index, text in enumerate(request.image)]
+        else tuple(
+            _source(f"{field}[{index}]", image, f"image {index + 1}") for index, image in enumerate(request.given)
+        )
     )
-    images = tuple(ImageSource(where, _url_of(text), name) for where, text, name in given)
-    masks = () if request.mask is None else (ImageSource("mask", _url_of(request.mask), "the mask"),)
+    masks = () if request.mask is None else (_source("mask", request.mask, "the mask"),)
     return GivenImages(images, masks, request.size in (None, "auto"))
 
 
 def images_of_video(request: VideoRequest) -> GivenImages | None:
-    """Return the image of a request for a video. None if it has none."""
+    """Return the image of a request for a video. None if it has none. Raise InvalidRequest."""
     if request.input_reference is None:
         return None
-    image = ImageSource("input_reference", _url_of(request.input_reference), "the image")
+    image = _source("input_reference", request.input_reference, "the image")
     return GivenImages((image,), (), request.size in (None, "auto"))
 
 
-def _url_of(text: str) -> str:
-    """Return the URL that a text is, or the data URI of its base64."""
-    return text if text[:8].lower().startswith(_URLS) else f"data:;base64,{text}"
+def _source(where: str, image: str | ImageReference, name: str) -> ImageSource:
+    """Return an image that is a URL, or is the base64 of one. Raise InvalidRequest if it is a reference to nothing."""
+    source = ImageSource(where, image, name) if isinstance(image, str) else replace(image_of(image, where), name=name)
+    is_url = source.url[:8].lower().startswith(_URLS)
+    return source if is_url else replace(source, url=f"data:;base64,{source.url}")

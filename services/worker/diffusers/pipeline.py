@@ -218,7 +218,7 @@ def load(model: str, config: DiffusersConfig) -> Pipeline:
 def _output(pipe: Any, ways: Mapping[WayName, PipelineWay], images: int, config: DiffusersConfig) -> PictureOutput:
     """Return what a pipeline makes in these ways, from at most `images` images."""
     call = inspect.signature(type(pipe).__call__).parameters
-    texts = ways["text"].call if "text" in ways else {}
+    texts = ways.get("text")
     is_video = "num_frames" in call
     scale = getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 0) or 8
     network = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
@@ -238,9 +238,9 @@ def _output(pipe: Any, ways: Mapping[WayName, PipelineWay], images: int, config:
         frames=max(1, (frames - 1) // temporal * temporal + 1) if is_video else 0,
         most_frames=config.most_frames if is_video else 0,
         frame_multiple=temporal,
-        guidance="guidance_scale" in texts,
-        negative="negative_prompt" in texts,
-        texts="text" in ways,
+        guidance=texts is not None and bool(texts.guidance),
+        negative=texts is not None and texts.takes_negative,
+        texts=texts is not None,
         edit=ways["image"].edit(images) if "image" in ways else None,
         masked_edit=ways["mask"].edit(1) if "mask" in ways else None,
     )

@@ -47,6 +47,26 @@ class PipelineWay:
     def is_video(self) -> bool:
         return "num_frames" in self.call
 
+    @property
+    def guidance(self) -> str:
+        """The argument that says how closely a picture follows its prompt. Empty if there is none."""
+        name = "guidance_scale" if self._is_distilled is not False else "true_cfg_scale"
+        return name if name in self.call else ""
+
+    @property
+    def takes_negative(self) -> bool:
+        """True if a text of what a picture must not show changes it. A scale of 1 has the pipeline ignore it."""
+        is_ignored = self._is_distilled is not None and self.call["true_cfg_scale"].default <= 1.0
+        return "negative_prompt" in self.call and not is_ignored
+
+    @property
+    def _is_distilled(self) -> bool | None:
+        """True if the network itself takes a guidance, False if the pipeline guides it by a `true_cfg_scale` and a
+        negative prompt, and ignores `guidance_scale`. None for pipelines that do not have both."""
+        config = getattr(getattr(self.pipe, "transformer", None), "config", None)
+        takes: bool | None = getattr(config, "guidance_embeds", None if "guidance_scale" in self.call else False)
+        return takes if "true_cfg_scale" in self.call else None
+
     def copied(self) -> Any:
         """Return the pipeline with a scheduler of its own, because that counts the steps."""
         own = copy.copy(self.pipe)
@@ -56,7 +76,7 @@ class PipelineWay:
     def edit(self, images: int) -> PictureEdit:
         """Return what requests may ask for that have at most `images` images."""
         strength = self.call["strength"].default if "strength" in self.call else 0.0
-        return PictureEdit(images, float(strength), "guidance_scale" in self.call, "negative_prompt" in self.call)
+        return PictureEdit(images, float(strength), bool(self.guidance), self.takes_negative)
 
     def arguments(self, pictures: Sequence[Picture]) -> dict[str, Any]:
         """Return the arguments of the pipeline's call. The noise comes from a generator for each picture, on the CPU,
@@ -72,8 +92,10 @@ class PipelineWay:
         }
         if first.frames:
             found["num_frames"] = first.frames
-        if first.guidance is not None:
-            found["guidance_scale"] = first.guidance
+        if first.guidance is not None and self.guidance:
+            found[self.guidance] = first.guidance
+            if self.guidance == "true_cfg_scale":
+                found["negative_prompt"] = [" "] * len(pictures)  # without one nothing is guided
         if first.negative:
             found["negative_prompt"] = [picture.negative for picture in pictures]
         if first.images:

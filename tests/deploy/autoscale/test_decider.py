@@ -167,6 +167,14 @@ def test_metrics_that_vanish_take_nothing_away_however_long() -> None:
     assert fleet.run(60).wanted == {"aggregated": 0}
 
 
+def test_a_fleet_that_was_not_seen_for_long_keeps_its_workers_for_a_whole_cool_down_afterwards() -> None:
+    fleet = FluidFleet(policy(), {"aggregated": 1}, lambda now_s: 40.0 if now_s < 2000 else 1.0)
+    full = fleet.run(900).wanted
+    fleet.now_s += 2 * fleet.policy.cool_down_s
+    assert fleet.run(fleet.policy.cool_down_s - EVERY_S).wanted == full
+    assert fleet.run(60).wanted == {"aggregated": 1}
+
+
 def test_a_first_look_that_is_not_complete_decides_nothing() -> None:
     fleet = FluidFleet(policy(2), {"aggregated": 0}, complete=False)
     assert fleet.turn().wanted == {"aggregated": 0}

@@ -98,6 +98,32 @@ async def test_an_image_in_json_is_a_data_uri_or_base64(directory: Path, text: o
         assert (made.strength, made.steps) == (0.25, 4)
 
 
+@pytest.mark.parametrize("url", [data_uri(SQUARE), base64.b64encode(SQUARE).decode()], ids=["uri", "base64"])
+async def test_images_in_json_are_references_as_openai_writes_them(directory: Path, url: str) -> None:
+    reference = {"image_url": url}
+    async with world(directory, pictures=OUTPUT) as w, clients(w) as (_, http):
+        body = {"prompt": "a mill", "images": [reference], "mask": {**reference, "file_id": None}}
+        async with http.post(PATH, json=body) as response:
+            assert response.status == 200, await response.text()
+        made = w.workers[0].generates.all[0].picture
+        assert made is not None
+        assert (len(made.images), opened(made.mask).mode) == (1, "L")
+        refused: tuple[tuple[dict[str, object], str, str], ...] = (
+            ({}, "image", "image: needed: either `image` or `images`"),
+            ({"image": url, "images": [reference]}, "image", "needed: either"),
+            ({"images": []}, "images", "length >= 1"),
+            ({"images": [{}]}, "images[0].image_url", "needed: a data URI, or a URL"),
+            ({"images": [{"file_id": "file-1"}]}, "images[0].file_id", "files are not kept here"),
+            ({"images": [reference], "mask": {}}, "mask.image_url", "needed: a data URI, or a URL"),
+            ({"images": [{"image_url": data_uri(SQUARE[:-30])}]}, "images[0].image_url", "image 1 cannot be decoded"),
+        )
+        for more, param, said in refused:
+            async with http.post(PATH, json={"prompt": "a mill", **more}) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"]) == (400, param), error
+                assert said in error["message"]
+
+
 async def test_several_images_keep_their_shapes_if_the_model_takes_them(directory: Path) -> None:
     several = replace(TEXTS, texts=False, edit=PictureEdit(16))
     async with world(directory, pictures=several) as w, clients(w) as (client, http):

@@ -267,6 +267,7 @@ async def test_a_video_that_begins_with_an_image_outlives_its_frontend(directory
         for body, said in (
             ({}, "input_reference: WanPipeline makes videos from an image alone: send one"),
             ({"input_reference": "?"}, "input_reference: the image has data that is not base64"),
+            ({"input_reference": {}}, "input_reference.image_url: needed: a data URI, or a URL (docs/images.md)"),
             ({"input_reference": "?", "negative_prompt": "x"}, "negative_prompt: WanPipeline takes none"),
             (
                 {"input_reference": data_uri(png_of_size(60_000, 60_000))},
@@ -287,7 +288,7 @@ async def test_a_job_whose_image_is_gone_fails_and_is_not_made_from_its_text_alo
     media, able = tmp_path / "media", replace(OUTPUT, edit=PictureEdit())
     async with world(directory, pictures=able, settings=kept(tmp_path)) as w, clients(w) as (_, http):
         w.workers[0].output = None
-        name = await begun(http, input_reference=data_uri(picture_file("PNG", (50, 50))))
+        name = await begun(http, input_reference={"image_url": data_uri(picture_file("PNG", (50, 50)))})
         assert (await made(w)).images
     (media / f"{name}.png").unlink()
     async with world(directory, pictures=able, settings=kept(tmp_path)) as w, clients(w) as (_, http):

@@ -64,6 +64,27 @@ wide = UNet2DConditionModel.from_config(pipe.unet.config, in_channels=8)
 pipe = StableDiffusionInstructPix2PixPipeline(**{**pipe.components, "unet": wide}, requires_safety_checker=False)
 """
 """A change of the pipeline: it changes images as a text says, and makes none from a text alone."""
+FLUX = """
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+letters = Tokenizer(models.WordLevel({"?": 0} | {chr(code): code for code in range(32, 127)}, unk_token="?"))
+letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+network = lambda takes: FluxTransformer2DModel(
+    patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+    joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=takes,
+)
+pipe = FluxPipeline(
+    scheduler=FlowMatchEulerDiscreteScheduler(), vae=AutoencoderKL.from_config(pipe.vae.config, shift_factor=0.0),
+    text_encoder=pipe.text_encoder, tokenizer=pipe.tokenizer,
+    text_encoder_2=T5EncoderModel(T5Config(
+        vocab_size=128, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu",
+    )),
+    tokenizer_2=PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="?", unk_token="?"),
+    transformer=network(True),
+)
+"""
+"""A change of the pipeline: Flux's shape. `network(False)` is one that takes no guidance."""
 BROKEN_VAE = "pipe.vae.decoder.conv_out.weight.data.fill_(float('nan'))"
 """A change of the pipeline: its pictures are not finite."""
 STRICT_CHECKER = """

@@ -32,6 +32,8 @@ from shared.messages.generate import Picture, Sampling
 from tests.worker.diffusers.environment import (
     BROKEN_VAE,
     EDITS,
+    FLUX,
+    IMAGES,
     LIMIT_S,
     PLACE,
     PYTHON,
@@ -287,6 +289,37 @@ def test_a_start_without_the_memory_for_a_way_is_tried_again_and_noise_is_no_sec
     assert "a picture from text was tried: OutOfMemoryError" in run_there(
         TRIED.replace("CALL", "no_memory"), str(model)
     )
+
+
+GUIDED = """
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from msgspec.structs import replace
+from services.worker.diffusers.ways import PipelineWay
+from shared.messages.generate import Picture
+plain = Picture("a mill", 64, 64, 2, 7)
+for takes in (True, False):
+    pipe.transformer = network(takes)
+    way = PipelineWay(pipe)
+    one, other = (way.copied()(**way.arguments([each])).images for each in (plain, replace(plain, guidance=9.0)))
+    print(way.guidance, way.takes_negative, bool((one != other).any()))
+none = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
+qwen = PipelineWay(QwenImagePipeline(**none, transformer=QwenImageTransformer2DModel(
+    num_layers=1, attention_head_dim=16, num_attention_heads=1, joint_attention_dim=16, axes_dims_rope=(8, 4, 4))))
+given = qwen.arguments([replace(plain, guidance=2.5), replace(plain, guidance=2.5)])
+print(qwen.edit(1), given["true_cfg_scale"], given["negative_prompt"], "guidance_scale" in given)
+print(qwen.arguments([replace(plain, negative="rain")])["negative_prompt"])
+"""
+
+
+def test_a_guidance_changes_the_picture_and_a_negative_prompt_that_would_not_is_not_taken(tmp_path: Path) -> None:
+    """Flux's pipeline has a `guidance_scale` that only a distilled network takes, and ignores negative prompts;
+    Qwen-Image's ignores `guidance_scale`."""
+    assert run_there(IMAGES.replace("CHANGE", FLUX) + GUIDED, str(tmp_path / "tiny")).splitlines() == [
+        "guidance_scale False True",
+        "true_cfg_scale False True",
+        "PictureEdit(images=1, strength=0.0, guidance=True, negative=True) 2.5 [' ', ' '] False",
+        "['rain']",
+    ]
 
 
 async def test_a_group_that_waits_for_its_turn_computes_nothing_once_it_is_not_wanted(model: Path) -> None:
