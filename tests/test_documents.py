@@ -75,6 +75,14 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_every_table_has_a_head(document: Path) -> None:
+    """A row after an empty line begins another table, and is shown as text if a head is missing."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert [table for table in tables if not re.match(r".*\n\|(?: ?:?-+:? ?\|)+\n", table)] == []
+
+
 def headings(document: Path) -> set[str]:
     """Their anchors, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)

@@ -748,6 +748,8 @@ GROUPS = {
 """The first words of commands that have a second one."""
 
 
+VLLM_FLAGS = {"--host": "--set frontend.http.host=ADDRESS", "--api-key": "--keys FILE"}
+"""Flags of `vllm serve` that look like others of `up` than those that do the same → the ones that do."""
 FROM_FILE = "@"
 """What a word of `up` begins with that names a file of flags."""
 
@@ -786,7 +788,9 @@ def parse(words: Sequence[str]) -> Struct | None:
     chosen: type[Struct] = given.pop("schema")
     command: str = given.pop("command")
     if more:
-        near = get_close_matches(more[0], [_flag(field) for field in fields(chosen)], n=1)
+        flag = more[0].partition("=")[0]
+        instead = [VLLM_FLAGS[flag]] if flag in VLLM_FLAGS and issubclass(chosen, StackFlags) else []
+        near = instead or get_close_matches(more[0], [_flag(field) for field in fields(chosen)], n=1)
         meant = f"; did you mean {near[0]}?" if near else f"; `{command} --help` says what it takes"
         parser.exit(2, f"{command}: error: unrecognized: {' '.join(more)}{meant}\n")
     return chosen(**given)

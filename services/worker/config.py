@@ -172,8 +172,8 @@ class CudaConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Whether a GPU of NVIDIA's Hopper generation (H100, H200) computes the attention of prompts with instructions that
     only this generation has. It is faster; without it the kernels of all other GPUs run, for comparison."""
     copy_path: CopyPath = "auto"
-    """Way of copying blocks between GPU and pool: rows, batch, staged; auto: by the number of blocks that are copied
-    together and by their shape."""
+    """Way of copying blocks between GPU and pool: rows, batch, staged, or direct, which ranks alone have; auto: by the
+    number of blocks that are copied together and by their shape."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings contradict each other."""

@@ -123,6 +123,18 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--engine", "attached", "--workers", "2"], "error: --workers: an attached server is one worker"),
         (["up", "--engine", "simulated", "--simulated", "speed", "--nats", ""], "error: --simulated speed: not KEY="),
         (["up", "--cuda", "graphs=false"], "error: --cuda needs --device cuda"),
+        (
+            ["up", "--set", "worker.cuda.copy_path=direct"],
+            "error: --set worker.cuda.copy_path: it needs --device cuda",
+        ),
+        (
+            ["up", "--set", "worker.vllm.enable_lora=true"],
+            "error: --set worker.vllm.enable_lora: it needs --engine vllm",
+        ),
+        (
+            ["up", "--engine", "echo", "--set", "worker.simulated.speed=2"],
+            "error: --set worker.simulated.speed: it needs --engine simulated",
+        ),
         (["up", "--gpu-memory-share", "0.5"], "error: --gpu-memory-share needs --device cuda"),
         (
             ["up", "--device", "cuda", "--gpu-memory-share", "0"],

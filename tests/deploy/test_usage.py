@@ -29,6 +29,14 @@ def test_a_part_of_a_flags_name_is_refused(words: list[str], capsys: pytest.Capt
             "headrace up: error: unrecognized: --worker 3; did you mean --workers?",
         ),
         (
+            ["up", "--host", "0.0.0.0"],
+            "headrace up: error: unrecognized: --host 0.0.0.0; did you mean --set frontend.http.host=ADDRESS?",
+        ),
+        (
+            ["route", "http://a", "--api-key=k"],
+            "headrace route: error: unrecognized: --api-key=k; did you mean --keys FILE?",
+        ),
+        (
             ["lora", "unload", "sql", "more"],
             "headrace lora unload: error: unrecognized: more; `headrace lora unload --help` says what it takes",
         ),

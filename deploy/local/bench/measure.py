@@ -28,6 +28,7 @@ from deploy.local.bench.rows import BenchRow, Result, RowKey, row_of
 from deploy.local.size.token_client import http_session, token_client
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
+from shared.installation import COMMAND
 
 REFUSED_WAIT_S = 0.5
 """Wait of a closed loop's slot after a refusal without Retry-After."""
@@ -162,7 +163,7 @@ async def measurer(url: str, options: BenchOptions, terminal: Terminal) -> Async
         if not asked.model:
             served = await asked.models()
             if not served:
-                raise Unavailable(f"{url} serves no model")
+                raise Unavailable(f"{url} serves no model; see {COMMAND} status")
             asked.model = served[0]
         version = await asked.version()
         if options.tokens:

@@ -34,7 +34,7 @@ from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_tr
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags
 from shared.errors import MALFORMED, ConfigError, Unavailable
-from shared.installation import TREE
+from shared.installation import COMMAND, TREE
 from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, VirtualRun
 from shared.percentiles import SHARES
 
@@ -72,7 +72,7 @@ def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
         plan_plot.draw(made, measured, out.with_suffix(".png"))
         texts[".png"] = ""
     names = [out.name if ending == ".up" else out.with_suffix(ending).name for ending in texts]
-    print(f"{', '.join(names)}: written" + (f"; up @{out}" if made.best is not None else ""), file=sys.stderr)
+    print(f"{', '.join(names)}: written" + (f"; {COMMAND} up @{out}" if made.best is not None else ""), file=sys.stderr)
 
 
 def _measured(file: Path) -> list[Measured]:

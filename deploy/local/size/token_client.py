@@ -17,6 +17,8 @@ from msgspec import Struct
 
 from deploy.local.size.chat_stream import ChatStream
 from shared.errors import MALFORMED, ProtocolError, Unavailable
+from shared.installation import COMMAND
+from shared.outbound import describe_fault
 
 CONNECT_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 600.0
@@ -89,7 +91,8 @@ class TokenClient:
                         raise Unavailable(f"{self._url}/models has more than {LIST_LIMIT_BYTES} bytes")
                 return [str(model["id"]) for model in json.loads(text)["data"]]
         except (TimeoutError, aiohttp.ClientError) as wrong:
-            raise Unavailable(f"{self._url} does not answer: {wrong or 'too slow'}") from None
+            why = "too slow" if isinstance(wrong, TimeoutError) else describe_fault(wrong, "SSL_CERT_FILE")
+            raise Unavailable(f"{self._url} does not answer: {why}; does `{COMMAND} up` run? (--state)") from None
         except (ValueError, KeyError, TypeError):
             raise Unavailable(f"{self._url}/models does not list models: is it an OpenAI endpoint?") from None
 

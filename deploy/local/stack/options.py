@@ -39,6 +39,9 @@ from shared.vllm_args import read_file
 
 UPS_OWN = {"gpu": "CUDA_VISIBLE_DEVICES chooses", "memory_share": "--gpu-memory-share does that"}
 """Settings of a worker's table `cuda` that `up` sets itself → what the user can do instead."""
+ENGINES = ("vllm", "attached", "simulated", "diffusers")
+TABLES = {"cuda": ("device", "cuda"), **{engine: ("engine", engine) for engine in ENGINES}}
+"""Tables of a worker's settings that have an effect with one flag of `up` alone → that flag and its value."""
 SERVICES: tuple[ServiceName, ...] = get_args(ServiceName)
 OBSERVE_HOST = "HEADRACE_OBSERVE_HOST"
 """The variable by which services listen, for other machines, at an address of this one."""
@@ -64,11 +67,7 @@ def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
     of_gpus = _gpus(flags)
     weights_bytes = _weights_bytes(flags)
     access, overrides = _access(flags), _overrides(flags.set)
-    if "kvbm" in overrides and not wanted.pool_bytes:
-        setting = overrides["kvbm"][0][0].removeprefix("--")
-        raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
-    if "turns" in overrides and not words:
-        raise ConfigError(f"--set turns.{overrides['turns'][0][0].removeprefix('--')}: it needs --models")
+    _check_overrides(flags, overrides, stores=wanted.pool_bytes > 0, turns=bool(words))
     asked = replace(flags, workers=workers) if roles else flags
     vllm_gpus = _vllm_gpus(asked, overrides.get("worker", ()), workers) if flags.engine == "vllm" else ()
     workers = len(vllm_gpus) or (of_gpus.workers(flags.workers, workers) if of_gpus is not None else workers)
@@ -338,6 +337,22 @@ def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
             raise ConfigError(f"--set {path}: `up` sets that itself{instead}")
         more.setdefault(service, []).append((f"--{setting}", value))
     return more
+
+
+def _check_overrides(
+    flags: UpFlags, overrides: Mapping[ServiceName, Sequence[Setting]], *, stores: bool, turns: bool
+) -> None:
+    """Raise ConfigError for a setting of what this `up` does not have."""
+    if "kvbm" in overrides and not stores:
+        setting = overrides["kvbm"][0][0].removeprefix("--")
+        raise ConfigError(f"--set kvbm.{setting}: this `up` has no kvbm; give it one with --kvbm-bytes")
+    if "turns" in overrides and not turns:
+        raise ConfigError(f"--set turns.{overrides['turns'][0][0].removeprefix('--')}: it needs --models")
+    worker = [setting.removeprefix("--") for setting, _ in overrides.get("worker", ())]
+    for setting in worker:
+        flag, value = TABLES.get(setting.partition(".")[0], ("", ""))
+        if flag and getattr(flags, flag) != value and flag not in worker:
+            raise ConfigError(f"--set worker.{setting}: it needs --{flag} {value}")
 
 
 def _gpus(flags: UpFlags) -> Gpus | None:

@@ -260,13 +260,14 @@ async def test_an_endpoint_that_cannot_be_measured_is_one_line(
             assert said in capsys.readouterr().err
         server.models = []
         assert await bench(server, tmp_path) == (1, {})
-        assert "serves no model" in capsys.readouterr().err
+        assert "serves no model; see ./headrace status\n" in capsys.readouterr().err
         server.key_needed = True
         assert await bench(server, tmp_path) == (1, {})
         said = "status 401: You didn't provide an API key; give the key with --api-key-file FILE"
         assert said in capsys.readouterr().err
     assert await bench(server, tmp_path) == (1, {})
-    assert "does not answer" in capsys.readouterr().err
+    said = "/v1 does not answer: Connection refused; does `./headrace up` run? (--state)\n"
+    assert said in capsys.readouterr().err
 
 
 async def test_a_list_of_models_that_is_too_long_is_one_line(

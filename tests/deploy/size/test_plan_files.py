@@ -151,7 +151,8 @@ def test_the_page_needs_nothing_else_and_each_point_leads_to_flags(
     out = tmp_path / "plan.up"
     words = ["plan", "--profile", str(write_profile(tmp_path)), "--rate", "4", "--requests", "40", "--ttft-p90", "0.5"]
     assert main([*words, "--most", "3", "--out", str(out), "--measured", str(bench)]) == 0
-    assert "plan.html, plan.up, plan.compose.yaml, plan.values.yaml, plan.png: written" in capsys.readouterr().err
+    written = "plan.html, plan.up, plan.compose.yaml, plan.values.yaml, plan.png: written"
+    assert f"{written}; ./headrace up @{out}\n" in capsys.readouterr().err
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     read = Reader(text)
     tags = [tag for tag, _ in read.found]
