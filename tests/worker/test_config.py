@@ -115,11 +115,11 @@ WRONG = [
     ("--kv-dtype float16", "kv_dtype is float16; on a CPU there are float32 and bfloat16"),
     (
         "--cuda-copy-path teleport",
-        "cuda.copy_path: Invalid enum value 'teleport'; cuda.copy_path is one of auto, rows, batch, staged",
+        "cuda.copy_path: Invalid enum value 'teleport'; cuda.copy_path is one of auto, rows, batch, staged, direct",
     ),
     (
         "--cuda-copy-path zero_copy",
-        "cuda.copy_path: Invalid enum value 'zero_copy'; cuda.copy_path is one of auto, rows, batch, staged",
+        "cuda.copy_path: Invalid enum value 'zero_copy'; cuda.copy_path is one of auto, rows, batch, staged, direct",
     ),
     ("--cuda-memory-share 0", "cuda.memory_share: Expected `float` > 0.0"),
     ("--cuda-memory-share 1.5", "cuda.memory_share: Expected `float` <= 1.0"),
