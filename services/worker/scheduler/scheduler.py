@@ -417,7 +417,7 @@ class Scheduler:
         while not self.kv_cache.grow(sequence):
             lowest = self._running[-1]
             if lowest is sequence and len(sequence.blocks) == self._limits.capacity_blocks:
-                self._end(sequence, "error", f"the KV cache of {self._limits.capacity_blocks} blocks is full")
+                self._end_without_room(sequence)
                 return False
             self._preempt(lowest, sequence)
             if lowest is sequence:
@@ -518,8 +518,15 @@ class Scheduler:
         )
         self._requeue(sequence)
 
+    def _end_without_room(self, sequence: Sequence) -> None:
+        self._end(sequence, "error", f"the KV cache of {self._limits.capacity_blocks} blocks is full")
+
     def _requeue(self, sequence: Sequence) -> None:
-        """Let a running sequence give its blocks back and wait again."""
+        """Let a running sequence give its blocks back and wait again. It ends if all of the device has no room for
+        what it has drawn."""
+        if len(sequence.tokens) > self._limits.capacity_blocks * self._limits.block_size:
+            self._end_without_room(sequence)
+            return
         self._stop(sequence)
         sequence.looked_up = False
         self._queue.add(sequence, self._step_began_s)

@@ -205,7 +205,8 @@ class DeviceTurns:
         taker.asked = False
         if order.operation == "wake":
             taker.wake_s = now_s - taker.since_s
-        taker.answered_s = -ANSWER_HOLDS_S if stage is None else now_s
+        between = busy and stage == "drained"  # old as soon as what the worker does ends, which discovery shows
+        taker.answered_s = -ANSWER_HOLDS_S if stage is None or between else now_s
         taker.enter(taker.seen if stage is None else stage, now_s)
         if order.operation == "sleep" and taker.stage == "awake":  # it could not: its turn goes on, and is no new one
             taker.since_s = taker.woke_s

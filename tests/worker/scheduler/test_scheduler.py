@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -775,6 +776,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert last.finish in ("cancelled", "deadline", "error")
             assert last.finish != "error" or last.error
             assert not (output and last.error.startswith(NOT_BEGUN))
+
+
+def test_a_clear_ends_an_attempt_that_all_of_the_cache_has_no_room_for_again() -> None:
+    """It has drawn one token more than fits: it would wait for ever."""
+    machine = SchedulerMachine()
+    more: dict[str, Any] = {"time_left_s": 60.0, "wait_left_s": None, "pooling": "", "priority": 0, "salt": ""}
+    machine.submit(begun=0, max_tokens=2, prompt=[1] * 20, scores=-1, **more)
+    for _ in range(4):
+        machine.engine.step(0.001)
+    machine.clear()
+    machine.step(count=1, elapsed_s=0.001)
+    assert machine.engine.last("r0").error == "the KV cache of 10 blocks is full"
+    machine.teardown()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

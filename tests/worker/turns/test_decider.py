@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -543,6 +544,24 @@ class TurnsMachine(RuleBasedStateMachine):
             return
         self.turns.validate()
         assert sum(worker.stage != "asleep" for worker in self.workers.values()) <= self.config.awake
+
+
+@pytest.mark.parametrize("outcome", ["failed", "done"])
+def test_what_a_worker_does_for_the_decider_before_is_over_as_soon_as_discovery_says_so(outcome: str) -> None:
+    """Else it is ordered to sleep when it sleeps already, or has just woken."""
+    machine = TurnsMachine()
+    machine.begin(awake_at_once=1)
+    machine.wait(frontend="f", model="b")
+    machine.pass_time(tenths=1)
+    machine.wait(frontend="f", model="a")
+    machine.start_again()
+    machine.pass_time(tenths=5 if outcome == "failed" else 2)
+    worker = machine.workers["b"]
+    worker.orders.clear()
+    worker.stage, worker.since_s = ("asleep" if outcome == "failed" else "awake"), machine.now_s
+    machine.show("b", worker)
+    machine.pass_time(tenths=4)  # it asserts that no order is wrong
+    machine.room_is_kept()
 
 
 TurnsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
