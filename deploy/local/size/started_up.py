@@ -22,6 +22,7 @@ from msgspec import Struct
 from deploy.local import install_vllm
 from deploy.local.stack import gpus
 from deploy.local.stack.announce import LAST_LINE
+from deploy.local.stack.stack import Gpus
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
 from deploy.local.terminal import Terminal
 from deploy.local.usage import GPU_MEMORY_SHARE
@@ -86,8 +87,8 @@ def gpu_shares(visible: Sequence[str], workers: int) -> list[str]:
 
 def gpus_in_turn(visible: Sequence[str], workers: int) -> list[tuple[str, int]]:
     """Return the GPU of each worker, and how many workers share that one, as `up` shares them out. *Pure.*"""
-    count = len(visible)
-    return [(visible[at % count], len(range(at % count, workers, count))) for at in range(workers)]
+    places = [Gpus(len(visible), 1.0).place_of(worker, workers) for worker in range(workers)]
+    return [(visible[gpu], sharing) for gpu, sharing in places]
 
 
 @contextmanager

@@ -60,6 +60,11 @@ class Gpus(Struct, frozen=True):
         """How many workers can have GPUs of their own."""
         return max(1, self.count // self.ranks)
 
+    def place_of(self, worker: int, workers: int) -> tuple[int, int]:
+        """Return the first GPU of one of the `workers`, and how many of them share it."""
+        group = worker % self.groups
+        return group * self.ranks, len(range(group, workers, self.groups))
+
     def workers(self, asked: int | None, usual: int) -> int:
         """Return how many workers there are, of which `asked` were asked for: as many as is `usual`, but one if they
         are of several ranks and would share GPUs."""
@@ -480,10 +485,7 @@ def _one_model(options: UpOptions) -> TurnModel:
 def _cuda(options: UpOptions, gpus: Gpus, worker: int) -> dict[str, Value]:
     """Return a worker's table `cuda`. The workers of one GPU have equal parts of its memory; models take turns on the
     first one."""
-    gpu, sharing = 0, options.awake
-    if not options.turns:
-        group = worker % gpus.groups
-        gpu, sharing = group * gpus.ranks, len(range(group, options.workers, gpus.groups))
+    gpu, sharing = (0, options.awake) if options.turns else gpus.place_of(worker, options.workers)
     return {"gpu": gpu, "memory_share": gpus.memory_share / sharing, **gpus.settings}
 
 
