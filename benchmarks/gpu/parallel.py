@@ -16,6 +16,7 @@ through the fewest layers and the most. `--layers 80` measures all of them, if t
 
 `blocks`: 256 blocks of the model saved to a pool in a tmpfs and loaded again, in batches of 64 asked for at once. Bytes
 are those of whole blocks. The figure is the rate of several ranks divided by that of one and by their GPUs.
+`links` is their yardstick: plain copies of pinned memory over the link of each GPU alone, and over all links at once.
 
 `sums`: a captured graph of sums of rows of 4,096 and 8,192 float32 numbers, two ranks as streams of one process on one
 GPU. That is the kernel's own time, without a link.
@@ -71,6 +72,8 @@ BLOCKS, BATCH = 256, 64
 FILL_BLOCKS = 1024
 """Blocks that are asked for at once while all blocks of the GPUs are filled."""
 COPIES = 5
+LINK_BYTES = 1 << 30
+"""Bytes of a plain copy."""
 SUM_ROWS = (1, 8, 32, 128)
 SUM_WIDTHS = (4096, 8192)
 SUMS = 200
@@ -104,6 +107,15 @@ class SumRow(Struct, frozen=True):
     rows: int
     width: int
     sum_us: float
+
+
+class LinkRow(Struct, frozen=True):
+    """The rate of plain copies."""
+
+    gpus: int
+    direction: str
+    gb_per_s: float
+    """The bytes of all GPUs together."""
 
 
 class RankCopyRow(Struct, frozen=True):
@@ -142,6 +154,7 @@ def measure(flags: argparse.Namespace) -> part.PartReport:
     layers = sorted(flags.layers or (QUICK_LAYERS if flags.quick else LAYERS)[flags.shape])
     rates = _reading_rates(max(flags.ranks))
     rows = _Rows()
+    rows.show(_links(len(rates)))
     if not flags.no_sums:
         rows.show(_sums())
     with tempfile.TemporaryDirectory(prefix="parallel-", dir=flags.memory) as folder:
@@ -209,6 +222,37 @@ def _reading_rates(most: int) -> list[float]:
             rates.append(reading_rate() / 1e12)
             cupy.get_default_memory_pool().free_all_blocks()
     return rates
+
+
+def _links(most: int) -> Iterator[LinkRow]:
+    """Copy pinned memory from and to one GPU, then from and to all of up to `most` at once."""
+    import cupy  # pyright: ignore[reportMissingImports]
+
+    def place(gpu: int) -> tuple[Any, Any, Any]:
+        with cupy.cuda.Device(gpu):
+            return (
+                cupy.cuda.alloc_pinned_memory(LINK_BYTES),
+                cupy.cuda.alloc(LINK_BYTES),
+                cupy.cuda.Stream(non_blocking=True),
+            )
+
+    places = [place(gpu) for gpu in range(most)]
+    for gpus in sorted({1, most}):
+        for direction in ("save", "load"):
+            rates = []
+            for _ in range(COPIES):
+                begun_s = time.perf_counter()
+                for number, (host, device, stream) in enumerate(places[:gpus]):
+                    ends = (host.ptr, device.ptr) if direction == "save" else (device.ptr, host.ptr)
+                    with cupy.cuda.Device(number):
+                        cupy.cuda.runtime.memcpyAsync(*ends, LINK_BYTES, cupy.cuda.runtime.memcpyDefault, stream.ptr)
+                for number, (_, _, stream) in enumerate(places[:gpus]):
+                    with cupy.cuda.Device(number):
+                        stream.synchronize()
+                rates.append(gpus * LINK_BYTES / (time.perf_counter() - begun_s) / 1e9)
+            yield LinkRow(gpus, direction, median(rates))
+    del places
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def _with_layers(model: Path, directory: Path, layers: int) -> Path:

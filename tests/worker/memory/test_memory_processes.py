@@ -55,19 +55,26 @@ class Spawned:
 class Machine:
     """A memory service and engines, all processes of their own."""
 
+    ENGINE = "tests.worker.memory.memory_process"
+    KEPT = "memfd:headrace-test"
+    """What the link of a descriptor of such memory has in it."""
+    SIZE, SUM = SIZE, sum_of(MODEL, SIZE)
+    REFUSAL = "EPERM EPERM"
+    """What an engine is told that writes to what it maps."""
+
     def __init__(self, directory: Path, opened: ExitStack) -> None:
         self.directory = directory
         self._opened = opened
         self.service = self.start_service()
 
     def start_service(self, *flags: str) -> Spawned:
-        arguments = ("--directory", str(self.directory), "--size-bytes", str(4 * SIZE), "--log-level", "warning")
+        arguments = ("--directory", str(self.directory), "--size-bytes", str(4 * self.SIZE), "--log-level", "warning")
         self.service = Spawned("services.worker.memory", *arguments, *flags)
         self._opened.callback(self.service.kill)
         return self.service
 
     def engine(self, model: int = MODEL) -> Spawned:
-        engine = Spawned("tests.worker.memory.memory_process", str(self.directory), str(model), str(SIZE))
+        engine = Spawned(self.ENGINE, str(self.directory), str(model), str(self.SIZE))
         self._opened.callback(engine.kill)
         return engine
 
@@ -90,7 +97,7 @@ class Machine:
         kept = 0
         for place in places:
             with suppress(FileNotFoundError):  # it was closed meanwhile
-                kept += "memfd:headrace-test" in str(place.readlink())
+                kept += self.KEPT in str(place.readlink())
         return kept
 
     def committed(self) -> Spawned:
@@ -122,7 +129,7 @@ def test_a_writer_that_is_killed_leaves_nothing_and_the_next_writes(machine: Mac
     assert waiting.line() == "writes"
     assert machine.kept_files() == 0
     assert waiting.ask("commit") == "committed"
-    assert int(waiting.ask("sum")) == sum_of(MODEL, SIZE)
+    assert int(waiting.ask("sum")) == machine.SUM
 
 
 def test_a_writer_that_is_killed_alone_leaves_nothing(machine: Machine) -> None:
@@ -136,9 +143,9 @@ def test_weights_survive_their_writer_and_every_reader(machine: Machine) -> None
     first = machine.reader()
     first.kill()
     second = machine.reader()
-    assert int(second.ask("sum")) == sum_of(MODEL, SIZE)
-    assert second.ask("poke") == "EPERM EPERM"
-    assert int(second.ask("sum")) == sum_of(MODEL, SIZE)
+    assert int(second.ask("sum")) == machine.SUM
+    assert second.ask("poke") == machine.REFUSAL
+    assert int(second.ask("sum")) == machine.SUM
     assert machine.kept_files() == 1
 
 
@@ -146,11 +153,11 @@ def test_a_service_that_is_killed_takes_nothing_from_its_readers(machine: Machin
     writer = machine.writer("commit")
     reader = machine.reader()
     machine.service.kill()
-    assert [int(each.ask("sum")) for each in (writer, reader)] == [sum_of(MODEL, SIZE)] * 2
+    assert [int(each.ask("sum")) for each in (writer, reader)] == [machine.SUM] * 2
     machine.start_service()
     again = machine.writer("commit")
-    assert int(machine.reader().ask("sum")) == int(again.ask("sum")) == sum_of(MODEL, SIZE)
-    assert int(reader.ask("sum")) == sum_of(MODEL, SIZE)
+    assert int(machine.reader().ask("sum")) == int(again.ask("sum")) == machine.SUM
+    assert int(reader.ask("sum")) == machine.SUM
 
 
 @pytest.mark.parametrize("words", [(), ("half",)], ids=["before it writes", "in mid-write"])
@@ -164,7 +171,7 @@ def test_a_service_that_is_killed_while_weights_are_written_refuses_the_commit(
     assert waiting.line().startswith("refused weights.memory")
     assert writer.ask("commit").startswith("refused weights.memory")
     machine.start_service()
-    assert machine.writer("commit").ask("sum") == str(sum_of(MODEL, SIZE))
+    assert machine.writer("commit").ask("sum") == str(machine.SUM)
 
 
 def test_a_frozen_reader_keeps_its_weights_and_a_frozen_writer_loses_its_turn(machine: Machine) -> None:
@@ -180,14 +187,14 @@ def test_a_frozen_reader_keeps_its_weights_and_a_frozen_writer_loses_its_turn(ma
     second.kill()
     machine.until(lambda: shown(machine.directory).rows[0].readers == (reader.process.pid,))
     reader.send(signal.SIGCONT)
-    assert int(reader.ask("sum")) == sum_of(MODEL, SIZE)
+    assert int(reader.ask("sum")) == machine.SUM
     reader.kill()
     machine.until(lambda: shown(machine.directory).rows == ())
     machine.until(lambda: machine.kept_files() == 0)
 
 
 def test_a_signal_ends_the_service_and_its_socket(machine: Machine) -> None:
-    assert machine.writer("commit").ask("sum") == str(sum_of(MODEL, SIZE))
+    assert machine.writer("commit").ask("sum") == str(machine.SUM)
     machine.service.send(signal.SIGTERM)
     assert machine.service.process.wait(60) == 0
     assert not (machine.directory / "socket").exists()
