@@ -544,7 +544,7 @@ def split(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
         for number in range(flags.rounds):
             for side in sorted(ports, reverse=bool(number % 2)):
                 before = hand_overs(ports[side])
-                found = asyncio.run(Load(ports[side], 1 + number, asked).run())
+                found = asyncio.run(Load(ports[side], 1 + number, asked, NAME).run())
                 runs[side].append(found | {"hand_overs": hand_overs(ports[side]) - before})
                 print(f"{side}: {runs[side][-1]}", file=sys.stderr, flush=True)
     found_rows = [split_row(side, each) for side, each in runs.items()]

@@ -44,9 +44,11 @@ LONG_ANSWER = 8
 """Tokens of a long prompt's answer; one alone is not handed over."""
 
 
-async def events(session: aiohttp.ClientSession, port: int, prompt: Sequence[int], osl: int) -> AsyncGenerator[float]:
+async def events(
+    session: aiohttp.ClientSession, port: int, model: str, prompt: Sequence[int], osl: int
+) -> AsyncGenerator[float]:
     """Ask for an answer, and yield the time of each event with text."""
-    body = {"model": NAME, "prompt": prompt, "max_tokens": osl, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": osl, "temperature": 0, "ignore_eos": True, "stream": True}
     async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise SystemExit(f"port {port}: {answer.status} {(await answer.text())[:500]}")
@@ -60,8 +62,8 @@ async def events(session: aiohttp.ClientSession, port: int, prompt: Sequence[int
 class Load:
     """One round of one side."""
 
-    def __init__(self, port: int, seed: int, flags: argparse.Namespace) -> None:
-        self._port, self._random, self._flags = port, Random(seed), flags
+    def __init__(self, port: int, seed: int, flags: argparse.Namespace, model: str = NAME) -> None:
+        self._port, self._random, self._flags, self._model = port, Random(seed), flags, model
         self._streams: list[list[float]] = []
         """The times of the events of each stream."""
         self._ended = asyncio.Event()
@@ -69,12 +71,15 @@ class Load:
     def _draw(self, count: int) -> list[int]:
         return [self._random.randrange(FIRST_ID, 8000) for _ in range(count)]
 
+    def _events(self, session: aiohttp.ClientSession, tokens: int, osl: int) -> AsyncGenerator[float]:
+        return events(session, self._port, self._model, self._draw(tokens), osl)
+
     async def _client(self, session: aiohttp.ClientSession, started: asyncio.Event) -> None:
         """Stream one answer after another until the round ends."""
         while not self._ended.is_set():
             times: list[float] = []
             self._streams.append(times)
-            async with aclosing(events(session, self._port, self._draw(SHORT), self._flags.osl)) as answer:
+            async with aclosing(self._events(session, SHORT, self._flags.osl)) as answer:
                 async for now_s in answer:
                     times.append(now_s)
                     started.set()
@@ -96,7 +101,7 @@ class Load:
             begun_s = time.perf_counter()
             for _ in range(self._flags.prompts):
                 asked_s = time.perf_counter()
-                times = [at async for at in events(session, self._port, self._draw(self._flags.isl), LONG_ANSWER)]
+                times = [at async for at in self._events(session, self._flags.isl, LONG_ANSWER)]
                 firsts.append(times[0] - asked_s)
             ended_s = time.perf_counter()
             self._ended.set()

@@ -41,7 +41,7 @@ def up(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """Run `up`; afterwards Ctrl-C must leave no process."""
     if not (ROOT / ".headrace" / "models" / model.FILE).exists():
         pytest.skip("the default model is not there; `headrace up` fetches it")
-    flags = ("--device", "cuda", "--cuda", f"dtype={kind.dtype}")
+    flags = ("--device", "cuda", "--cuda", f"dtype={kind.dtype}", "--gpu-memory-share", "0.4")
     with running(with_models(tmp_path_factory.mktemp("up")), *flags) as stack:
         for worker in WORKERS:
             eventually(partial(attached, stack, worker), limit_s=LIMIT_S, what=f"{worker} has attached")
