@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
@@ -18,6 +17,7 @@ from services.worker.config import Dtype
 from services.worker.native.config import ModelConfig
 from services.worker.native.cuda.early_kernel import EarlyKernel
 from services.worker.native.cuda.hopper import HEAD_DIM, SHARED_BYTES, THREADS, compile_prefill, is_hopper
+from services.worker.native.cuda.sources import source_text
 from services.worker.transfer.cuda import ERRORS
 from shared.errors import ConfigError
 from shared.installation import install_command
@@ -25,7 +25,6 @@ from shared.installation import install_command
 Kernel = Any
 """A cupy.RawKernel; CuPy has no types."""
 
-_SOURCES = Path(__file__).parent / "kernels"
 _FAST_HEAD_DIMS = (64, 128)
 _DECODE_TILE = 16
 PREFILL_ROWS = 128
@@ -165,8 +164,7 @@ def _element(element_type: Dtype) -> dict[str, object]:
 
 
 def _module(name: str, defines: Mapping[str, object]) -> Any:
-    options = (f"-I{_SOURCES}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items()))
-    return cp.RawModule(code=(_SOURCES / f"{name}.cu").read_text(encoding="utf-8"), options=options)
+    return cp.RawModule(code=source_text(name, defines), options=("--std=c++17",))
 
 
 def _compiled(config: ModelConfig, element_type: Dtype, block_size: int, *, hopper: bool) -> Kernels:

@@ -1,6 +1,7 @@
 // The types that a module is compiled for: ELEMENT is the type of weights, activations and the KV cache.
 // All arithmetic is in float32.
 #pragma once
+#include "warp.cuh"
 
 #if ELEMENT_BITS == 32
 typedef float ELEMENT;
@@ -21,12 +22,6 @@ __device__ __forceinline__ ELEMENT narrow(float x) { return __float2half_rn(x); 
 // Whether scores include the rounding errors of queries. For float16, the type for users who want exactness, that lowers
 // the error by an eighth and costs a tenth of attention's time.
 #define REST (ELEMENT_BITS == 16 && !ELEMENT_BFLOAT)
-
-#ifndef INFINITY  // NVRTC has no math.h
-#define INFINITY __int_as_float(0x7f800000)
-#endif
-#define WARP 32
-#define EVERY_LANE 0xffffffffu
 
 // PACK elements are one load: 16 bytes if the width of rows allows it.
 struct alignas(sizeof(ELEMENT) * PACK) Pack {
@@ -56,9 +51,4 @@ __device__ __forceinline__ void after_others() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int step = WARP / 2; step > 0; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
-  return x;
 }

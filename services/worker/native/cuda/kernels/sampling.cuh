@@ -1,6 +1,7 @@
-// What the kernels that draw and rate tokens have in common. One block of THREADS threads has one row of logits.
+// What the kernels that draw and rate tokens have in common. One block of THREADS threads has one row of logits. They
+// depend on no model, so that all models of a cache share them.
 #pragma once
-#include "elements.cuh"
+#include "warp.cuh"
 
 #define THREADS 1024
 
