@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import cupy as cp  # pyright: ignore[reportMissingImports]
-import pytest
 
 from services.worker.config import CudaConfig
 from services.worker.native.config import read_config
 from services.worker.native.cuda.capacity import CudaSizes
 from services.worker.native.cuda.runner import CudaRunner
 from services.worker.native.cuda.weights import load_cuda_weights
-from services.worker.native.prepare import prepare
 from services.worker.transfer.device_memory import DeviceMemory
-
-MODELS = Path(__file__).parents[2] / ".headrace" / "models"
-SMOLLM2 = MODELS / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cuda_runner(
@@ -30,10 +25,3 @@ def cuda_runner(
         weights = load_cuda_weights(directory, config, settings.dtype)
     sizes = CudaSizes(**{name: rest.pop(name) for name in CudaSizes.__struct_fields__ if name in rest})
     return CudaRunner(config, weights, memory, settings, sizes, **rest)
-
-
-def smollm2(cache: Path) -> Path:
-    """Return SmolLM2-135M-Instruct as a directory of float32 weights; skip the test if it was not fetched."""
-    if not SMOLLM2.is_file():
-        pytest.skip(f"{SMOLLM2} is not there")
-    return prepare(SMOLLM2, cache, lambda _loading: None)

@@ -179,8 +179,10 @@ def test_threads_allocate_free_and_read_statistics_at_once(cupy: Any) -> None:
     memory = DeviceMemory(0, reserve_bytes=64 * MIB, keep_bytes=1 << 40)
     before = memory.statistics().allocated
     allocator = memory.allocator()
-    rounds, threads = 100, 8
+    rounds, threads = 40, 8
     wrong: list[str] = []
+    with cupy.cuda.using_allocator(allocator):
+        int(cupy.full(1024, 1, cupy.int32).sum())  # or each thread would compile these kernels
 
     def allocate_and_free(number: int) -> None:
         own = new_stream()

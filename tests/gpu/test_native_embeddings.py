@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from tests.worker.native.works import work
 pytestmark = pytest.mark.gpu
 cupy_on_a_device()
 
-from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
+from tests.gpu.models import cuda_runner  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "fast attention": {"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 512, "layers": 3},
@@ -106,28 +106,45 @@ def test_tokens_and_vectors_of_one_step_are_those_that_each_has_alone(tmp_path: 
     runner.close()
 
 
-@pytest.mark.parametrize("element_type", BOUNDS)
-def test_smollm2_has_the_vectors_of_transformers_and_of_the_cpu_engine(tmp_path: Path, element_type: Any) -> None:
+class Rights(NamedTuple):
+    """What SmolLM2's vectors are compared with."""
+
+    prompts: list[list[int]]
+    states: list[NDArray[np.float64]]
+    """Transformers' last hidden states of each prompt, in float64."""
+    of_cpu: dict[Pooling, list[Drawn | None]]
+    """The CPU engine's vectors."""
+
+
+@pytest.fixture(scope="module")
+def rights(smollm2: Path) -> Rights:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    directory = smollm2(tmp_path)
     answers = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes())
     prompts: list[list[int]] = [[*answer["prompt"], *answer["output"]] for answer in answers]
-    model = transformers.AutoModel.from_pretrained(directory, dtype=torch.float64).to("cuda").eval()
-    cpu = NativeRunner(directory, capacity_blocks=64)
-    runner = cuda_runner(directory, CudaConfig(dtype=element_type), capacity_blocks=64)
+    model = transformers.AutoModel.from_pretrained(smollm2, dtype=torch.float64).to("cuda").eval()
+    with torch.no_grad():
+        states = [model(torch.tensor([prompt], device="cuda")).last_hidden_state[0].cpu().numpy() for prompt in prompts]
+    cpu = NativeRunner(smollm2, capacity_blocks=64)
+    of_cpu = {pooling: vectors(cpu, prompts, pooling) for pooling in POOLINGS}
+    cpu.close()
+    return Rights(prompts, states, of_cpu)
+
+
+@pytest.mark.parametrize("element_type", BOUNDS)
+def test_smollm2_has_the_vectors_of_transformers_and_of_the_cpu_engine(
+    smollm2: Path, rights: Rights, element_type: Any
+) -> None:
+    runner = cuda_runner(smollm2, CudaConfig(dtype=element_type), capacity_blocks=64)
     for pooling in POOLINGS:
-        own, theirs = vectors(runner, prompts, pooling), vectors(cpu, prompts, pooling)
-        for prompt, one, other in zip(prompts, own, theirs, strict=True):
-            with torch.no_grad():
-                states = model(torch.tensor([prompt], device="cuda")).last_hidden_state[0].cpu().numpy()
+        own = vectors(runner, rights.prompts, pooling)
+        for states, one, other in zip(rights.states, own, rights.of_cpu[pooling], strict=True):
             right = embedding(states, pooling)
             print(
-                f"{element_type} {pooling}, {len(prompt)} tokens: {apart(one, right):.1e} from transformers in float64,"
+                f"{element_type} {pooling}, {len(states)} tokens: {apart(one, right):.1e} from transformers in float64,"
                 f" {apart(one, other):.1e} from the CPU engine, which is {apart(other, right):.1e} from it"
             )
             assert apart(one, right) < BOUNDS[element_type]
-    cpu.close()
     runner.close()
 
 

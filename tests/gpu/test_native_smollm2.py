@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.worker.native.works import work
 pytestmark = pytest.mark.gpu
 cp = cupy_on_a_device()
 
-from tests.gpu.models import cuda_runner, smollm2  # noqa: E402
+from tests.gpu.models import cuda_runner  # noqa: E402
 
 BLOCKS = 16
 """The blocks of each sequence."""
@@ -45,6 +46,9 @@ class ReferenceAnswer(Struct):
 
 
 ANSWERS = msgspec.json.decode((GOLDEN / "smollm2.json").read_bytes(), type=list[ReferenceAnswer])
+TOKENS = [token for answer in ANSWERS for token in (*answer.prompt, *answer.output)]
+ENDS = [*range(len(TOKENS) - 13 * 31, len(TOKENS), 13), len(TOKENS)]
+Theirs = Callable[[str, str], NDArray[np.float64]]
 
 
 def outputs(runner: Runner, prompts: Sequence[Sequence[int]], *, together: bool, chunk: int = 1 << 20) -> list[Any]:
@@ -84,44 +88,49 @@ def test_float32_tokens_of_a_small_model_are_the_cpu_engines(tmp_path: Path) -> 
     check_tokens(write_tiny_model(tmp_path, **shape), prompts)
 
 
-def test_float32_tokens_of_smollm2_are_the_cpu_engines_and_transformers(tmp_path: Path) -> None:
-    directory = smollm2(tmp_path)
-    check_tokens(directory, [answer.prompt for answer in ANSWERS])
-    runner = cuda_runner(directory, CudaConfig(dtype="float32"), capacity_blocks=64)
+def test_float32_tokens_of_smollm2_are_the_cpu_engines_and_transformers(smollm2: Path) -> None:
+    check_tokens(smollm2, [answer.prompt for answer in ANSWERS])
+    runner = cuda_runner(smollm2, CudaConfig(dtype="float32"), capacity_blocks=64)
     told = outputs(runner, [answer.prompt for answer in ANSWERS], together=True)
     assert told == [answer.output[:OUTPUT] for answer in ANSWERS]
     runner.close()
 
 
-@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
-def test_smollm2_computes_the_logits_of_transformers_in_float64(tmp_path: Path, element_type: Any) -> None:
+@pytest.fixture(scope="module")
+def theirs(smollm2: Path) -> Theirs:
+    """Return what computes transformers' logits at ENDS, given the type that matrices are rounded to, as on our device,
+    and the type of the arithmetic."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    directory = smollm2(tmp_path)
-    tokens = [token for answer in ANSWERS for token in (*answer.prompt, *answer.output)]
-    ends = [*range(len(tokens) - 13 * 31, len(tokens), 13), len(tokens)]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).to("cuda").eval()
 
-    def theirs(dtype: Any) -> NDArray[np.float64]:
-        """Return transformers' logits at `ends`, with matrices rounded to the element type as on our device."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    def logits(element_type: str, dtype: str) -> NDArray[np.float64]:
+        model = deepcopy(loaded)
         for weight in model.parameters():
             if weight.dim() == 2:
                 weight.data = weight.data.to(getattr(torch, element_type)).float()
-        model = model.to("cuda", dtype).eval()
+        model = model.to(getattr(torch, dtype))
         with torch.no_grad():
-            logits = model(torch.tensor([tokens], device="cuda")).logits[0]
-        return np.asarray(logits.double().cpu().numpy()[[end - 1 for end in ends]])
+            found = model(torch.tensor([TOKENS], device="cuda")).logits[0]
+        return np.asarray(found.double().cpu().numpy()[[end - 1 for end in ENDS]])
 
-    expected = theirs(torch.float64)
-    runner = cuda_runner(directory, CudaConfig(dtype=element_type), capacity_blocks=64)
-    slots = np.random.default_rng(2).permutation(64)[: -(-len(tokens) // 16)].tolist()
+    return logits
+
+
+@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
+def test_smollm2_computes_the_logits_of_transformers_in_float64(
+    smollm2: Path, theirs: Theirs, element_type: Any
+) -> None:
+    expected = theirs(element_type, "float64")
+    runner = cuda_runner(smollm2, CudaConfig(dtype=element_type), capacity_blocks=64)
+    slots = np.random.default_rng(2).permutation(64)[: -(-len(TOKENS) // 16)].tolist()
     with runner.stream:
-        starts = [0, *ends[:-1]]
-        chunks = [work(tokens[:end], slots, start=start) for start, end in zip(starts, ends, strict=True)]
+        starts = [0, *ENDS[:-1]]
+        chunks = [work(TOKENS[:end], slots, start=start) for start, end in zip(starts, ENDS, strict=True)]
         prefilled = np.concatenate([runner.logits([one]).get() for one in chunks])
-        decoded = runner.logits([work(tokens[:end], slots, start=end - 1) for end in ends]).get()
+        decoded = runner.logits([work(TOKENS[:end], slots, start=end - 1) for end in ENDS]).get()
     runner.close()
-    own = theirs(getattr(torch, element_type))
+    own = theirs(element_type, element_type)
     for name, logits in (("prefill", prefilled), ("decode", decoded), ("transformers in this type", own)):
         each = [_error(one, right) for one, right in zip(logits, expected, strict=True)]
         all_of_them, most = _error(logits, expected), max(each)

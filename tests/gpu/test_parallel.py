@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -121,8 +122,12 @@ class RanksAndNumPy(Both):
         return found
 
 
-@pytest.mark.parametrize("element_type", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=named)
+@pytest.mark.parametrize(
+    ("shape", "element_type"),
+    # float16 differs from bfloat16 in kernels alone, which one rank has too
+    [*product(SHAPES, ("float32", "bfloat16")), *product(list(SHAPES)[:2], ("float16",))],
+    ids=named,
+)
 def test_two_ranks_have_the_numpy_decoders_logits(tmp_path: Path, shape: str, element_type: Any) -> None:
     config = config_of(tmp_path, 2, element_type, **{**SHAPES[shape], "dtype": element_type})
     with runner_of(config) as runner:
@@ -225,7 +230,7 @@ def test_a_rank_that_stands_still_while_a_prompt_is_scored_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step before the scores has ended well, and one exchange has them all: nothing that follows fails."""
-    config = config_of(tmp_path, 2, **SHAPES["head of 64, 4 share"])
+    config = replace(config_of(tmp_path, 2, **SHAPES["head of 64, 4 share"]), stall_s=9.0)
     scored = work(PROMPT[:8], [0], sampling=Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=2))
     with runner_of(config) as runner:
         place, group, score = runner._place, runner._group, runner._score
@@ -239,7 +244,7 @@ def test_a_rank_that_stands_still_while_a_prompt_is_scored_is_named(
             return score(rows)
 
         monkeypatch.setattr(runner, "_score", score_without_rank_1)
-        with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 did not answer in 10 s: it stands still$"):
+        with pytest.raises(RankLost, match=r"^tensor_parallel: rank 1 did not answer in 3 s: it stands still$"):
             runner.step([scored])
 
 

@@ -1,6 +1,6 @@
 """An engine that stands by next to one on the same device: it takes over when that one is killed, with its KV's memory.
 
-The same test runs with a CPU in place of the GPU.
+The same test runs with a CPU if there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPE: dict[str, Any] = {
     **{"hidden": 256, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 512, "layers": 4, "tied": False},
     **{"context_length": 16_384},
 }
-KINDS = params((CPU[0], GPU[0], GPU_16_BITS[1]))
+KINDS = params((CPU[0], GPU[0], GPU_16_BITS[1]), cpu_stands_in=True)
 
 
 def worker_config(tmp_path: Path, kind: Kind, **more: Any) -> WorkerConfig:

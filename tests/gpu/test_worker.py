@@ -3,7 +3,7 @@
 first ⇄ kvbm ⇄ second, which compares each block it loads with the pool's        alone, without a kvbm: on their device
                                                                                   reference, on a CPU in float32
 
-The same tests run with a CPU in place of the GPU.
+The same tests run with a CPU if there is no GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def running(folder: Path, nats_url: str, kind: Kind) -> Iterator[WorkerRig]:
             assert machine.process(name).metric("headrace_kvbm_differing_blocks_total") == 0
 
 
-@pytest.fixture(scope="module", params=params((CPU[0], *GPU)))
+@pytest.fixture(scope="module", params=params((CPU[0], *GPU), cpu_stands_in=True))
 def exact(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str
 ) -> Iterator[WorkerRig]:
@@ -81,7 +81,7 @@ async def wire(exact: WorkerRig, nats_url: str) -> AsyncIterator[Wire]:
         yield one
 
 
-@pytest.fixture(scope="module", params=params((CPU[1], *GPU_16_BITS)))
+@pytest.fixture(scope="module", params=params((CPU[1], *GPU_16_BITS), cpu_stands_in=True))
 def narrow(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nats_url: str
 ) -> Iterator[WorkerRig]:

@@ -56,13 +56,14 @@ GPU = (Kind("cuda", "float32"), EAGER)
 GPU_16_BITS = (Kind("cuda", "float16"), Kind("cuda", "bfloat16"))
 
 
-def params(kinds: Iterable[Kind]) -> list[ParameterSet]:
-    """For `pytest.mark.parametrize` and fixtures."""
-    return [pytest.param(kind, marks=_marks(kind), id=str(kind)) for kind in kinds]
+def params(kinds: Iterable[Kind], *, cpu_stands_in: bool = False) -> list[ParameterSet]:
+    """For `pytest.mark.parametrize` and fixtures. With `cpu_stands_in` the kinds of a CPU only stand in for a GPU, and
+    are skipped if there is one: what they test, every machine without one tests."""
+    return [pytest.param(kind, marks=_marks(kind, cpu_stands_in), id=str(kind)) for kind in kinds]
 
 
-def _marks(kind: Kind) -> list[pytest.MarkDecorator]:
-    if kind.device == "cpu":
-        return []
+def _marks(kind: Kind, cpu_stands_in: bool) -> list[pytest.MarkDecorator]:
     reason = missing()
+    if kind.device == "cpu":
+        return [pytest.mark.skipif(not reason, reason="a GPU runs this test")] if cpu_stands_in else []
     return [pytest.mark.gpu, pytest.mark.skipif(bool(reason), reason=reason)]
