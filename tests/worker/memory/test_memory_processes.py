@@ -60,7 +60,7 @@ class Machine:
     """What the link of a descriptor of such memory has in it."""
     SIZE, SUM = SIZE, sum_of(MODEL, SIZE)
     REFUSAL = "EPERM EPERM"
-    """What an engine is told that writes to what it maps."""
+    """The answer to an engine that writes to what it maps."""
 
     def __init__(self, directory: Path, opened: ExitStack) -> None:
         self.directory = directory
