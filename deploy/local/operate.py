@@ -30,7 +30,7 @@ MOST_SECONDS = 86400.0
 RAMP_S = 10
 """The default of the routers' `load.ramp_s`."""
 RAMP_UP = (
-    f"Where other workers serve too, routers send it a growing share of the requests, its full one after {RAMP_S} s"
+    f"Other workers serve too: routers send it a growing share of the requests, its full one after {RAMP_S} s"
     " (router.load.ramp_s)."
 )
 _LISTED = 8
@@ -54,7 +54,7 @@ async def _operate(
     workers = choose_workers(config.namespace, values, asked, prefixes, model)
     async with connect_bus(config, f"headrace {asked.operation}") as bus:
         done = await asyncio.gather(*(_ask(bus, config.namespace, worker, asked, timeout_s) for worker in workers))
-    if any(done) and asked.operation in ("resume", "wake"):
+    if any(done) and asked.operation in ("resume", "wake") and others_serve(config.namespace, values, workers):
         print(RAMP_UP, file=sys.stderr)
     for each in () if prefixes else sleepers(config.namespace, values, workers):
         remedy = f"`{COMMAND} wake {each.instance}`, then give this command again"
@@ -91,6 +91,14 @@ def sleepers(namespace: str, values: Mapping[str, bytes], chosen: Sequence[Insta
     models = {each.model for each in chosen} - {""}
     entries = [each for each in readable_entries(namespace, values) if isinstance(each, Instance)]
     return [each for each in entries if each.model in models and each.state == ASLEEP]
+
+
+def others_serve(namespace: str, values: Mapping[str, bytes], chosen: Sequence[Instance]) -> bool:
+    """Return whether workers that are not chosen serve a model of the chosen ones. `values` are discovery's keys and
+    values."""
+    own, models = {each.instance for each in chosen}, {each.model for each in chosen}
+    cards = [each for each in readable_entries(namespace, values) if isinstance(each, ModelCard)]
+    return any(card.model in models and card.instance not in own for card in cards)
 
 
 def choose_workers(

@@ -54,7 +54,7 @@ class Readiness:
         elif self._failures >= FAILURES:
             faults.append("no router answers")
         if not self._models.served():
-            faults += self._models.faults() or ["no worker is there"]
+            faults += self._models.faults() or [self._models.absence]
         return faults
 
     def _models_shown(self) -> dict[str, list[str]]:

@@ -54,7 +54,8 @@ copies in both directions took 2 to 4 % longer because of it, on a CPU no longer
 
 
 WAKE_LIMIT_S = 5.0
-"""Seconds in which the GPU must have the memory of an engine that has ended. The worker waits twice as long."""
+"""Seconds for which no more of a GPU's memory may come free while the KV of an engine that has ended is waited for. The
+worker waits twice as long for a word."""
 SHARED_PART = 4
 """The engine's blocks divided by this are the most that are shared at once: requests cannot use blocks that a frozen
 reader keeps."""
@@ -148,24 +149,30 @@ def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> Engin
     if failed := runner.operate("sleep", "", "", 1):
         raise ModelError(failed)
     gc.collect()
-    channel.send(StandingBy(_own_bytes()))
+    waiting = StandingBy(_own_bytes())
+    channel.send(waiting)
     while True:
         for command in channel.receive(None):
             if isinstance(command, Shutdown):
                 return None
             if isinstance(command, TakeOver):  # what came with it is about attempts of the engine before
-                _wake(runner, config.worker)
+                _wake(runner, config.worker.stall_s, lambda: channel.send(waiting))
                 serving = msgspec.structs.replace(config, instance=command.instance)
                 start_logs(serving)
                 return serving
 
 
-def _wake(runner: Runner, config: WorkerConfig) -> None:
+def _wake(runner: Runner, limit_s: float, alive: Callable[[], None]) -> None:
     """Take the KV of an engine that has just ended: a GPU has its memory again a moment after the process is gone.
-    Raise ModelError."""
-    until_s = time.monotonic() + (WAKE_LIMIT_S if config.device == "cuda" else 0.0)
+    While more and more of it is free this goes on for up to `limit_s`, and `alive` is called. Raise ModelError."""
+    begun_s = grown_s = time.monotonic()
+    free = -1
     while failed := runner.operate("wake", "", "", 1):
-        if time.monotonic() > until_s:
+        use, now_s = runner.memory_use(), time.monotonic()
+        if use is not None and use.free > free:
+            free, grown_s = use.free, now_s
+            alive()
+        if use is None or now_s - grown_s > WAKE_LIMIT_S or now_s - begun_s > limit_s:
             raise ModelError(failed)
         time.sleep(0.02)
 

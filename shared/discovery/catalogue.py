@@ -9,7 +9,8 @@ from the cards and their order alone, so it may change when the reference goes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import assert_never
 
@@ -18,7 +19,7 @@ from msgspec import Struct
 from shared import subjects
 from shared.errors import ProtocolError
 from shared.hashing import self_test
-from shared.messages.cards import INSTANCE, MODEL_CARD, PROTOCOL, Instance, ModelCard
+from shared.messages.cards import ASLEEP, INSTANCE, MODEL_CARD, PROTOCOL, Instance, ModelCard
 from shared.messages.codec import JSON_HEADER
 
 BLOCK_SIZE_LIMIT = 1 << 16
@@ -27,6 +28,10 @@ MODEL_NAME_LIMIT = 1 << 10
 """The maximum length of an escaped name: nats-server closes a connection that sends a subject of more than 4 KiB."""
 RANKS_LIMIT = 1 << 10
 """The maximum number of ranks: each is a candidate in every choice."""
+
+
+SERVE_AGAIN = {ASLEEP: "wake", "drained": "resume"}
+"""The states of workers that were asked not to serve → the command after which they do."""
 
 
 class InstanceUp(Struct, frozen=True):
@@ -249,6 +254,14 @@ def read_catalogue(namespace: str, values: Mapping[str, bytes]) -> tuple[Catalog
         except ProtocolError as wrong:
             unreadable.append(f"{key}: {wrong}")
     return catalogue, unreadable
+
+
+def idle_workers(entries: Iterable[Instance], model: str = "") -> str:
+    """Return how many workers of a model, or of all, sleep or are drained because they were asked to, and the commands
+    after which they serve again. Empty if there are none."""
+    states = Counter(one.state for one in entries if one.turns is None and model in ("", one.model))
+    found = ((states[state], state, command) for state, command in SERVE_AGAIN.items())
+    return ", ".join(f"{number} {state} (`headrace {command} ID`)" for number, state, command in found if number)
 
 
 def _protocol(instance: Instance | None) -> int:

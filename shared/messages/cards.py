@@ -93,6 +93,9 @@ class Instance(Struct, frozen=True):
     """The turn of a worker's model. None if the worker takes requests all the time."""
     model: str = ""
     """The name of a worker's model, also while it has no card, as when it sleeps. Empty before its first card."""
+    device: str = ""
+    """The device of a worker's engine, as its card has it, also while it has none. Empty as there, or before the first
+    one."""
 
 
 class KvLayout(Struct, frozen=True, omit_defaults=True):

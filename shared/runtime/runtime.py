@@ -67,6 +67,7 @@ class Runtime:
         role: Role = "aggregated",
         turns: TurnTaker | None = None,
         model: str = "",
+        device: str = "",
     ) -> dict[str, bytes]:
         """Return the key and value of this process's address book entry under the lease of `epoch`."""
         entry = Instance(
@@ -89,6 +90,7 @@ class Runtime:
             role=role,
             turns=turns,
             model=model,
+            device=device,
         )
         key = subjects.instance_key(self.namespace, self.service, self.instance)
         return {key: INSTANCE.encode(entry, JSON_HEADER)}

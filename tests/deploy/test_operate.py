@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deploy.local.operate import RAMP_S, choose_workers, operate, sleepers, summary
+from deploy.local.operate import RAMP_S, choose_workers, operate, others_serve, sleepers, summary
 from deploy.local.show.fleet import FleetConfig
 from services.router.config import LoadConfig
 from shared import subjects
@@ -84,6 +84,20 @@ def test_workers_that_sleep_are_said_to_be_passed_over() -> None:
         assert [each.instance for each in sleepers(NAMESPACE, values, chosen)] == passed_over
     with pytest.raises(ConfigError, match=r"no worker of m serves now; asleep, until `.*headrace wake`: 0c, 0d"):
         choose_workers(NAMESPACE, entries(("0d", "", ()), ("0c", "", ()), asleep="m"), load, (), "m")
+
+
+def test_a_worker_gets_its_share_in_steps_only_where_others_serve_its_model() -> None:
+    wake = OperateWorker("wake")
+    for workers, others in (
+        ([("0a", "", ()), ("0b", "n", ())], False),
+        ([("0a", "", ()), ("0b", "m", ())], True),
+        ([("0a", "m", ())], False),
+    ):
+        values = entries(*workers, asleep="m")
+        chosen = [
+            msgspec.structs.replace(each, model="m") for each in choose_workers(NAMESPACE, values, wake, ["0a"], "")
+        ]
+        assert others_serve(NAMESPACE, values, chosen) == others
 
 
 def test_of_several_models_one_is_named() -> None:

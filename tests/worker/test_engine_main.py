@@ -18,6 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.kvbm.tickets.results import TicketLimits
+from services.worker import engine_main
 from services.worker.config import (
     CudaConfig,
     Dtype,
@@ -29,6 +30,7 @@ from services.worker.config import (
 )
 from services.worker.contracts.messages import (
     FIRST_TOKENS,
+    EngineOperation,
     EngineReport,
     Exchanged,
     Failed,
@@ -47,7 +49,7 @@ from services.worker.contracts.messages import (
 from services.worker.contracts.mover import Copy
 from services.worker.engine.channel import ChannelClosed
 from services.worker.engine.process import EngineProcess
-from services.worker.engine_main import _first, _load, embeddings_layout
+from services.worker.engine_main import _first, _load, _wake, embeddings_layout
 from services.worker.transfer.errors import DeviceFailed
 from services.worker.transfer.host_copier import HostCopier
 from shared.blocks import Content
@@ -62,6 +64,7 @@ from shared.messages.kvbm import StoreLayout
 from shared.pool.map import PoolMap
 from tests.tiny_model import write_tiny_model
 from tests.worker.drawer_socket import listening
+from tests.worker.fake_runner import FakeRunner
 from tests.worker.kvbm_drawer import Drawer
 from tests.worker.pool_file import make_pool
 from tests.worker.shell import LIMIT_S, write_model
@@ -464,3 +467,32 @@ def test_a_runners_failure_is_reported_where_it_makes_the_end_of_its_copies_fail
     with pytest.raises(DeviceFailed) as caught, Lost():
         pass
     assert _first(caught.value) is caught.value
+
+
+class _FilledDevice(FakeRunner):
+    """A runner whose device has some of its memory back at each look, in all `frees` times. It can wake when it has all
+    of it, if that is enough."""
+
+    def __init__(self, frees: int, *, enough: bool) -> None:
+        super().__init__(block_size=1, capacity_blocks=1, context_length=1)
+        self.frees, self.enough, self.looks = frees, enough, 0
+
+    def operate(self, operation: EngineOperation, name: str, path: str, level: int) -> str:
+        return "" if self.enough and self.looks >= self.frees else "wake: no memory"
+
+    def memory_use(self) -> MemoryUse:
+        self.looks += 1
+        return MemoryUse(used=0, kept=0, others=0, free=min(self.looks, self.frees))
+
+
+def test_a_standby_waits_for_memory_as_long_as_more_of_it_comes_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_main, "WAKE_LIMIT_S", 0.0)
+    words: list[int] = []
+    device = _FilledDevice(5, enough=True)
+    _wake(device, LIMIT_S, lambda: words.append(device.looks))
+    assert words == [1, 2, 3, 4, 5], "the worker knows that it lives"
+    with pytest.raises(ModelError, match="wake: no memory"):
+        _wake(_FilledDevice(5, enough=False), LIMIT_S, lambda: None)
+    with pytest.raises(ModelError, match="wake: no memory"):
+        _wake(device := _FilledDevice(1 << 30, enough=True), 0.0, lambda: None)
+    assert device.looks == 1

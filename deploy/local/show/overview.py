@@ -11,7 +11,7 @@ from operator import attrgetter
 from msgspec import Struct
 
 from deploy.local.table import age, narrowed, size, table
-from shared.discovery.catalogue import Catalogue, read_catalogue
+from shared.discovery.catalogue import Catalogue, idle_workers, read_catalogue
 from shared.messages.cards import ASLEEP, ModelCard
 from shared.messages.frontends import RecentRequests
 from shared.messages.kvbm import KvbmState
@@ -165,7 +165,7 @@ def overview(
             age_s=round(max(0.0, now - each.started), 1),
             version=each.version,
             http=each.http,
-            device=known[each.instance].device if each.instance in known else "",
+            device=known[each.instance].device if each.instance in known else each.device,
             model=known[each.instance].model if each.instance in known else each.model,
             role=roles.get(each.instance, each.role if each.service == "worker" else ""),
             state=each.state,
@@ -181,7 +181,7 @@ def overview(
         models=tuple(_model_rows(cards, sleeping, _asleep_by_hand(catalogue), reports)),
         refused=tuple(RefusedRow(*name, reason) for name, reason in sorted(catalogue.refused.items())),
         unreadable=tuple(unreadable),
-        notes=(*notes, *_role_notes(cards, catalogue)),
+        notes=(*notes, *_idle_notes(cards, catalogue), *_role_notes(cards, catalogue)),
         routers=tuple(states),
         stores=tuple(stores),
     )
@@ -198,6 +198,13 @@ def _asleep_by_hand(catalogue: Catalogue) -> Counter[str]:
     """Return how many workers of each model sleep because they were asked to."""
     entries = catalogue.instances.values()
     return Counter(each.model for each in entries if each.state == ASLEEP and each.model and each.turns is None)
+
+
+def _idle_notes(cards: Sequence[ModelCard], catalogue: Catalogue) -> list[str]:
+    """Return how models are served again that none of their workers serves because they were asked not to."""
+    workers = list(catalogue.instances.values())
+    models = {each.model for each in workers} - {card.model for card in cards} - {""}
+    return [f"no worker serves {model}: {idle}" for model in sorted(models) if (idle := idle_workers(workers, model))]
 
 
 def _card_place(card: ModelCard) -> tuple[str, str]:

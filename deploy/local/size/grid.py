@@ -9,6 +9,7 @@ the same order follow from the same times, so that a sweep that was interrupted 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import sqrt
 from typing import Literal
 
@@ -63,18 +64,32 @@ class TimeGrid:
         return next(((x, y) for x in xs for y in ys if (x, y) not in self.seconds), None)
 
     def places(self) -> list[Place]:
-        """Return the places of the largest complete grid that was measured. Raise ValueError if a corner is missing."""
-        axes = {axis: list(values) for axis, values in self._axes.items()}
-        pairs_of: tuple[tuple[Axis, Axis], ...] = (("x", "y"), ("y", "x"))
-        for axis, other in pairs_of:
-            for value in list(axes[axis]):
-                pairs = [(value, each) if axis == "x" else (each, value) for each in axes[other]]
-                if value not in self._ends[axis] and not all(pair in self.seconds for pair in pairs):
-                    axes[axis].remove(value)
-        places = [(x, y) for x in axes["x"] for y in axes["y"]]
-        if missing := [place for place in places if place not in self.seconds]:
-            raise ValueError(f"{len(missing)} of the first {len(places)} points were not measured")
-        return places
+        """Return the places of the grid so far. All at its edges were measured, those inside perhaps not. Empty if a
+        corner was not."""
+        self.next()  # a value that was measured at both edges belongs to the grid
+        xs, ys = self._axes["x"], self._axes["y"]
+        if not all((x, y) in self.seconds for x in self._ends["x"] for y in self._ends["y"]):
+            return []
+        return [(x, y) for x in xs for y in ys]
+
+    def filled(self, seconds: Mapping[Place, float]) -> list[tuple[int, int, float]]:
+        """Return the times of these places. `seconds` has those that were measured; a place inside that was not has the
+        time that follows from the edges."""
+        return [
+            (*place, seconds[place] if place in seconds else self._inside(place, seconds)) for place in self.places()
+        ]
+
+    def _inside(self, place: Place, seconds: Mapping[Place, float]) -> float:
+        """Return the sum of the lines between both pairs of edges, less the plane between the corners. It is exact for
+        times that are a sum of one by x, one by y, and one by their product. It is no less than the shortest edge."""
+        (x0, *_, x1), (y0, *_, y1) = self._axes["x"], self._axes["y"]
+        x, y = place
+        across, along = (x - x0) / (x1 - x0), (y - y0) / (y1 - y0)
+        edges = seconds[x0, y], seconds[x1, y], seconds[x, y0], seconds[x, y1]
+        lines = edges[0] + across * (edges[1] - edges[0]) + edges[2] + along * (edges[3] - edges[2])
+        low = seconds[x0, y0] + across * (seconds[x1, y0] - seconds[x0, y0])
+        high = seconds[x0, y1] + across * (seconds[x1, y1] - seconds[x0, y1])
+        return max(min(edges), lines - low - along * (high - low))
 
     def _edges(self, axis: Axis, value: int) -> list[Place]:
         """Return the points at this value of an axis and both ends of the other."""

@@ -263,7 +263,7 @@ class Sweep:
         """Return the points of both grids that are to be measured once more."""
         unsure: list[tuple[Kind, Place]] = []
         for kind, grid in self._grids.items():
-            places = [place for place in _places_of(grid) if _is_unsure(self._found[kind, *place])]
+            places = [place for place in grid.places() if _is_unsure(self._found[kind, *place])]
             unsure.extend((kind, place) for place in places)
         return unsure
 
@@ -291,12 +291,16 @@ class Sweep:
         return self._subject.workers > 1
 
     def _points_of(self, kind: Kind) -> list[Point]:
-        """Return the complete part of a grid; empty if even its corners are missing."""
-        return [(x, y, self._found[kind, x, y].seconds) for x, y in _places_of(self._grids[kind])]
+        """Return the times of a grid; empty if a corner is missing."""
+        return self._filled(kind, lambda point: point.seconds)
 
     def _busy(self, kind: Kind) -> list[Point]:
         """Return the times of these points while all workers are busy."""
-        return [(x, y, self._found[kind, x, y].busy_s) for x, y in _places_of(self._grids[kind])]
+        return self._filled(kind, lambda point: point.busy_s)
+
+    def _filled(self, kind: Kind, time_of: Callable[[MeasuredPoint], float]) -> list[Point]:
+        times = {(each.x, each.y): time_of(each) for each in self.points if each.kind == kind}
+        return [*self._grids[kind].filled(times)]
 
     async def _learn_overhead(self) -> None:
         """Measure what a first token takes without its step: that of a prompt of one token, less one decode step."""
@@ -453,18 +457,22 @@ def _note(grid: TimeGrid, point: MeasuredPoint) -> None:
     )
 
 
-def _places_of(grid: TimeGrid) -> list[Place]:
-    """Return the places of the complete part of a grid; none if even its corners are missing."""
-    try:
-        return grid.places()
-    except ValueError:
-        return []
-
-
 def _summary(made: Profile, out: Path) -> str:
     """Return what people read at the end."""
+    goes_on = "the same command goes on, and --limit-s gives it longer"
+    tables: dict[Kind, list[Point]] = {"prefill": made.prefill, "decode": made.decode}
     unsteady = [point for point in made.points if point.spread > 2 * UNSTEADY]
     lines = [f"{out}: {len(made.prefill)} times of prefills, {len(made.decode)} of decodes, {made.subject.model}"]
+    if not all(tables.values()):
+        few = f"{len(made.points)} points are too few, as the corners of both grids are needed"
+        lines = [f"{out}: {few}; {goes_on}"]
+    elif not made.complete:
+        times = {(kind, x, y) for kind, rows in tables.items() for x, y, _ in rows}
+        follow = len(times - {(point.kind, point.x, point.y) for point in made.points})
+        lines.append(
+            f"note: the time was over after {len(made.points)} points, and {follow} of these times follow from those"
+            f" around them; {goes_on}"
+        )
     if not made.cached_seen and any(point.kind == "prefill" and point.y for point in made.points):
         lines.append("note: the server does not report cached tokens: prompts after a cached beginning are unchecked")
     if not made.workers_seen:
@@ -472,6 +480,4 @@ def _summary(made: Profile, out: Path) -> str:
     if unsteady:
         share = f"{len(unsteady)} of {len(made.points)} points"
         lines.append(f"note: {share} spread by more than {2 * UNSTEADY:.0%}: was the machine busy?")
-    if not made.complete:
-        lines.append("note: the time was over before all points were measured; the same command goes on")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.chat_stream import ChatStream
-from shared.errors import MALFORMED, ProtocolError, Unavailable
+from shared.errors import MALFORMED, ConfigError, ProtocolError, Unavailable
 from shared.installation import COMMAND
 from shared.outbound import describe_fault
 
@@ -25,6 +25,8 @@ ANSWER_LIMIT_S = 600.0
 ERROR_LIMIT_BYTES = 1 << 16
 LIST_LIMIT_BYTES = 16 << 20
 """The largest list of models that is read."""
+PASSING = (408, 409, 425, 429)
+"""The statuses from 400 to 499 after which the same request may be answered."""
 KEY_HINT = "give the key with --api-key-file FILE or in the environment variable OPENAI_API_KEY"
 PLAIN_TEXT = "water river wheel mill stone gate flow dam weir basin valley bridge boat rope oak iron grain bread " * 8
 FALLBACK_IDS = range(300, 900)
@@ -142,7 +144,7 @@ class TokenClient:
         return Random(seed).choices(self.ids, k=tokens)  # noqa: S311 - a load, no secret
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
-        """Ask for exactly that many tokens. Raise Unavailable."""
+        """Ask for exactly that many tokens. Raise Unavailable; ConfigError if asking again would not help."""
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -159,7 +161,9 @@ class TokenClient:
                 async with self._http.post(f"{self._url}/completions", json=body) as response:
                     if response.status != 200:
                         said = (await response.content.read(ERROR_LIMIT_BYTES)).decode(errors="replace")
-                        raise Unavailable(f"{self._url}/completions: status {response.status}: {said[:300]}")
+                        lasts = 400 <= response.status < 500 and response.status not in PASSING
+                        wrong = f"{self._url}/completions: status {response.status}: {said[:300]}"
+                        raise ConfigError(wrong) if lasts else Unavailable(wrong)
                     async for data in response.content.iter_any():
                         now_s = time.perf_counter()
                         stream.feed(data)

@@ -49,9 +49,10 @@ JOIN = "to join a fleet that has the other role, give its --nats and --etcd"
 WIRING = re.compile(
     r"\w+-(config|namespace|(nats|discovery)-.*|observe-(host|port|events|url-file))"
     r"|frontend-(http-(port|reuse-port|tls-cert|tls-key)|access-keys-file)"
-    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|diffusers-gpu|role|turns)|turns-(device|awake)"
+    r"|worker-(cuda-(gpu|memory-share)|vllm-gpus|diffusers-gpu|role|tensor-parallel|turns)|turns-(device|awake)"
 )
 """Settings that `--set` refuses: those that connect the processes, and those that `up` must know itself."""
+INSTEAD = {"role": "; use --prefill, --decode and --encode", "tensor-parallel": "; use --tensor-parallel"}
 
 
 def checked_options(flags: UpFlags) -> tuple[UpOptions, BlockStoreOptions]:
@@ -333,8 +334,7 @@ def _overrides(given: Sequence[str]) -> dict[ServiceName, list[Setting]]:
             raise ConfigError(f"--set {text}: not SERVICE.SETTING=VALUE; services are {', '.join(SERVICES)}")
         flag = setting.replace(".", "-").replace("_", "-")
         if WIRING.fullmatch(f"{service}-{flag}"):
-            instead = "; use --prefill, --decode and --encode" if path == "worker.role" else ""
-            raise ConfigError(f"--set {path}: `up` sets that itself{instead}")
+            raise ConfigError(f"--set {path}: `up` sets that itself{INSTEAD.get(flag, '')}")
         more.setdefault(service, []).append((f"--{setting}", value))
     return more
 

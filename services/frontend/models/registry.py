@@ -52,6 +52,7 @@ from services.frontend.models.model import (
     model_limits,
 )
 from services.frontend.models.model_names import ModelAliases, similar_names
+from shared.discovery.catalogue import idle_workers
 from shared.discovery.directory import CardDown, CardUp, Directory, DirectoryChange, InstanceDown, InstanceUp
 from shared.errors import InvalidRequest, ModelError, Unavailable
 from shared.messages.cards import Instance, ModelCard, PictureOutput, TurnTaker
@@ -131,7 +132,7 @@ class _Entry:
             roles = ", ".join(sorted({card.role for card in self.cards.values()}))
             return (
                 f"its workers have the role {roles}, and none decodes: start one with the role decode or aggregated, or"
-                " resume one that is drained"
+                " resume one that is drained, or wake one that sleeps"
             )
         return "" if self.model is not None or not self.has_tokenizer else self.reason
 
@@ -244,6 +245,8 @@ class ModelRegistry:
             return self._find_lora(name, *lora)
         if self._loras.is_gone(name):
             raise Unavailable(f"no worker has the LoRA {name!r} now; those that had it are gone or do not serve")
+        if idle := self._idle(name):
+            raise Unavailable(f"no worker serves the model {name!r} now{idle}")
         if not self._entries or name in self._directories or name in self._expected:
             raise Unavailable(f"no worker serves the model {name!r} yet")
         known = {*self._entries, *self._loras.names}
@@ -290,7 +293,7 @@ class ModelRegistry:
     def _model_of(self, name: str, entry: _Entry) -> Model:
         """Return the model of an entry. Raise Unavailable while it cannot be served."""
         if not entry.cards:
-            raise Unavailable(f"no worker serves the model {name!r} now")
+            raise Unavailable(f"no worker serves the model {name!r} now{self._idle(name)}")
         if entry.is_text and not entry.fault:
             wrong = "has servers that take and give text alone: only over HTTP, and at paths that they have themselves"
             raise InvalidRequest(f"the model {name!r} {wrong}", param="model", code="unsupported_value")
@@ -315,7 +318,7 @@ class ModelRegistry:
     def _only(self) -> str:
         names = self._unnamed()
         if not names:
-            raise Unavailable("no worker is there yet")
+            raise Unavailable(self.absence)
         if len(names) > 1:
             raise InvalidRequest(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
         return names[0]
@@ -339,6 +342,17 @@ class ModelRegistry:
     def faults(self) -> list[str]:
         """Return why models with a worker cannot serve requests."""
         return [f"model {name}: {entry.fault}" for name, entry in self._entries.items() if entry.cards and entry.fault]
+
+    @property
+    def absence(self) -> str:
+        """Why no model is served, if none has a worker that serves."""
+        idle = self._idle()
+        return f"no worker serves{idle}" if idle else "no worker is there"
+
+    def _idle(self, model: str = "") -> str:
+        """Return which workers of a model, or of all, were asked not to serve, after a colon. Empty if none was."""
+        idle = idle_workers(self._instances.values(), model)
+        return idle and f": {idle}"
 
     def card_faults(self) -> list[str]:
         """Return why cards of models that are served with another card cannot be loaded."""

@@ -147,7 +147,7 @@ class CardAnnouncement:
         self.turn: TurnTaker | None = None
         """What frontends know of the model while it sleeps until its turn. None if it takes no turns, or no engine was
         ready yet."""
-        self._state = self._model = ""
+        self._state = self._model = self._device = ""
         self._published = asyncio.Event()
         """Set while discovery has all that was shown last."""
         self._card_published = asyncio.Event()
@@ -157,7 +157,8 @@ class CardAnnouncement:
         """Publish this card, or none while no request would be accepted; `state` is `Instance.state`."""
         self.card, self._state = card, state
         known = self.known_card()
-        self._model = self._model if known is None else known.model
+        if known is not None:
+            self._model, self._device = known.model, known.device
         self._published.clear()
         self.entries.request_update()
 
@@ -211,6 +212,7 @@ class CardAnnouncement:
             role=self._role,
             turns=self.turn,
             model=self._model,
+            device=self._device,
         )
         if self.card is not None:
             card_key = subjects.model_key(runtime.namespace, self.card.model, runtime.instance)

@@ -116,6 +116,13 @@ def _connector_fault(given: Mapping[str, Any], config: WorkerConfig, source: Map
     return ""
 
 
+def pace_fault(given: Collection[str], config: WorkerConfig, model: Mapping[str, Any]) -> str:
+    """Return why steps of a model with these settings cannot be bounded. Empty if they can, or need not. *Pure.*"""
+    if not config.step_s or ("diffusion_config" not in given and model.get("canvas_length") is None):
+        return ""
+    return "step_s is set, but vLLM has a scheduler of its own for a diffusion language model; leave step_s out"
+
+
 def recommended(config: WorkerConfig) -> dict[str, Any]:
     """Return the arguments that come from the worker's settings. *Pure.*"""
     needed: dict[str, Any] = {name: value for name, (value, _) in NEEDED.items()}
@@ -199,7 +206,7 @@ def engine_args(config: WorkerConfig, *, on_cpu: bool, ours: Mapping[str, Any]) 
             source[name] = where
     model = _model_settings(Path(config.model))
     sizes = {name: (f"{source[name]}.{name}", value) for name, value in given.items()}
-    if fault := contradiction(given, config, source) or sizes_fault(model, sizes):
+    if fault := contradiction(given, config, source) or pace_fault(given, config, model) or sizes_fault(model, sizes):
         raise ConfigError(fault)
     structured = given.setdefault("structured_outputs_config", StructuredOutputsConfig())
     if structured.backend not in ("auto", "guidance"):

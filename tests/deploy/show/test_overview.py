@@ -163,13 +163,15 @@ def test_models_that_sleep_until_their_turn_are_shown_with_their_workers() -> No
 def test_workers_that_were_put_to_sleep_are_shown_with_their_models() -> None:
     def asleep(name: str, model: str) -> tuple[str, bytes]:
         key, value = instance("worker", name, state="asleep")
-        entry = msgspec.structs.replace(INSTANCE.decode(value, JSON_HEADER), model=model)
+        entry = msgspec.structs.replace(INSTANCE.decode(value, JSON_HEADER), model=model, device="cpu")
         return key, INSTANCE.encode(entry, JSON_HEADER)
 
-    view = look(instance("worker", "w1"), card("w1"), asleep("w2", "m.x"), asleep("w3", "n"), asleep("w4", ""))
-    assert [(row.instance, row.model) for row in view.instances] == [
-        *(("w1", "m.x"), ("w2", "m.x"), ("w3", "n"), ("w4", "")),
+    awake = card("w1", device="cuda:0")
+    view = look(instance("worker", "w1"), awake, asleep("w2", "m.x"), asleep("w3", "n"), asleep("w4", ""))
+    assert [(row.instance, row.model, row.device) for row in view.instances] == [
+        *(("w1", "m.x", "cuda:0"), ("w2", "m.x", "cpu"), ("w3", "n", "cpu"), ("w4", "", "cpu")),
     ]
+    assert view.notes == ("no worker serves n: 1 asleep (`headrace wake ID`)",)
     shown = render(view).splitlines()
     at = shown.index("MODEL  INSTANCES    CONTEXT  BLOCK  HELD  CACHED  BLOCKS")
     assert shown[at + 1 : at + 3] == [

@@ -81,13 +81,30 @@ def test_a_sweep_that_was_interrupted_goes_on_with_the_same_places() -> None:
     assert second.places() == whole.places()
 
 
-def test_without_a_corner_there_is_no_grid_and_without_a_point_its_value_is_left_out() -> None:
+def test_without_a_corner_there_is_no_grid() -> None:
     one = grid()
     swept(bent, one, points=3)
-    with pytest.raises(ValueError, match="1 of the first 4 points were not measured"):
-        one.places()
-    swept(bent, one, points=2)
-    assert set(one.places()) == {(1, 64), (1, 8192), (64, 64), (64, 8192)}
+    assert one.places() == one.filled(one.seconds) == []
+
+
+def test_of_a_grid_that_was_cut_short_all_is_used_that_was_measured_at_both_edges() -> None:
+    one = grid()
+    swept(flat, one, points=6)
+    one.seconds[1, 704] = flat(1, 704)  # but not its other edge
+    assert one.places() == [(x, y) for x in (1, 8, 64) for y in (64, 8192)]
+    one = grid()
+    swept(flat, one, points=8)
+    assert (8, 704) not in one.seconds
+    times = {(x, y): seconds for x, y, seconds in one.filled(one.seconds)}
+    assert set(times) == {(x, y) for x in (1, 8, 64) for y in (64, 704, 8192)}
+    assert times[8, 704] == pytest.approx(flat(8, 704))
+    assert one.next() == (8, 704), "it is still to be measured"
+
+
+def test_a_time_that_follows_from_the_edges_is_no_less_than_the_shortest_of_them() -> None:
+    one = grid()
+    swept(lambda x, y: 9.0 if (x, y) in {(1, 64), (64, 8192)} else 0.1, one, points=8)
+    assert {seconds for *place, seconds in one.filled(one.seconds) if tuple(place) not in one.seconds} == {0.1}
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.floats(1e-4, 1), st.floats(0, 1e-2), st.floats(0, 1e-3))

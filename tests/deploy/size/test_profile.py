@@ -56,6 +56,9 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
     assert "the same command goes on" in said
     assert "does not report cached tokens" not in said
     first = written(tmp_path)
+    if not (first.prefill and first.decode):  # in a second few machines get further
+        few = f"{len(first.points)} points are too few, as the corners of both grids are needed"
+        assert f"{tmp_path / 'p.json'}: {few}; the same command goes on, and --limit-s gives it longer\n" in said
     assert not first.complete
     assert profiled(tmp_path) == 0
     made = written(tmp_path)
@@ -139,6 +142,19 @@ def test_an_endpoint_that_has_no_room_for_a_moment_is_asked_again(
     assert status == 0
     assert capsys.readouterr().err.count("measured again in 1 s: ") == len(REFUSED)
     assert written(tmp_path).complete
+
+
+def test_an_endpoint_that_refuses_for_good_is_not_asked_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    up = ("--engine", "simulated", "--simulated", "fixed_s=0.001", "--model", model, "--discovery", "file")
+    sizes = ["--longest", "8192", "--most", "1", "--out", str(tmp_path / "p.json")]
+    with running(tmp_path / "up", *up, "--workers", "1") as fleet:  # of 2,048 tokens
+        assert main(["profile", "--url", fleet.url, *sizes]) == 2
+        said = capsys.readouterr().err
+        assert f"error: {fleet.url}/completions: status 400: " in said
+        assert "measured again" not in said
 
 
 def test_gpus_are_divided_among_the_workers_that_are_measured_at_once() -> None:

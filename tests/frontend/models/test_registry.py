@@ -7,10 +7,13 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
 from services.frontend import app
 from services.frontend.config import FrontendConfig, LimitsConfig
 from services.frontend.models import model_names, registry
+from shared.messages.cards import INSTANCE
+from shared.messages.codec import JSON_HEADER
 from tests.frontend.peers import DEADLINE_S, MODEL, World, card_entry, clients, instance_entry, world
 
 
@@ -36,7 +39,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_stops_no_other(directo
 async def test_a_model_whose_workers_no_router_chooses_is_not_served_and_health_says_why(directory: Path) -> None:
     why = (
         "its workers have the role prefill, and none decodes: start one with the role decode or aggregated, or resume"
-        " one that is drained"
+        " one that is drained, or wake one that sleeps"
     )
     async with world(directory) as w, clients(w) as (client, http):
         await w.announce("w3", card_entry("w3", directory, "half", role="prefill"))
@@ -48,6 +51,36 @@ async def test_a_model_whose_workers_no_router_chooses_is_not_served_and_health_
             assert response.status == 200
         await w.announce("w4", card_entry("w4", directory, "half"))
         await w.until("/health", lambda health: "not_served" not in health and "half" in health["models"])
+
+
+def idle_entry(worker: str, model: str, state: str) -> dict[str, bytes]:
+    [(key, value)] = instance_entry("worker", worker).items()
+    entry = replace(INSTANCE.decode(value, JSON_HEADER), model=model, state=state)
+    return {key: INSTANCE.encode(entry, JSON_HEADER)}
+
+
+async def test_a_model_whose_workers_all_sleep_or_are_drained_gets_503_and_the_command_that_has_them_serve(
+    directory: Path,
+) -> None:
+    asleep, drained = "1 asleep (`headrace wake ID`)", "1 drained (`headrace resume ID`)"
+    async with world(directory, announced=False) as w, clients(w) as (client, _):
+        await w.announce_router()
+        for worker, model, state in (("w1", "one", "asleep"), ("w2", "two", "asleep"), ("w3", "two", "drained")):
+            await w.announce(worker, idle_entry(worker, model, state))
+        whole = f"no worker serves: 2 asleep (`headrace wake ID`), {drained}"
+        await w.until("/health", lambda health: health.get("reasons") == [whole])
+        for named, said in (("one", f"'one' now: {asleep}"), ("two", f"'two' now: {asleep}, {drained}")):
+            with pytest.raises(openai.InternalServerError) as error:
+                await client.completions.create(model=named, prompt="x")
+            assert (error.value.status_code, said in error.value.message) == (503, True)
+        await w.announce("w4", instance_entry("worker", "w4") | card_entry("w4", directory, "one"))
+        await w.ready("one")
+        with pytest.raises(openai.InternalServerError, match="no worker serves the model 'two' now"):
+            await client.completions.create(model="two", prompt="x")
+        await w.leave("w4")
+        await w.until("/health", lambda health: health.get("reasons") == [whole])
+        with pytest.raises(openai.InternalServerError, match="no worker serves the model 'one' now: 1 asleep"):
+            await client.completions.create(model="one", prompt="x")
 
 
 async def test_the_doors_open_when_the_models_that_are_there_are_loaded(directory: Path) -> None:

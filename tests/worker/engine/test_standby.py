@@ -164,6 +164,19 @@ async def test_a_ready_standby_that_does_not_take_over_in_time_is_killed_and_an_
         assert pair.lost == ["engine: killed", "the standby did not take over in 0.02 s"]
 
 
+async def test_a_standby_that_waits_for_memory_is_killed_only_when_it_says_nothing_for_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(Pair(kind=ScriptedEngine)) as pair:
+        await until(lambda: pair.standby.ready)
+        pair.engines[0].kill()
+        await until(lambda: pair.standbys[0].told)
+        monkeypatch.setattr(supervisor, "TAKE_OVER_LIMIT_S", 0.02)  # from its next word on
+        pair.standbys[0].report(StandingBy(7))
+        await until(lambda: len(pair.engines) == 2)
+        assert pair.lost == ["engine: killed", "the standby did not take over in 0.02 s"]
+
+
 @pytest.mark.parametrize("last", [Failed(reason="the model's files are gone", model=True), FACTS])
 async def test_a_standby_that_fails_or_serves_unasked_is_started_again_and_the_engine_lives_on(
     last: EngineReport, caplog: pytest.LogCaptureFixture

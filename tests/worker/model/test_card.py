@@ -112,20 +112,20 @@ async def refusals_of(
     return [record.message for record in own if record.levelno == logging.ERROR]
 
 
-async def test_a_worker_that_sleeps_still_says_which_model_it_has(tmp_path: Path) -> None:
+async def test_a_worker_that_sleeps_still_says_which_model_and_device_it_has(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     store, broker = MemoryStore(), MemoryBroker()
     async with fake_runtime("test", "worker", "w1", MemoryBus(broker), broker, store) as runtime:
         announcement = CardAnnouncement(runtime, None, "aggregated")
         publishing = runtime.tasks.create_task(announcement.entries.run())
-        for card, state in ((card_with(tmp_path, ""), ""), (None, ASLEEP)):
+        for card, state in ((replace(card_with(tmp_path, ""), device="cuda:1"), ""), (None, ASLEEP)):
             announcement.show(card, state)
             assert await announcement.published_within(60)
         values = await runtime.discovery.list(subjects.namespace_prefix("test"))
         publishing.cancel()
         await announcement.entries.close()
     (entry,) = (INSTANCE.decode(value, JSON_HEADER) for value in values.values())
-    assert (entry.state, entry.model) == (ASLEEP, card_with(tmp_path, "").model)
+    assert (entry.state, entry.model, entry.device) == (ASLEEP, card_with(tmp_path, "").model, "cuda:1")
 
 
 REFUSAL = "this worker's card is refused, and it gets no requests: block_size: the card has 16, b1 came first with 32"

@@ -14,6 +14,7 @@ from services.worker.vllm.settings import (
     PACED,
     SPREADING,
     contradiction,
+    pace_fault,
     parsed,
     recommended,
     recommended_on_cpu,
@@ -57,6 +58,13 @@ def test_a_scheduler_of_the_user_bounds_its_steps_itself() -> None:
     refused = contradiction(given, WorkerConfig(model="m", step_s=0.05), source)
     assert refused == "vllm.scheduler_cls is set, and so is step_s; set one of them"
     assert contradiction(given, WorkerConfig(model="m"), source) == ""
+
+
+def test_steps_of_a_diffusion_language_model_are_not_bounded() -> None:
+    bounded = WorkerConfig(model="m", step_s=0.05)
+    refused = "step_s is set, but vLLM has a scheduler of its own for a diffusion language model; leave step_s out"
+    assert pace_fault({}, bounded, {"canvas_length": 32}) == pace_fault({"diffusion_config": 1}, bounded, {}) == refused
+    assert pace_fault({}, WorkerConfig(model="m"), {"canvas_length": 32}) == pace_fault({}, bounded, {}) == ""
 
 
 @pytest.mark.parametrize("asked", ["enforce_eager", "compilation_config", "optimization_level"])
