@@ -159,7 +159,10 @@ def empty_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--tls-cert", "/etc/hostname"], "error: --tls-cert and --tls-key must be given together"),
         (["up", "--set", "limits.requests=1"], "error: --set limits.requests=1: not SERVICE.SETTING=VALUE; services "),
         (["up", "--set", "worker.threads"], "error: --set worker.threads: not SERVICE.SETTING=VALUE"),
-        (["up", "--set", "worker.tensor_parallel=2"], "`up` sets that itself; use --tensor-parallel"),
+        (
+            ["up", "--set", "worker.tensor_parallel=2"],
+            "error: --set worker.tensor_parallel: `up` sets that itself; use --tensor-parallel",
+        ),
         (["up", "--set", "worker.nats.url=x"], "error: --set worker.nats.url: `up` sets that itself"),
         (["up", "--set", "frontend.http.port=1"], "error: --set frontend.http.port: `up` sets that itself"),
         (["up", "--set", "frontend.http-port=1"], "error: --set frontend.http-port: `up` sets that itself"),

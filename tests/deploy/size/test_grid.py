@@ -84,7 +84,7 @@ def test_a_sweep_that_was_interrupted_goes_on_with_the_same_places() -> None:
 def test_without_a_corner_there_is_no_grid() -> None:
     one = grid()
     swept(bent, one, points=3)
-    assert one.places() == one.filled(one.seconds) == []
+    assert (one.places(), one.filled(one.seconds)) == ([], [])
 
 
 def test_of_a_grid_that_was_cut_short_all_is_used_that_was_measured_at_both_edges() -> None:
