@@ -3,15 +3,17 @@
     serve      sse_load ──▶ `vllm serve`                                    the same load in turn, round by round
                sse_load ──▶ frontend ──▶ worker ──▶ vLLM                    tokens a second, first token, gaps
                sse_load ──▶ frontend ──▶ worker ──▶ vLLM ◀──▶ kvbm
+               sse_load ──▶ frontend ──▶ worker ──▶ native engine ◀──▶ kvbm
     engines    the native engine and vLLM, through the channel of a worker: decode steps, prefill, streams
     connector  prompts that the GPU cannot hold together, asked for in turn: computed, then loaded from the kvbm;
                tokens of 32 streams meanwhile
     split      two vLLMs that do all, against one that computes prompts and one that decodes, a GPU each: streams next
                to prompts of 8,192 tokens, as `benchmarks.vllm_split` asks for them, and whether texts are the same
 
-The model has an 8B Llama's shape with random bfloat16 weights (`benchmarks.gpu.model`). The three servers of `serve`
+The model has an 8B Llama's shape with random bfloat16 weights (`benchmarks.gpu.model`). The four servers of `serve`
 run all the time, each with the same bytes of KV, which hold 128 streams. An idle engine costs the others nothing, so
-they take turns without a start between them, which would put a minute between the sides. Each part
+they take turns without a start between them, which would put a minute between the sides. Answers are greedy, or with
+--top-p P drawn with top_p P and temperature 0.8, by the same fields of the requests to all sides. Each part
 runs by itself, within ten minutes, and within five with --rounds 1 and two of --streams; `serve` ends after the round
 that begins before --most-s. Rows are printed to stderr as they come, and those that there are count if a part fails.
 `split` needs two GPUs, or as many for each vLLM as --tensor-parallel says. All four vLLMs run during all of it, and
@@ -24,7 +26,7 @@ What could mislead: the load generator and all servers have cores of one machine
 times are those of its reports, for both alike, and include 50 to 100 µs of the channel. A decode step is the time
 between tokens of a full batch, without its first tenth, at 2,048 tokens of context on average.
 
-    python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--streams 1 32 64 128]
+    python -m benchmarks.vllm_gpu PART [--model DIR] [--memory TMPFS] [--rounds 3] [--streams 1 32 64 128] [--top-p P]
                                        [--step-tokens 8192] [--step-s S] [--tensor-parallel 1] [--prompts 8]
                                        [--gptq] [--json]
 """
@@ -54,9 +56,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.gpu.gptq_model import write_gptq_model
+from benchmarks.gpu.llama import block_bytes
 from benchmarks.gpu.model import add_model, model_in
 from benchmarks.gpu.part import gpu_or_exit
-from benchmarks.gpu.serving import NAME, StreamLoad, ask_streams
+from benchmarks.gpu.serving import GREEDY, NAME, StreamLoad, ask_streams
 from benchmarks.gpu.table import percentile
 from benchmarks.report import Goal, report
 from benchmarks.serving_stacks import RunningStack, launched
@@ -64,21 +67,22 @@ from benchmarks.vllm import PYTHON
 from benchmarks.vllm_split import Load, goals_of, hand_overs
 from benchmarks.vllm_split import row_of as split_row
 from deploy.local.stack import servers
-from deploy.local.stack.stack import BlockStoreOptions, UpOptions
+from deploy.local.stack.stack import BlockStoreOptions, Gpus, UpOptions
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Stepped
+from services.worker.native.config import read_config
 from shared.messages.generate import Sampling
 from tests.worker.engine.driven_engine import DrivenEngine
 
-ALONE, HEADRACE, KVBM = "vllm serve", "headrace", "headrace and kvbm"
+ALONE, HEADRACE, KVBM, NATIVE = SIDES = "vllm serve", "headrace", "headrace and kvbm", "headrace native"
 GPTQ = "vllm, 4 bits"
 REQUESTS = {1: 8, 32: 160, 64: 320, 128: 512}
 """Streams → requests of a run: 5 to 9 seconds each."""
 INPUT_TOKENS, OUTPUT_TOKENS = 512, 128
 MAX_RUNNING = 128
 CONTEXT = 16_384
-KV_BYTES = 18 << 30
-"""KV of each server: 147,000 tokens of this shape."""
+KV_BYTES = 12 << 30
+"""KV of each server: 98,000 tokens of this shape. Four servers with their weights fit on a GPU of 139 GiB."""
 POOL_BYTES = 24 << 30
 FEW_BLOCKS = 2700
 """Blocks of the GPU in `connector`: five prompts."""
@@ -155,13 +159,20 @@ def stack(
     blocks: int = 0,
     workers: int = 1,
     roles: tuple[int, int] = (0, 0),
+    native: bool = False,
 ) -> Iterator[RunningStack]:
-    """Run Headrace with vLLM workers. `blocks` are those of a worker's GPU, if it must have fewer; `roles` are the
-    numbers of workers that only compute prompts, and that only decode."""
+    """Run Headrace with vLLM workers, or native ones. `blocks` are those of a worker's GPU, if not those of KV_BYTES;
+    `roles` are the numbers of workers that only compute prompts, and that only decode."""
     each = flags.tensor_parallel
     gpus = [",".join(map(str, range(worker * each, (worker + 1) * each))) for worker in range(workers)]
     table = directory / "vllm.yaml"
     table.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in arguments(flags).items()))
+    cuda = flags.device == "cuda"
+    engine: dict[str, Any] = {"engine": "vllm", "vllm_python": str(PYTHON), "vllm_args": str(table)}
+    engine |= {"vllm_gpus": tuple(gpus)} if cuda else {}
+    if native:
+        engine = {"gpus": Gpus(each, 1.0, ranks=each), "tensor_parallel": each} if cuda else {}
+        blocks = each * KV_BYTES // block_bytes(read_config(model)) if cuda else 0
     with tempfile.TemporaryDirectory(prefix="vllm-gpu-", dir=flags.memory) as pool:
         options = UpOptions(
             model=str(model),
@@ -171,14 +182,11 @@ def stack(
             prefill=roles[0],
             decode=roles[1],
             discovery="file",
-            engine="vllm",
-            vllm_python=str(PYTHON),
-            vllm_args=str(table),
-            vllm_gpus=tuple(gpus) if flags.device == "cuda" else (),
+            **engine,
             store=BlockStoreOptions(pool, flags.pool_bytes) if store else None,
         )
         worker = {"HEADRACE_MAX_RUNNING": str(arguments(flags)["max_num_seqs"]), "HEADRACE_HEALTH_IDLE_S": "0"}
-        worker |= {"HEADRACE_ENGINE_METRICS": '["vllm:headrace_*"]'} if store else {}
+        worker |= {"HEADRACE_ENGINE_METRICS": '["vllm:headrace_*"]'} if store and not native else {}
         worker |= {"HEADRACE_CAPACITY_BLOCKS": str(blocks)} if blocks else {}
         worker |= {"HEADRACE_STEP_S": str(flags.step_s)} if flags.step_s else {}
         settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}, "worker": worker}
@@ -214,14 +222,15 @@ def serve(flags: argparse.Namespace, model: Path, rows: Rows) -> list[Goal]:
     found: dict[tuple[str, int], list[StreamLoad]] = {}
     begun_s = time.monotonic()
     with ExitStack() as held:
-        directories = [Path(held.enter_context(tempfile.TemporaryDirectory(prefix="vllm-gpu-"))) for _ in range(3)]
+        directories = [Path(held.enter_context(tempfile.TemporaryDirectory(prefix="vllm-gpu-"))) for _ in SIDES]
         ports: dict[str, int] = {}
         serves: Callable[[], None] | None = None
         if ALONE in flags.sides:
             ports[ALONE], serves = held.enter_context(alone(model, directories[0], flags))
-        for side, directory in ((HEADRACE, directories[1]), (KVBM, directories[2])):
+        for side, directory in zip(SIDES[1:], directories[1:], strict=True):
             if side in flags.sides:
-                ports[side] = held.enter_context(stack(model, directory, flags, store=side == KVBM)).port
+                running = stack(model, directory, flags, store=side != HEADRACE, native=side == NATIVE)
+                ports[side] = held.enter_context(running).port
         if serves is not None:
             serves()
         print(f"all serve after {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
@@ -249,6 +258,7 @@ def load(port: int, model: Path, flags: argparse.Namespace, streams: int, reques
         requests=requests,
         input_tokens=flags.input_tokens,
         output_tokens=OUTPUT_TOKENS,
+        sampling={"temperature": 0.8, "top_p": flags.top_p} if flags.top_p else GREEDY,
         seed=seed,
     )
 
@@ -264,19 +274,28 @@ def row_of(side: str, streams: int, runs: Sequence[StreamLoad]) -> dict[str, Any
 
 
 def serve_goals(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Return the goals of each number of streams: of `vllm serve`. *Pure.*"""
+    """Return the goals of each number of streams: of `vllm serve`, and the native engine's also of Headrace over vLLM.
+    *Pure.*"""
     of = {(row["side"], row["streams"]): row for row in rows}
     goals: list[Goal] = []
     for (side, streams), row in of.items():
-        yardstick = of.get((ALONE, streams))
+        name = f"{side}, {streams} streams"
+        yardstick, over_vllm = of.get((ALONE, streams)), of.get((HEADRACE, streams))
+        if side == NATIVE and over_vllm is not None:
+            goals.append(rate_goal(f"{name}: tokens a second, of headrace", row, over_vllm))
         if side == ALONE or yardstick is None:
             continue
-        for what, name, most in (("first token p50", "ttft_p50_ms", 0.7), ("gap p99", "gap_p99_ms", 1.1)):
-            ratio = row[name] / yardstick[name]
-            goals.append(Goal(f"{side}, {streams} streams: {what}", round(ratio, 3), "times", most, ratio <= most))
-        rate = row["out_tok_s"] / yardstick["out_tok_s"]
-        goals.append(Goal(f"{side}, {streams} streams: tokens a second", round(rate, 3), "times", 1.0, rate >= 1.0))
+        for what, key, most in (("first token p50", "ttft_p50_ms", 0.7), ("gap p99", "gap_p99_ms", 1.1)):
+            ratio = row[key] / max(1e-3, yardstick[key])  # 0 if all of its tokens came together
+            goals.append(Goal(f"{name}: {what}", round(ratio, 3), "times", most, ratio <= most))
+        goals.append(rate_goal(f"{name}: tokens a second", row, yardstick))
     return goals
+
+
+def rate_goal(name: str, row: Mapping[str, Any], yardstick: Mapping[str, Any]) -> Goal:
+    """Return the goal of being as fast as the yardstick. *Pure.*"""
+    rate = row["out_tok_s"] / yardstick["out_tok_s"]
+    return Goal(name, round(rate, 3), "times", 1.0, rate >= 1.0)
 
 
 # --- engines
@@ -602,10 +621,11 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this out")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--sides", nargs="+", choices=(ALONE, HEADRACE, KVBM), default=[ALONE, HEADRACE, KVBM])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--engines", nargs="*", choices=("native", "vllm"), default=["native", "vllm"])
     parser.add_argument("--step-tokens", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--step-s", type=float, default=0.0, help="`serve`, `connector`: step_s of Headrace's worker")
+    parser.add_argument("--top-p", type=float, default=0.0, help="top_p of drawn answers; 0: greedy ones")
     parser.add_argument("--input-tokens", type=int, default=INPUT_TOKENS)
     parser.add_argument("--divisor", type=int, default=1, help="divides the numbers of requests")
     parser.add_argument("--pool-bytes", type=int, default=POOL_BYTES)

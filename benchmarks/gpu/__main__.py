@@ -1,22 +1,24 @@
 """Measures all goals on a GPU and prints one table.
 
-    copies    scattered blocks between the GPU and a pool, against plain copies of pinned memory
-    `beside`  a decode step while blocks are copied at the same time
-    memory    allocations: what one costs, and how many a decode step makes
-    decode    decode and prefill of an 8B Llama shape, against the memory's rate and the tensor cores'
-    kernels   where the time of these steps goes, kernel by kernel
-    attention the attention of prompts alone, and cuDNN's
-    sampling  whole steps with each kind of sampling, of greedy's
-    images    a vision tower, of torch's, and embeddings from a pool to the GPU
-    parallel  a model over several ranks: steps, sums, and blocks that all of them copy
-    first     the first token of a prompt whose blocks are in kvbm's memory
-    lifetimes starts, sleeps, take-overs and turns of engines
-    serving   everything: NATS, frontend, router, two workers on the GPU, kvbm
+    copies      scattered blocks between the GPU and a pool, against plain copies of pinned memory
+    `beside`    a decode step while blocks are copied at the same time
+    memory      allocations: what one costs, and how many a decode step makes
+    decode      decode and prefill of an 8B Llama shape, against the memory's rate and the tensor cores'
+    torch_llama the same steps, of a compiled model's in torch
+    kernels     where the time of these steps goes, kernel by kernel
+    attention   the attention of prompts alone, and cuDNN's
+    sampling    whole steps with each kind of sampling, of greedy's
+    images      a vision tower, of torch's, and embeddings from a pool to the GPU
+    parallel    a model over several ranks: steps, sums, and blocks that all of them copy
+    first       the first token of a prompt whose blocks are in kvbm's memory
+    lifetimes   starts, sleeps, take-overs and turns of engines
+    stack       one worker with everything around it, of its engine alone; sampled answers, of greedy ones
+    serving     everything: NATS, frontend, router, two workers on the GPU, kvbm
 
 Each part is a benchmark of its own (`python -m benchmarks.gpu.PART`), whose docstring says what could mislead. It runs
-in a process of its own, so that all of the GPU's memory is free for the next one. `first`, `lifetimes` and `serving`
-need a model of 15 GB, which is written into the tmpfs and removed again, unless --model names a directory that
-`benchmarks.gpu.model` has written.
+in a process of its own, so that all of the GPU's memory is free for the next one. `first`, `lifetimes`, `stack`
+and `serving` need a model of 15 GB, which is written into the tmpfs and removed again, unless --model names a directory
+that `benchmarks.gpu.model` has written.
 
     python -m benchmarks.gpu [--only PART …] [--memory TMPFS] [--model DIRECTORY] [--quick] [--json]
 """
@@ -36,7 +38,7 @@ from benchmarks.gpu.part import gpu_or_exit
 from benchmarks.gpu.table import PARTS, lines
 from benchmarks.report import ROOT, Goal, report
 
-SERVED = ("first", "lifetimes", "serving")
+SERVED = ("first", "lifetimes", "stack", "serving")
 """Parts that take a model's directory."""
 POOLED = ("copies", "beside", "parallel", "images", *SERVED)
 """Parts that take a tmpfs."""

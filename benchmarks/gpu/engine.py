@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.engine --model DIRECTORY [--streams 64] [--requests 512] [--memory-share 0.9] [--together]
 
-It prints one JSON object. With --together it prints `ready` once the model is loaded, and begins when a line comes on
-stdin, so that several engines can begin at once. What could mislead: requests are submitted in the engine's thread,
-between steps, which costs it some microseconds a request. A token's time is that of the core's report.
+It prints one JSON object. With --together it prints `ready` once the model is loaded, and runs a load for each line on
+stdin, which has the numbers of streams and of requests: several engines can begin at once, or take turns with others.
+Each load begins with an empty cache. What could mislead: requests are submitted in the engine's thread, between steps,
+which costs it some microseconds a request. A token's time is that of the core's report.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -109,17 +111,25 @@ def main() -> int:
     parser.add_argument("--input-tokens", type=int, default=INPUT_TOKENS)
     parser.add_argument("--output-tokens", type=int, default=OUTPUT_TOKENS)
     parser.add_argument("--memory-share", type=float, default=0.9)
-    parser.add_argument("--together", action="store_true", help="say `ready`, and wait for a line")
+    parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--together", action="store_true", help="say `ready`, and run the load of each line of stdin")
     flags = parser.parse_args()
-    worker = WorkerConfig(model=str(flags.model), device=flags.device, cuda=CudaConfig(memory_share=flags.memory_share))
+    worker = WorkerConfig(
+        model=str(flags.model),
+        device=flags.device,
+        cuda=CudaConfig(memory_share=flags.memory_share),
+        max_running=flags.max_running,
+    )
     config = EngineConfig.of(worker, "model", "engine", parent_pid=os.getppid())
     with closing(_load(worker, lambda _loading: None)) as runner:
         _run(config, runner, min(2, flags.streams), 2, flags)  # what is made at a first step is not measured
+        loads: Iterable[str] = (f"{flags.streams} {flags.requests}",)
         if flags.together:
             print("ready", flush=True)
-            sys.stdin.readline()
-        spent = _run(config, runner, flags.streams, flags.requests, flags)
-    print(msgspec.json.encode(spent).decode())
+            loads = sys.stdin
+        for line in loads:
+            streams, requests = map(int, line.split())
+            print(msgspec.json.encode(_run(config, runner, streams, requests, flags)).decode(), flush=True)
     return 0
 
 

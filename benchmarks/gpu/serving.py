@@ -20,11 +20,14 @@ answers end by their length alone. Streams of the stack are counted by their eve
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -47,6 +50,8 @@ MEMORY_SHARE = 0.9
 POOL_BYTES = 8 << 30
 START_LIMIT_S = 240.0
 LIMIT_S = 600.0
+GREEDY: Mapping[str, float] = {"temperature": 0.0}
+"""Sampling parameters of requests."""
 WHOLE, HALVES = "one engine, no network", "two engines, no network"
 STACK = "two workers, kvbm, HTTP"
 
@@ -132,32 +137,42 @@ def _spread(flags: argparse.Namespace, requests: int) -> part.PartReport:
 
 
 def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) -> GpuServingRow:
-    """Run `count` engines at once, which share streams and requests; report the worst percentiles."""
+    """Run `count` engines at once, which share streams and requests."""
+    with engines(flags, model, count, MEMORY_SHARE / count) as children:
+        return ask_engines(WHOLE if count == 1 else HALVES, children, STREAMS, requests)
+
+
+@contextmanager
+def engines(
+    flags: argparse.Namespace, model: Path, count: int, memory_share: float, max_running: int = STREAMS
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start `count` engines in processes of their own, each with this share of the GPU; yield them once all are ready
+    for `ask_engines`."""
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--together", "--model", str(model)]
-    command += ["--device", flags.device, "--memory-share", str(MEMORY_SHARE / count)]
-    command += ["--streams", str(STREAMS // count), "--requests", str(requests // count)]
-    children = [
-        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
-    ]
-    try:
+    command += ["--device", flags.device, "--memory-share", str(memory_share), "--max-running", str(max_running)]
+    with ExitStack() as held:
+        children: list[subprocess.Popen[str]] = []
+        for _ in range(count):
+            child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            children.append(held.enter_context(child))
+            held.callback(child.kill)
         for child in children:
-            assert child.stdout is not None
-            if child.stdout.readline() != "ready\n":
-                raise SystemExit(f"an engine did not start: status {child.wait(LIMIT_S)}")
-        for child in children:
-            assert child.stdin is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
-        spent = [msgspec.json.decode(child.communicate(timeout=LIMIT_S)[0], type=StepTimes) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+            _line(child)  # ready
+        yield children
+
+
+def ask_engines(what: str, children: Sequence[subprocess.Popen[str]], streams: int, requests: int) -> GpuServingRow:
+    """Load the engines at once, each with its part of streams and requests; report the worst percentiles."""
+    load = f"{streams // len(children)} {requests // len(children)}\n".encode()
+    for child in children:
+        assert child.stdin is not None
+        with suppress(BrokenPipeError):  # `_line` says that it has ended
+            os.write(child.stdin.fileno(), load)
+    spent = [msgspec.json.decode(_line(child), type=StepTimes) for child in children]
     tokens = sum(each.requests - each.failed for each in spent) * OUTPUT_TOKENS
     return GpuServingRow(
-        what=WHOLE if count == 1 else HALVES,
-        streams=STREAMS,
+        what=what,
+        streams=streams,
         requests=sum(each.requests for each in spent),
         failed=sum(each.failed for each in spent),
         out_tok_s=tokens / max(each.elapsed_s for each in spent),
@@ -166,6 +181,18 @@ def _engines(flags: argparse.Namespace, model: Path, count: int, requests: int) 
         gap_p50_ms=max(each.gap_p50_ms for each in spent),
         gap_p99_ms=max(each.gap_p99_ms for each in spent),
     )
+
+
+def _line(child: subprocess.Popen[str]) -> str:
+    """Return the next line of an engine. Raises SystemExit after LIMIT_S, or if it has ended."""
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], LIMIT_S)
+    if not ready:
+        raise SystemExit(f"an engine printed nothing for {LIMIT_S:.0f} s")
+    line = child.stdout.readline()
+    if not line:
+        raise SystemExit(f"an engine ended: status {child.wait(LIMIT_S)}")
+    return line
 
 
 def _stack(
@@ -188,38 +215,30 @@ def _stack(
         )
         settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}}  # all workers are new
         with launched(options, Path(directory), settings, start_limit_s=START_LIMIT_S) as running:
-            _load(running, model, STREAMS, STREAMS, seed=1)
+            ask_streams(running, model, streams=STREAMS, requests=STREAMS, seed=1)
             before = running.costs()
-            loaded = [_load(running, model, *load, seed=2 + number) for number, load in enumerate(loads)]
+            loaded = [
+                ask_streams(running, model, streams=streams, requests=requests, seed=seed)
+                for seed, (streams, requests) in enumerate(loads, 2)
+            ]
             spent = {f"cpu_s of {kind}": cost.cpu_s - before[kind].cpu_s for kind, cost in running.costs().items()}
             spent["cpu_s of the load generator"] = sum(load.client_cpu_s for load in loaded)
             spent["blocks saved in kvbm"] = _saved_blocks(running)
-    rows = [
-        GpuServingRow(
-            what=what,
-            streams=streams,
-            requests=requests,
-            failed=requests - load.n + load.cut,
-            out_tok_s=(load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
-            ttft_p50_ms=load.ttft_p50_ms,
-            ttft_p99_ms=load.ttft_p99_ms,
-            gap_p50_ms=load.gap_p50_ms,
-            gap_p99_ms=load.gap_p99_ms,
-        )
-        for (streams, requests), load in zip(loads, loaded, strict=True)
-    ]
-    return rows, spent
+    return [stack_row(what, *load, found) for load, found in zip(loads, loaded, strict=True)], spent
 
 
-def _load(running: RunningStack, model: Path, streams: int, requests: int, *, seed: int) -> StreamLoad:
-    return ask_streams(
-        running,
-        model,
+def stack_row(what: str, streams: int, requests: int, load: StreamLoad) -> GpuServingRow:
+    """Return the row of a load whose answers have OUTPUT_TOKENS. *Pure.*"""
+    return GpuServingRow(
+        what=what,
         streams=streams,
         requests=requests,
-        input_tokens=INPUT_TOKENS,
-        output_tokens=OUTPUT_TOKENS,
-        seed=seed,
+        failed=requests - load.n + load.cut,
+        out_tok_s=(load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
+        ttft_p50_ms=load.ttft_p50_ms,
+        ttft_p99_ms=load.ttft_p99_ms,
+        gap_p50_ms=load.gap_p50_ms,
+        gap_p99_ms=load.gap_p99_ms,
     )
 
 
@@ -229,12 +248,13 @@ def ask_streams(
     *,
     streams: int,
     requests: int,
-    input_tokens: int,
-    output_tokens: int,
+    input_tokens: int = INPUT_TOKENS,
+    output_tokens: int = OUTPUT_TOKENS,
+    sampling: Mapping[str, float] = GREEDY,
     seed: int,
 ) -> StreamLoad:
     """Ask the stack for `requests` answers in a closed loop of `streams`. Raises SystemExit if none ended well."""
-    extra = {"ignore_eos": True, "temperature": 0, "stream_options": {"include_usage": True}}
+    extra = {"ignore_eos": True, **sampling, "stream_options": {"include_usage": True}}
     asked = {
         "--port": running.port,
         "--model": NAME,

@@ -50,6 +50,8 @@ PINNED, ALONE, RATE = "of the pinned rate", "of the step alone", "of the memory'
 RATES = "of the rate of both memories"
 SHARE = "of the step"
 GREEDY, TIMES = "of greedy's step", "times the rate"
+TORCH = "of torch's time"
+ENGINE = "of the engine alone"
 PROMISES = (
     Promise("copies", "64 and 512 blocks of 2 MiB, in a row, at worst", PINNED, least=0.95),
     Promise("copies", "64 and 512 blocks of 2 MiB, one batch copied, at worst", PINNED, least=0.95),
@@ -95,6 +97,10 @@ PROMISES = (
     Promise("decode", "prefill of 8,192 with log-probabilities of all positions", "of without", most=1.25),
     Promise("decode", "16 prompts of 512 embedded", "of the step that draws a token each", most=1.10),
     Promise("decode", "the same, the slower pooling", "tokens/s"),
+    Promise("torch_llama", "decode, batch 1", TORCH, most=1.0),
+    Promise("torch_llama", "decode, batch 32", TORCH, most=1.0),
+    Promise("torch_llama", "decode, batch 128", TORCH, most=1.0),
+    Promise("torch_llama", "prefill of 8,192 tokens", TORCH, most=1.0),
     Promise("kernels", "decode, batch 1: products", SHARE),
     Promise("kernels", "decode, batch 1: attention", SHARE),
     Promise("kernels", "decode, batch 1: the rest", SHARE),
@@ -161,6 +167,17 @@ PROMISES = (
     Promise("lifetimes", "killed engine to the stream's next token, no standby", "s"),
     Promise("lifetimes", "turn of two models to the first token, with a service", "s", most=0.6),
     Promise("lifetimes", "turn of two models to the first token, without a service", "s"),
+    Promise("stack", "1 stream: output", ENGINE, least=0.97),
+    Promise("stack", "32 streams: output", ENGINE, least=0.97),
+    Promise("stack", "64 streams: output", ENGINE, least=0.97),
+    Promise("stack", "128 streams: output", ENGINE, least=0.97),
+    Promise("stack", "1 stream: first token p50", ENGINE, most=1.5),
+    Promise("stack", "32 streams: first token p50", ENGINE, most=1.5),
+    Promise("stack", "64 streams: first token p50", ENGINE, most=1.5),
+    Promise("stack", "128 streams: first token p50", ENGINE, most=1.5),
+    Promise("stack", "64 streams, the card's sampling: output", "of greedy", least=0.97),
+    Promise("stack", "64 streams, top_p 0.9: output", "of greedy", least=0.97),
+    Promise("stack", "requests that failed", "requests", most=0.0),
     Promise("serving", "two workers, 64 streams: requests that failed", "requests", most=0.0),
     Promise("serving", "two workers, 64 streams: output", "tokens/s"),
     Promise("serving", "two engines without a network: output", "tokens/s"),

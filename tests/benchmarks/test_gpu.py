@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from benchmarks.gpu import table
+from benchmarks.gpu import serving, stack, table
 from benchmarks.gpu.engine import StepTimes
 from benchmarks.gpu.model import LLAMA_8B, TOKENIZER_FILES, write_model
 from benchmarks.gpu.moving import EndedBatch, arena, pool, scattered
+from benchmarks.gpu.serving import GpuServingRow
 from benchmarks.report import ROOT
 from services.worker.native.config import read_config
 from services.worker.native.weights import Checkpoint
@@ -99,17 +101,67 @@ def test_copies_of_a_mover_are_counted_when_they_have_ended(tmp_path: Path) -> N
         assert asked.under_way(loads=True) == asked.under_way(loads=False) == 0
 
 
-def test_an_engine_by_itself_answers_every_request(tmp_path: Path) -> None:
+def test_an_engine_by_itself_answers_every_request_of_each_load(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--model", str(model), "--together"]
-    command += ["--streams", "3", "--requests", "7", "--input-tokens", "20", "--output-tokens", "5"]
-    ended = subprocess.run(command, cwd=ROOT, input="go\n", capture_output=True, text=True, check=True)
-    ready, told = ended.stdout.splitlines()
+    command += ["--input-tokens", "20", "--output-tokens", "5"]
+    ended = subprocess.run(command, cwd=ROOT, input="3 7\n1 2\n", capture_output=True, text=True, check=True)
+    ready, *told = ended.stdout.splitlines()
     assert ready == "ready"
-    spent = msgspec.json.decode(told, type=StepTimes)
-    assert (spent.requests, spent.failed) == (7, 0)
-    assert spent.out_tok_s == pytest.approx(7 * 5 / spent.elapsed_s)
-    assert 0 < spent.ttft_p50_ms <= spent.ttft_p99_ms < 1e3 * spent.elapsed_s
+    loads = [msgspec.json.decode(line, type=StepTimes) for line in told]
+    assert [(spent.requests, spent.failed) for spent in loads] == [(7, 0), (2, 0)]
+    for spent in loads:
+        assert spent.out_tok_s == pytest.approx(spent.requests * 5 / spent.elapsed_s)
+        assert 0 < spent.ttft_p50_ms <= spent.ttft_p99_ms < 1e3 * spent.elapsed_s
+
+
+def test_engines_at_once_share_a_load_and_one_that_ends_is_named(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    flags = Namespace(device="cpu")
+    with serving.engines(flags, model, 2, 0.4) as children:
+        row = serving.ask_engines("two", children, 2, 4)
+        assert (row.requests, row.failed) == (4, 0)
+        children[1].kill()
+        with pytest.raises(SystemExit, match="an engine ended"):
+            serving.ask_engines("two", children, 2, 4)
+    assert all(child.returncode is not None for child in children)
+
+
+def row(what: str, streams: int, out_tok_s: float, ttft_ms: float, failed: int = 0) -> GpuServingRow:
+    return GpuServingRow(what, streams, 8, failed, out_tok_s, ttft_ms, ttft_ms, 1.0, 1.0)
+
+
+def test_sides_of_the_stack_take_turns_and_a_figure_is_the_median_of_the_rounds_ratios() -> None:
+    order: list[str] = []
+
+    def side(what: str, rates: list[float]) -> stack.Side:
+        def load(streams: int, _requests: int) -> GpuServingRow:
+            order.append(what)
+            return row(what, streams, rates.pop(0), 3.0 if what == stack.STACK else 2.0, failed=1)
+
+        return load
+
+    sides = {stack.ENGINE: side(stack.ENGINE, [100, 200, 400]), stack.STACK: side(stack.STACK, [90, 100, 396])}
+    rounds = list(stack.in_turn(sides, 3, 1, 8))
+    assert order == ["engine", "stack", "stack", "engine", "engine", "stack"]
+    drawn = [{kind: row(kind, 64, 100.0 - 10 * number, 1.0) for number, kind in enumerate(stack.SAMPLINGS)}]
+    assert stack.figures([rounds], drawn) == pytest.approx(
+        {
+            "1 stream: output": 0.9,
+            "1 stream: first token p50": 1.5,
+            "64 streams, the card's sampling: output": 0.9,
+            "64 streams, top_p 0.9: output": 0.8,
+            "requests that failed": 6.0,
+        }
+    )
+
+
+def test_each_load_and_sampling_of_the_stack_has_its_promise() -> None:
+    rounds = [
+        [{side: row(side, streams, 1.0, 1.0) for side in (stack.ENGINE, stack.STACK)}] for streams, _ in stack.LOADS
+    ]
+    found = stack.figures(rounds, [{kind: row(kind, 64, 1.0, 1.0) for kind in stack.SAMPLINGS}])
+    assert set(found) == {promise.name for promise in table.PROMISES if promise.part == "stack"}
 
 
 @pytest.mark.skipif(not missing(), reason="there is a GPU")
