@@ -5,6 +5,7 @@ process of its own, because a process that has asked the driver keeps the device
 
 CUDA_VISIBLE_DEVICES, or all GPUs      4,5,6,7
 2 workers, tensor_parallel_size 2      4,5 │ 6,7
+5 workers, kv_cache_memory_bytes       4 │ 5 │ 6 │ 7 │ 4
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ LIMIT_S = 60.0
 """Limit of the question. Without a persistence daemon the driver may take seconds for each GPU."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """The arguments of vLLM whose product is a worker's number of GPUs. Expert parallelism spreads over the same ones."""
+FIXED_KV = "kv_cache_memory_bytes"
+"""The argument of vLLM without which it measures how much memory is free, while no other worker may take any."""
 
 
 def count_visible() -> int:
@@ -107,8 +110,15 @@ def visible_gpus(count: int, chosen: str | None) -> tuple[str, ...]:
 
 
 def parallel_sizes(settings: Sequence[tuple[str, str]], file: Mapping[str, object]) -> dict[str, int]:
-    """Return the sizes above 1. `settings` are flags of workers with their values, of which the last one counts; `file`
-    holds vLLM's arguments, which they override. Raise ConfigError."""
+    """Return the sizes above 1. `settings` and `file` are those of `vllm_arguments`. Raise ConfigError."""
+    given = vllm_arguments(settings, file)
+    sizes = {name: _size(*given[name]) for name in SIZES if name in given}
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
+def vllm_arguments(settings: Sequence[tuple[str, str]], file: Mapping[str, object]) -> dict[str, tuple[str, object]]:
+    """Return vLLM's arguments: where each was given, and its value. `settings` are flags of workers with their values,
+    of which the last one counts; `file` holds arguments that they override. *Pure.*"""
     given: dict[str, tuple[str, object]] = {}
     for name, value in file.items():
         given[name.replace("-", "_")] = f"--vllm-args: {name}", value
@@ -116,22 +126,27 @@ def parallel_sizes(settings: Sequence[tuple[str, str]], file: Mapping[str, objec
         table, _, name = flag.removeprefix("--").partition(".")
         if table == "vllm":
             given[name.replace("-", "_")] = f"--set worker.vllm.{name}", text
-    sizes = {name: _size(*given[name]) for name in SIZES if name in given}
-    return {name: size for name, size in sizes.items() if size > 1}
+    return given
 
 
-def assign_gpus(workers: int | None, sizes: Mapping[str, int], visible: Sequence[str]) -> tuple[str, ...]:
+def assign_gpus(
+    workers: int | None, sizes: Mapping[str, int], visible: Sequence[str], *, shared: bool = False
+) -> tuple[str, ...]:
     """Return each worker's CUDA_VISIBLE_DEVICES: as many GPUs as its parallel sizes need, and none of another worker's.
     With `tensor_parallel_size` 2, two workers get 4,5 and 6,7 of the GPUs 4,5,6,7. `workers` None: two, or one
-    where the GPUs are too few for two. Raise ConfigError if there are too few GPUs."""
+    where the GPUs are too few for two. With `shared` workers share GPUs if these are too few for all of them. Raise
+    ConfigError if there are too few GPUs."""
     each = prod(sizes.values())
     if workers is None:
         workers = 2 if len(visible) >= 2 * each else 1
-    if workers * each > len(visible):
+    groups = len(visible) // each
+    if workers > groups and not (shared and groups):
         spelled = " * ".join(f"vllm.{name} {size}" for name, size in sizes.items())
         needs = f", {each} each ({spelled})" if sizes else ""
-        raise ConfigError(f"--workers {workers} needs {workers * each} GPUs{needs}; CUDA shows {len(visible)}")
-    return tuple(",".join(visible[number * each : (number + 1) * each]) for number in range(workers))
+        remedy = f"; with worker.vllm.{FIXED_KV} workers share GPUs" if groups else ""
+        raise ConfigError(f"--workers {workers} needs {workers * each} GPUs{needs}; CUDA shows {len(visible)}{remedy}")
+    firsts = (number % groups * each for number in range(workers))
+    return tuple(",".join(visible[first : first + each]) for first in firsts)
 
 
 def _size(where: str, value: object) -> int:

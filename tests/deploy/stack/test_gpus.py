@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.local.stack import gpus
-from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus
+from deploy.local.stack.gpus import assign_gpus, parallel_sizes, visible_gpus, vllm_arguments
 from shared.errors import ConfigError
 
 
@@ -115,18 +115,44 @@ def test_each_worker_gets_gpus_of_its_own(
     assert assign_gpus(workers, sizes, tuple("456789")) == expected
 
 
+@pytest.mark.parametrize(
+    ("workers", "sizes", "expected"),
+    [
+        (2, {}, ("4", "5")),
+        (5, {}, ("4", "5", "6", "4", "5")),
+        (2, {"tensor_parallel_size": 2}, ("4,5", "4,5")),
+    ],
+)
+def test_workers_whose_kv_is_fixed_share_gpus_if_these_are_too_few(
+    workers: int, sizes: dict[str, int], expected: tuple[str, ...]
+) -> None:
+    assert assign_gpus(workers, sizes, tuple("456"), shared=True) == expected
+
+
 def test_too_few_gpus_are_refused_with_what_needs_them() -> None:
     with pytest.raises(ConfigError) as refused:
         assign_gpus(2, {"tensor_parallel_size": 2, "data_parallel_size": 2}, ("0", "1", "2", "3"))
     assert str(refused.value) == (
         "--workers 2 needs 8 GPUs, 4 each (vllm.tensor_parallel_size 2 * vllm.data_parallel_size 2); CUDA shows 4"
+        "; with worker.vllm.kv_cache_memory_bytes workers share GPUs"
     )
-    with pytest.raises(ConfigError, match=r"^--workers 2 needs 2 GPUs; CUDA shows 1$"):
+    with pytest.raises(ConfigError, match=r"^--workers 2 needs 2 GPUs; CUDA shows 1; with worker\.vllm\.kv_cache"):
         assign_gpus(2, {}, ("0",))
+    with pytest.raises(ConfigError, match=r"^--workers 1 needs 2 GPUs, 2 each .* CUDA shows 1$"):
+        assign_gpus(1, {"tensor_parallel_size": 2}, ("0",), shared=True)
     with pytest.raises(
         ConfigError, match=r"^--workers 1 needs 8 GPUs, 8 each \(vllm\.data_parallel_size 8\); CUDA shows 7$"
     ):
         assign_gpus(None, {"data_parallel_size": 8}, tuple("1234567"))
+
+
+def test_arguments_are_found_however_they_were_given_and_settings_override_the_file() -> None:
+    settings = [("--max_running", "8"), ("--vllm.kv-cache-memory-bytes", "4")]
+    found = vllm_arguments(settings, {"kv_cache_memory_bytes": 2, "max-model-len": 64})
+    assert found == {
+        "kv_cache_memory_bytes": ("--set worker.vllm.kv-cache-memory-bytes", "4"),
+        "max_model_len": ("--vllm-args: max-model-len", 64),
+    }
 
 
 def test_sizes_come_from_the_file_and_then_from_the_settings() -> None:
