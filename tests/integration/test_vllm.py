@@ -38,20 +38,13 @@ import json
 from vllm import LLM, SamplingParams
 llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024,
           **{more!r})
-out = llm.generate({{"prompt_token_ids": {prompt!r}}}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
-print(json.dumps(list(out[0].outputs[0].token_ids)))
-"""
-OWN_LOGPROBS = """
-import json
-from vllm import LLM, SamplingParams
-llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size=32, num_gpu_blocks_override=64, max_model_len=1024,
-          **{more!r})
 params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
 out = llm.generate({{"prompt_token_ids": {prompt!r}}}, params)[0]
 tokens = list(out.prompt_token_ids) + list(out.outputs[0].token_ids)
 found = [None if one is None else (one[token].logprob, sorted((entry.logprob for entry in one.values()), reverse=True))
          for token, one in zip(tokens, list(out.prompt_logprobs) + list(out.outputs[0].logprobs))]
-print(json.dumps(found))
+out = llm.generate({{"prompt_token_ids": {prompt!r}}}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+print(json.dumps({{"tokens": list(out[0].outputs[0].token_ids), "logprobs": found}}))
 """
 OWN_EMBEDDING = """
 import json
@@ -66,6 +59,13 @@ print(json.dumps(llm.embed({{"prompt_token_ids": {prompt!r}}})[0].outputs.embedd
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     return write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3)
+
+
+@pytest.fixture(scope="module")
+def own(model: Path) -> dict[str, Any]:
+    """What vLLM alone answers to the prompt: 40 greedy tokens, and the log-probabilities of the prompt and of three."""
+    found: dict[str, Any] = run_there(ALONE.format(model=str(model), prompt=PROMPT, more=ON_DEVICE))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,9 @@ def post(services: Fleet, path: str, body: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError(wrong.read().decode()) from None
 
 
-def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
+def test_greedy_tokens_are_those_of_vllm_alone(services: Fleet, own: dict[str, Any]) -> None:
     answer = ask(services, return_token_ids=True)
-    assert answer["choices"][0]["token_ids"] == run_there(ALONE.format(model=str(model), prompt=PROMPT, more=ON_DEVICE))
+    assert answer["choices"][0]["token_ids"] == own["tokens"]
 
 
 def test_a_seed_draws_the_same_tokens_each_time_also_after_a_prompt_of_several_steps(services: Fleet) -> None:
@@ -128,15 +128,15 @@ def test_a_seed_draws_the_same_tokens_each_time_also_after_a_prompt_of_several_s
     assert [services.services[name].metric("headrace_engine_starts_total") for name in WORKERS] == starts
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, model: Path) -> None:
-    own = run_there(OWN_LOGPROBS.format(model=str(model), prompt=PROMPT, more=ON_DEVICE))
+def test_log_probabilities_of_a_prompt_are_those_of_vllm_alone(services: Fleet, own: dict[str, Any]) -> None:
+    likely = own["logprobs"]
     answer = ask(services, echo=True, logprobs=2, max_tokens=3, n=2)
     for choice in answer["choices"]:
         found = choice["logprobs"]
-        assert len(found["tokens"]) == len(own) == len(PROMPT) + 3
-        assert (found["token_logprobs"][0], found["top_logprobs"][0], own[0]) == (None, None, None)
-        assert found["token_logprobs"][1:] == pytest.approx([value for value, _ in own[1:]], abs=1e-4)
-        for top, (_, likeliest) in zip(found["top_logprobs"][1:], own[1:], strict=True):
+        assert len(found["tokens"]) == len(likely) == len(PROMPT) + 3
+        assert (found["token_logprobs"][0], found["top_logprobs"][0], likely[0]) == (None, None, None)
+        assert found["token_logprobs"][1:] == pytest.approx([value for value, _ in likely[1:]], abs=1e-4)
+        for top, (_, likeliest) in zip(found["top_logprobs"][1:], likely[1:], strict=True):
             assert max(top.values()) == pytest.approx(likeliest[0], abs=1e-4)
         assert found["text_offset"] == sorted(found["text_offset"])
     alone = ask(services, echo=True, logprobs=2, max_tokens=0)

@@ -1,4 +1,4 @@
-"""Plain `vllm serve` processes on a CPU that join no Headrace."""
+"""Plain `vllm serve` processes on a CPU that join no Headrace, and the answers of a vLLM without a connector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.config import KVConnectorConfig, WorkerConfig
 from services.worker.vllm.kv_transfer import kv_transfer
 from tests.integration.stack import ROOT, eventually
 from tests.servers import free_port
-from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE, PYTHON
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE, PYTHON, run_there
 
 BLOCK = 32
 VARIABLES = {
@@ -26,6 +26,21 @@ VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_ALONE = """
+import json
+from vllm import LLM, SamplingParams
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", block_size={block}, num_gpu_blocks_override=64, **{more!r})
+params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+answers = [llm.generate({{"prompt_token_ids": each}}, params)[0] for each in {prompts!r}]
+print(json.dumps([list(each.outputs[0].token_ids) for each in answers]))
+"""
+
+
+def answers_alone(model: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the first eight tokens of greedy answers, of one process without a connector."""
+    code = _ALONE.format(model=str(model), block=BLOCK, prompts=[list(each) for each in prompts], more=ON_DEVICE)
+    answers: list[list[int]] = run_there(code)
+    return answers
 
 
 def connector(pool: Path, timeout_s: float = 2.0) -> dict[str, Any]:

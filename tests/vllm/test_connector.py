@@ -22,7 +22,7 @@ from tests.integration.fleet import Fleet, Service, fleet
 from tests.integration.stack import eventually
 from tests.kvbm.store_rig import kvbm_of
 from tests.tiny_model import write_tiny_model
-from tests.vllm.serve import BLOCK, Serve, completion, connector
+from tests.vllm.serve import BLOCK, Serve, answers_alone, completion, connector
 from tests.worker.vllm.environment import LIMIT_S, needs_vllm
 
 pytestmark = needs_vllm
@@ -37,12 +37,7 @@ class World:
         self.pool = folder / "pool"
         self._folder, self._services, self._nats_url = folder, services, nats_url
         self.start_kvbm()
-        alone = Serve(model, folder / "alone.log")
-        try:
-            alone.start()
-            self.right = [alone.ask(prompt)[0] for prompt in PROMPTS]
-        finally:
-            alone.kill()
+        self.right = answers_alone(model, PROMPTS)
         self.engines = [Serve(model, folder / f"engine {each}.log", connector(self.pool)) for each in range(2)]
 
     def start_kvbm(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.fleet import Fleet, fleet
 from tests.integration.stack import eventually
 from tests.tiny_model import write_tiny_model
-from tests.vllm.serve import BLOCK, Serve, connector
+from tests.vllm.serve import BLOCK, Serve, answers_alone, connector
 from tests.worker.vllm.environment import LIMIT_S, needs_gpus, needs_vllm
 
 pytestmark = needs_vllm
@@ -43,14 +43,10 @@ def kvbm(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[tu
 
 
 @pytest.fixture(scope="module")
-def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def right(model: Path) -> list[int]:
     """The answer of one process without a connector."""
-    alone = Serve(model, tmp_path_factory.mktemp("alone") / "alone.log")
-    try:
-        alone.start()
-        return alone.ask(PROMPT)[0]
-    finally:
-        alone.kill()
+    [answer] = answers_alone(model, [PROMPT])
+    return answer
 
 
 def chain(pool: Path, folder: Path) -> dict[str, Any]:

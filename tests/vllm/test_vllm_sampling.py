@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from tests.worker.vllm.environment import needs_vllm, run_there
 
-from tests.vllm.environment import run_script
-
+pytestmark = needs_vllm
 MAPPED = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
 MAPPED |= {"repetition_penalty", "logprobs", "stop_token_ids", "ignore_eos", "logit_bias", "min_tokens"}
 MAPPED |= {"prompt_logprobs"}
@@ -75,7 +74,7 @@ print(json.dumps({
 
 
 def test_each_field_arrives() -> None:
-    found = json.loads(run_script(f"MAPPED = {sorted(MAPPED)}\n{SCRIPT}").splitlines()[-1])
+    found = run_there(f"MAPPED = {sorted(MAPPED)}\n{SCRIPT}")
     assert set(found["fields"]) == MAPPED | UNUSED.keys()
     assert not MAPPED & UNUSED.keys()
 

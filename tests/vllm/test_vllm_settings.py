@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.environment import run_script
+from tests.worker.vllm.environment import needs_vllm, run_there
 
+pytestmark = needs_vllm
 SCRIPT = """
 import json
 from shared.errors import ConfigError
@@ -47,6 +47,7 @@ print(json.dumps({
     "running": shown({"max_num_seqs": 3}, max_running=4),
     "model": shown(model="/no_such_model"),
     "events": shown({"kv_events_config": {}}),
+    "nixl": shown({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}),
 }))
 """
 
@@ -59,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     quantised.mkdir()
     (quantised / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     names = f"FILE, QUANTISED = {str(file)!r}, {str(quantised)!r}"
-    result: dict[str, object] = json.loads(run_script(f"{names}\n{SCRIPT}").splitlines()[-1])
+    result: dict[str, object] = run_there(f"{names}\n{SCRIPT}")
     return result
 
 
@@ -97,6 +98,7 @@ def test_values_arrive_typed(found: dict[str, object]) -> None:
         ("running", "vllm.max_num_seqs: 3, but the worker's max_running is 4"),
         ("model", "vllm: vLLM refuses its arguments: "),
         ("events", "vllm.kv_events_config: "),
+        ("nixl", "vllm.kv_transfer_config: NixlConnector: not allowed: it needs kv_transfer_params"),
     ],
 )
 def test_faults_name_the_argument(found: dict[str, object], case: str, begin: str) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from benchmarks.gpu.gptq_model import write_gptq_model
 from services.worker.config import WorkerConfig
 from services.worker.reports.nvml import NvmlReader
 from shared.messages.generate import Sampling
@@ -27,11 +28,13 @@ KV_BYTES = 8 << 30
 """KV of the compiled engine, which a sleep gives back: far more than other engines of this GPU take meanwhile."""
 GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
 COMMON: dict[str, Any] = {**ON_DEVICE, "dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 2048}
-QUANTISED: dict[str, Any] = {"quantization": "fp8", "enforce_eager": True, "num_gpu_blocks_override": 64}
+SMALL: dict[str, Any] = {"enforce_eager": True, "num_gpu_blocks_override": 64}
+GPTQ = "4 bits of GPTQ"
 KINDS: dict[str, dict[str, Any]] = {
     "compiled": {"kv_cache_memory_bytes": KV_BYTES, "enable_lora": True, "max_lora_rank": 8},
-    "fp8": QUANTISED,
-    "fp8 weights by Marlin": QUANTISED,
+    "fp8": {"quantization": "fp8", **SMALL},
+    "fp8 weights by Marlin": {"quantization": "fp8", **SMALL},
+    GPTQ: SMALL,
 }
 FP8_KERNELS = ("CutlassFP8ScaledMM", "PerTensorTorchFP8ScaledMM", "ChannelWiseTorchFP8ScaledMM")
 """Without these vLLM takes Marlin's, which the driver compiles for this GPU."""
@@ -58,6 +61,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def engine(kind: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DrivenEngine]:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     model = write_tiny_model(directory, hidden=128, heads=2, context_length=1024, tied=False, seed=3, dtype="bfloat16")
+    if kind == GPTQ:
+        model = write_gptq_model(directory.with_name("gptq"), model)
     given = {"model": str(model), "engine": "vllm", "block_size": BLOCK, "max_running": 4, "vllm_python": str(PYTHON)}
     with pytest.MonkeyPatch.context() as variables:
         if "Marlin" in kind:

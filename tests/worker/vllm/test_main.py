@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -51,27 +51,12 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "tiny", hidden=128, heads=2, context_length=1024, tied=False, seed=3)
 
 
-def tear_weights(model: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def rename_architecture(model: Path) -> None:
+@needs_vllm
+async def test_a_model_that_vllm_refuses_is_fatal(model: Path) -> None:
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["NopeForCausalLM"]}))
-
-
-@needs_vllm
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (tear_weights, "SafetensorError: Error while deserializing header"),
-        (rename_architecture, "ValidationError: Model architectures ['NopeForCausalLM'] are not supported for now"),
-    ],
-)
-async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[Path], None], reason: str) -> None:
-    spoil(model)
     failed = await start(model)
+    reason = "ValidationError: Model architectures ['NopeForCausalLM'] are not supported for now"
     assert failed.reason.startswith(f"vLLM cannot start: {reason}")
     assert failed.model
 
@@ -80,16 +65,11 @@ async def test_a_model_that_vllm_refuses_is_fatal(model: Path, spoil: Callable[[
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"max_model_lenn": 5}, "vllm.max_model_lenn: no such argument of vLLM; did you mean max_model_len?"),
         ({"max_model_len": 4096}, "User-specified max_model_len (4096) is greater than"),
         ({"num_gpu_blocks_override": 4}, "max seq len (1024)"),
         (
             {"block_size": 32, "tensor_parallel_size": 4},
             "tensor_parallel_size: 4 does not divide the model's 2 attention heads",
-        ),
-        (
-            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
-            "vllm.kv_transfer_config: NixlConnector: not allowed: it needs kv_transfer_params",
         ),
     ],
 )
@@ -109,34 +89,21 @@ async def test_a_role_of_embeddings_is_fatal_and_named(model: Path) -> None:
 
 
 @needs_vllm
-async def test_memory_that_is_not_there_now_is_not_fatal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4000")
-    failed = await start(model)
-    assert "less than requested memory for kv (4000.0 GiB)" in failed.reason
-    assert failed.reason.endswith("(lower worker.capacity_bytes)")
-    assert not failed.model
-
-
-@needs_vllm
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.parametrize(
-    ("visible", "ranks", "size", "expected"),
-    [
-        ("", 1, 2, "GPU-0 GPU-1"),
-        ("2", 1, 1, "GPU-2"),
-        ("3,GPU-1,0", 1, 2, "GPU-3 GPU-1"),
-        ("1,3,2,0", 2, 2, "GPU-1 GPU-3 GPU-2 GPU-0"),
-    ],
-)
-def test_its_gpus_are_named_by_uuid_however_they_were_made_visible(
-    tmp_path: Path, visible: str, ranks: int, size: int, expected: str
-) -> None:
+def test_its_gpus_are_named_by_uuid_however_they_were_made_visible(tmp_path: Path) -> None:
+    expected = {
+        ("", 1, 2): "GPU-0 GPU-1",
+        ("2", 1, 1): "GPU-2",
+        ("3,GPU-1,0", 1, 2): "GPU-3 GPU-1",
+        ("1,3,2,0", 2, 2): "GPU-1 GPU-3 GPU-2 GPU-0",
+    }
     driver = Driver(tmp_path, gpus=4)
-    environment = os.environ | driver.environment | {"CUDA_VISIBLE_DEVICES": visible}
-    command = [str(PYTHON), "-m", "tests.nvml.vllm_gpus", str(ranks), str(size)]
+    words = [str(word) for case in expected for word in case]
+    command = [str(PYTHON), "-m", "tests.nvml.vllm_gpus", *words]
+    environment = os.environ | driver.environment
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines()[-1] == expected
+    assert ran.stdout.splitlines()[-len(expected) :] == list(expected.values())
 
 
 def half_environment(directory: Path, modules: Mapping[str, str]) -> Path:
