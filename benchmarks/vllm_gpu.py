@@ -20,7 +20,8 @@ that begins before --most-s. Rows are printed to stderr as they come, and those 
 the sides are loaded in turn. Texts of `split` are compared with those of `aggregated`, which also answers twice: next
 to streams a vLLM in bfloat16 may differ from itself.
 
-With --gptq `engines` also has vLLM with the same shape in 4 bits (`benchmarks.gpu.gptq_model`).
+With --gptq `engines` also has vLLM with the same shape in 4 bits (`benchmarks.gpu.gptq_model`), and that alone if
+--engines names none.
 
 What could mislead: the load generator and all servers have cores of one machine. Engines are driven by this process:
 times are those of its reports, for both alike, and include 50 to 100 µs of the channel. A decode step is the time

@@ -95,6 +95,7 @@ def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], tile: NDA
             return np.arange(shape[0], dtype=np.int32) // GROUP
         case _:
             (stored,) = checkpoint.pieces(name, 1, sys.maxsize)
+            assert stored.nbytes == 2 * np.prod(shape), f"{name} is not in bfloat16"
             return np.frombuffer(stored, np.uint16)
 
 
