@@ -334,6 +334,15 @@ def _gpus(config: VllmConfig) -> tuple[str, ...]:
         return ()
 
 
+def _allow_amx() -> None:
+    """Ask the kernel for the tiles of AMX, for this process. vLLM's kernels for quantised weights use them without
+    asking: a process whose first step has a few tokens, as ours has, would die of SIGILL."""
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 if __name__ in ("__main__", "__mp_main__"):
     _die_with_parent()
 if __name__ == "__mp_main__":
@@ -341,5 +350,6 @@ if __name__ == "__mp_main__":
 
     note_exceptions()
     cpu_generator.install()
+    _allow_amx()
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

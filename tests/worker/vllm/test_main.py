@@ -13,13 +13,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.gpu.gptq_model import write_gptq_model
 from services.worker.config import WorkerConfig
 from services.worker.contracts.messages import Failed, Loading
 from services.worker.engine.process import EngineProcess
+from shared.messages.generate import Sampling
 from tests.integration.stack import ROOT
 from tests.nvml.driver import MISSING, Driver
 from tests.tiny_model import write_tiny_model
-from tests.worker.vllm.environment import LIMIT_S, PYTHON, needs_vllm
+from tests.worker.engine.driven_engine import DrivenEngine
+from tests.worker.vllm.environment import LIMIT_S, ON_DEVICE, PYTHON, needs_vllm
 
 
 async def start(
@@ -79,6 +82,22 @@ async def test_settings_that_vllm_refuses_are_fatal_and_named(
     failed = await start(model, arguments=arguments)
     assert reason in failed.reason
     assert failed.model
+
+
+@needs_vllm
+async def test_a_model_with_weights_of_4_bits_computes_its_first_tokens(tmp_path: Path) -> None:
+    shape = {"hidden": 128, "heads": 2, "context_length": 1024}
+    whole = write_tiny_model(tmp_path / "whole", dtype="bfloat16", tied=False, seed=3, **shape)  # type: ignore[arg-type]
+    arguments = {"num_gpu_blocks_override": 64, **ON_DEVICE}
+    table = {"model": str(write_gptq_model(tmp_path / "gptq", whole)), "engine": "vllm", "vllm": arguments}
+    engine = await DrivenEngine.start(msgspec.convert(table | {"vllm_python": str(PYTHON), "threads": 1}, WorkerConfig))
+    try:
+        found = await engine.answer(
+            "one", list(range(5, 105)), Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+        )
+        assert len(found) == 8
+    finally:
+        await engine.close()
 
 
 @needs_vllm
