@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -192,7 +191,7 @@ def estimated_profile(flags: EstimateFlags) -> Profile:
     batches = sorted({*(1 << power for power in range(most.bit_length())), most})
     first_s = roofline.achieved.first_s
     return Profile(
-        subject=Subject(model.name, shlex.join(words), f"estimated for {roofline.gpu.full_name}", {}, longest, most),
+        subject=Subject(model.name, " ".join(words), f"estimated for {roofline.gpu.full_name}", {}, longest, most),
         when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         complete=True,
         overhead_s=first_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -162,7 +161,7 @@ def order_of(row: PlanRow, made: PlanReport) -> FleetOrder:
     return FleetOrder(
         fleet=row.fleet,
         model=made.model,
-        started=[] if "://" in row.server or row.server == "up" else shlex.split(row.server),
+        started=[] if "://" in row.server or row.server == "up" else row.server.split(" "),
         store_bytes=row.store_bytes,
         gpus_a_worker=row.gpus // row.fleet.workers,
         step_tokens=row.step_tokens,

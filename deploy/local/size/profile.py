@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import shlex
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -163,8 +162,8 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
 
 
 def fitted(options: ProfileOptions, sizes: UpSizes, known: Profile | None) -> ProfileOptions:
-    """Return the options with the numbers that were not given: those of the earlier sweep, else what the worker has room
-    for. Raise ConfigError for a prompt that is too long. *Pure.*"""
+    """Return the options with the numbers that were not given: those of the earlier sweep, else what there is room for.
+    Raise ConfigError for a prompt that is too long. *Pure.*"""
     longest, most = options.longest, options.most
     if known is not None:
         longest, most = known.subject.longest, known.subject.most
@@ -196,7 +195,7 @@ def _subject(options: ProfileOptions, model: str = "", versions: Mapping[str, st
     """Return what is measured, as far as it is known."""
     return Subject(
         model=model,
-        server=options.url or shlex.join(options.words) or "up",
+        server=options.url or " ".join(options.words) or "up",
         machine=f"{platform.machine()}, {os.cpu_count()} cores, {platform.node()}",
         versions=versions or {},
         longest=options.longest,

@@ -20,7 +20,7 @@ SERVES_ON = ("the standby ", *_UNSHARED)
 
 
 def engine_error(line: str) -> str:
-    """Return what a line of a worker's log, in either format, says of an engine that was lost, or has no shared weights.
+    """Return what a line of a worker's log, in either format, says of an engine that was lost or has no shared weights.
     Empty if it says nothing of that. *Pure.*"""
     try:
         if found := _TEXT.search(line):
