@@ -54,7 +54,7 @@ T = TypeVar("T")
 LONGEST, MOST = 8192, 32
 """The tokens of the longest prompt, and the most answers at once, unless flags or a worker's room say less."""
 BATCH = 8
-"""The answers at once for which prompts are made short enough where there is room for little KV."""
+"""The answers at once for which prompts are made short enough if there is room for little KV."""
 WORKERS = 16
 """The most workers of a machine that are measured at once."""
 SHORTEST = 64
@@ -170,7 +170,7 @@ def fitted(options: ProfileOptions, sizes: UpSizes, known: Profile | None) -> Pr
     fits = (sizes.context_length - 1) // 2 if sizes.context_length else max(LONGEST, longest)
     if longest > fits:
         raise ConfigError(
-            f"--longest {longest}: prompts of so many tokens are also measured after as many cached ones, and the "
+            f"--longest {longest}: prompts of this length are also measured after as many cached tokens, and the "
             f"model's context has {sizes.context_length}: at most {fits}"
         )
     answer = max(LEAST_GAPS) + SHORTEST
