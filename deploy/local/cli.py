@@ -125,7 +125,10 @@ def _free_weights(flags: usage.FreeWeightsFlags) -> None:
         if flags.memory:
             raise
         raise Unavailable(f"{wrong} (--memory DIR names the directory of a service that runs by itself)") from None
-    print(f"{size(freed_bytes)} of weights are free")
+    if flags.name and not freed_bytes and not held:
+        print(f"no weights of {flags.name} are there; `{COMMAND} status` lists those of `up`")
+        return
+    print(f"{size(freed_bytes)} of weights were freed")
     if held:
         print(f"engines use those of {', '.join(held)}; they stay")
 
@@ -504,8 +507,8 @@ def _profile(flags: usage.ProfileFlags) -> int:
         )
     connection_to(url := _url(flags))  # checks the address
     options = profile.ProfileOptions(
-        longest=flags.longest,
-        most=flags.most,
+        longest=flags.longest or 0,
+        most=flags.most or 0,
         workers=flags.workers,
         limit_s=flags.limit_s,
         out=Path(flags.out),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import msgspec
 
 from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, VirtualRun
+from tests.integration.stack import eventually
+from tests.processes import has_ended
 
 TIMES = {"prefill": [[64, 0, 0.006], [4096, 0, 0.12]], "decode": [[1, 64, 0.0045], [64, 64, 0.005]]}
 
@@ -73,3 +76,23 @@ def test_a_run_that_cannot_be_made_says_why_and_the_next_one_is_made(tmp_path: P
     assert isinstance(unknown, VirtualFailure)
     assert "worst" in unknown.reason
     assert isinstance(made, VirtualResult)
+
+
+def test_a_run_ends_with_the_plan_that_asked_for_it(tmp_path: Path) -> None:
+    load = tmp_path / "pipe"
+    os.mkfifo(load)  # so that the run is still at its beginning
+    line = msgspec.json.encode(wanted(tmp_path, trace=str(load))).decode()
+    asking = (
+        "import subprocess, sys\n"
+        "program = subprocess.Popen([sys.executable, '-m', 'services.virtual'], stdin=subprocess.PIPE, text=True)\n"
+        "print(program.pid, flush=True)\n"
+        "program.stdin.write(sys.argv[1] + '\\n')\n"
+        "program.stdin.flush()\n"
+        "program.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", asking, line], stdout=subprocess.PIPE, text=True) as plan:
+        assert plan.stdout is not None
+        pid = int(plan.stdout.readline())
+        with load.open("w", encoding="utf-8"):  # waits until the run reads it
+            plan.kill()
+            eventually(lambda: has_ended(pid), limit_s=120.0, what="the simulation has ended")

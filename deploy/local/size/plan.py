@@ -26,11 +26,12 @@ from deploy.local.size import plan_plot
 from deploy.local.size.files import check_parent, read_given, read_profile, read_trace
 from deploy.local.size.flags import TARGETS, check_ranges, numbers, whole_numbers
 from deploy.local.size.plan_files import chart_values, compose_overlay, up_words
-from deploy.local.size.plan_page import BenchFile, Measured, measured_of, page
+from deploy.local.size.plan_page import COMPARED, BenchFile, Measured, compared, measured_of, page
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile
 from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, FleetSetting, Targets, settings_of
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic
+from deploy.local.table import table
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags
 from shared.errors import MALFORMED, ConfigError, Unavailable
@@ -52,7 +53,11 @@ def plan(flags: PlanFlags) -> int:
     measured = [] if flags.measured is None else _measured(flags.measured)  # before anything is run
     made = plan_of(flags, Terminal())
     print(msgspec.json.format(msgspec.json.encode(made)).decode() if flags.json else render(made))
+    for each in () if flags.json else measured:
+        print(f"\nplanned and measured, {each.name}:\n{table(COMPARED, compared(made.rows[0], each))}")
     _write(made, Path(flags.out), measured)
+    if made.best is not None and flags.trace is None:
+        print(f"the same load, once that is ready: {COMMAND} bench {' '.join(bench_words(flags))}", file=sys.stderr)
     return 1 if made.best is None else 0
 
 
@@ -71,8 +76,17 @@ def _write(made: PlanReport, out: Path, measured: Sequence[Measured]) -> None:
     if picture.can_draw():
         plan_plot.draw(made, measured, out.with_suffix(".png"))
         texts[".png"] = ""
+    if made.best is None and out.exists():
+        print(f"note: {out} is of an earlier plan", file=sys.stderr)
     names = [out.name if ending == ".up" else out.with_suffix(ending).name for ending in texts]
     print(f"{', '.join(names)}: written" + (f"; {COMMAND} up @{out}" if made.best is not None else ""), file=sys.stderr)
+
+
+def bench_words(flags: PlanFlags) -> list[str]:
+    """Return the flags of `bench` for the requests of a plan that drew them."""
+    given = {"rate": flags.rate, "requests": flags.requests, "words": flags.prompt_tokens}
+    given |= {"shared-words": flags.shared_tokens, "output-tokens": flags.output_tokens, "spread": flags.spread}
+    return ["--tokens", *(word for name, value in given.items() for word in (f"--{name}", f"{value:.15g}"))]
 
 
 def _measured(file: Path) -> list[Measured]:
@@ -173,11 +187,13 @@ def _search(search: FleetSearch, run: VirtualRun, jobs: int, terminal: Terminal)
             finally:
                 idle.put(process)
 
+        share = 0.0
         while wanted := search.next():
             for candidate, result in threads.map(one, wanted):
                 search.add(candidate, result)
                 done = len(search.results)
-                terminal.progress("plan", done / (done + len(wanted)))
+                share = max(share, done / (done + len(wanted)))  # more may be wanted later
+                terminal.progress("plan", share)
     terminal.clear()
 
 

@@ -19,6 +19,8 @@ from deploy.local.size.plan_report import PlanReport, PlanRow, order_of
 from deploy.local.size.search import figures_of
 
 WIDTH, HEIGHT, LEFT, BELOW = 720, 360, 64, 44
+COMPARED = "FIGURE  PLANNED  MEASURED  OFF BY"
+"""The columns of `compared`."""
 TALLEST = 3.0
 """A fleet whose worst figure is more than N times its target is drawn at this height, N."""
 _STYLE = """
@@ -170,12 +172,20 @@ def _measured(made: PlanReport, measured: Sequence[Measured]) -> Iterator[str]:
         yield f"<h2>Planned and measured: {escape(made.rows[0].name)}, {escape(each.name)}</h2>"
         yield '<table><thead><tr><th scope="col">figure</th><th scope="col">planned</th><th scope="col">measured</th>'
         yield '<th scope="col">off by</th></tr></thead><tbody>'
-        for name, planned in planned_of(made.rows[0]).items():
-            if (seen := each.figures.get(name)) is not None:
-                scale, unit = (1, "/s") if name == "tokens" else (1000, " ms")
-                yield f'<tr><th scope="row">{escape(name)}</th><td>{planned * scale:,.1f}{unit}</td>'
-                yield f"<td>{seen * scale:,.1f}{unit}</td><td>{planned / max(seen, 1e-9) - 1:+.0%}</td></tr>"
+        for name, *cells in compared(made.rows[0], each):
+            yield f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
         yield "</tbody></table>"
+
+
+def compared(row: PlanRow, measured: Measured) -> list[tuple[str, str, str, str]]:
+    """Return for each figure its name, what the plan says, what was measured, and by how much the plan is off."""
+    rows = list[tuple[str, str, str, str]]()
+    for name, planned in planned_of(row).items():
+        if (seen := measured.figures.get(name)) is not None:
+            scale, unit = (1, "/s") if name == "tokens" else (1000, " ms")
+            off = f"{planned / max(seen, 1e-9) - 1:+.0%}"
+            rows.append((name, f"{planned * scale:,.1f}{unit}", f"{seen * scale:,.1f}{unit}", off))
+    return rows
 
 
 def planned_of(row: PlanRow) -> dict[str, float]:

@@ -128,8 +128,12 @@ def render(made: PlanReport) -> str:
     columns += f"{'  PRICE/M TOKENS' if priced else ''}  GPU HOURS/M REQUESTS"
     columns += "  WH/M TOKENS" if first.watt_hours_a_million_tokens else ""
     lines = [head, answer, "", table(columns, [_cells(row, made) for row in made.rows[:ROWS]])]
-    left = len(made.rows) - ROWS
-    return "\n".join([*lines, f"note: {left} fleets are not shown; --json has all"] if left > 0 else lines)
+    if (left := len(made.rows) - ROWS) > 0:
+        lines.append(f"note: {left} fleets are not shown; --json has all")
+    step_s = min(row.fleet.setting.step_s for row in made.rows)
+    if made.best is None and made.binds.startswith("itl") and step_s > made.targets[made.binds]:
+        lines.append(f"note: steps with parts of prompts, of up to {step_s:g} s, are longer than that target: --step-s")
+    return "\n".join(lines)
 
 
 def _cells(row: PlanRow, made: PlanReport) -> list[object]:

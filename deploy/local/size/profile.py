@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
+import msgspec
 import uvloop
 from msgspec import Struct
 
@@ -50,6 +51,10 @@ from shared.measured_times import Point
 from shared.version import VERSION
 
 T = TypeVar("T")
+LONGEST, MOST = 8192, 32
+"""The tokens of the longest prompt, and the most answers at once, unless flags or a worker's room say less."""
+BATCH = 8
+"""The answers at once for which prompts are made short enough if there is room for little KV."""
 WORKERS = 16
 """The most workers of a machine that are measured at once."""
 SHORTEST = 64
@@ -82,6 +87,7 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
     longest: int
     most: int
+    """0 means what the worker has room for, as for `longest`."""
     limit_s: float
     out: Path
     url: str
@@ -98,9 +104,8 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
 def check_flags(flags: ProfileFlags) -> None:
     """Raise ConfigError for numbers out of range."""
-    check_ranges(
-        flags, {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "workers": (1, WORKERS), "limit_s": (1, 86_400)}
-    )
+    ranges = {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "workers": (1, WORKERS), "limit_s": (1, 86_400)}
+    check_ranges(flags, {name: each for name, each in ranges.items() if getattr(flags, name) is not None})
     check_parent("--out", flags.out)
 
 
@@ -138,7 +143,10 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
         sizes = UpSizes() if state is None else await asyncio.to_thread(sizes_of, state, asked.model)
         workers = max(await asked.workers(), sizes.workers) if options.url else 1  # one in each `up` that was started
         _check_workers(workers, asked.model, url)
-        subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
+        versions = {"headrace": VERSION, "server": await asked.version()}
+        options = fitted(options, sizes, _earlier(options.out, _subject(options, asked.model, versions)))
+        terminal.notice(f"prompts of up to {options.longest} tokens, up to {options.most} answers at once")
+        subject = _subject(options, asked.model, versions)
         known = _earlier(options.out, subject)
         await asked.learn_ids()
         for client in clients[1:]:
@@ -151,6 +159,27 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
             terminal.notice(f"{options.out} has {len(sweep.points)} points; the same command goes on with it")
             raise
         return sweep.profile(complete=True) if sweep.finished else sweep.profile(complete=False)
+
+
+def fitted(options: ProfileOptions, sizes: UpSizes, known: Profile | None) -> ProfileOptions:
+    """Return the options with the numbers that were not given: those of the earlier sweep, else what there is room for.
+    Raise ConfigError for a prompt that is too long. *Pure.*"""
+    longest, most = options.longest, options.most
+    if known is not None:
+        longest, most = known.subject.longest, known.subject.most
+    fits = (sizes.context_length - 1) // 2 if sizes.context_length else max(LONGEST, longest)
+    if longest > fits:
+        raise ConfigError(
+            f"--longest {longest}: prompts of this length are also measured after as many cached tokens, and the "
+            f"model's context has {sizes.context_length}: at most {fits}"
+        )
+    answer = max(LEAST_GAPS) + SHORTEST
+    if not longest:
+        room = sizes.kv_tokens // (most or BATCH) - answer if sizes.kv_tokens else LONGEST
+        longest = max(2 * SHORTEST, min(LONGEST, fits, room) // SHORTEST * SHORTEST)
+    if not most:
+        most = max(1, min(MOST, sizes.kv_tokens // (longest + answer))) if sizes.kv_tokens else MOST
+    return msgspec.structs.replace(options, longest=longest, most=most)
 
 
 def _check_workers(workers: int, model: str, url: str) -> None:

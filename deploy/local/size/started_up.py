@@ -20,7 +20,7 @@ from typing import IO
 from msgspec import Struct
 
 from deploy.local import install_vllm
-from deploy.local.stack import gpus
+from deploy.local.stack import die_with_parent, gpus
 from deploy.local.stack.announce import LAST_LINE
 from deploy.local.stack.stack import Gpus
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
@@ -96,13 +96,13 @@ def running_up(
     words: Sequence[str], terminal: Terminal, purpose: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Path]]:
     """Yield the URL of an `up` with these flags, and its state directory. `purpose` is what it is for, in messages;
-    `variables` are added to its environment. Raise Unavailable if it does not start."""
+    `variables` are added to its environment. It dies with this thread. Raise Unavailable if it does not start."""
     with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
         state, port = StateDirectory(Path(home)), _free_port()
         flags, environ = ("--port", str(port), "--state", home, *words), {**_variables(), **(variables or {})}
-        pipe = subprocess.PIPE
+        pipe, tether = subprocess.PIPE, (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
         process = subprocess.Popen(
-            command("up", *flags), env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            [*tether, *command("up", *flags)], env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
         )
         assert process.stderr is not None
         output, failed = UpOutput(process.stderr, terminal), False
@@ -172,6 +172,8 @@ class UpSizes(Struct, frozen=True):
     """The tokens of a block."""
     kv_tokens: int = 0
     """The tokens of KV for which one worker has room."""
+    context_length: int = 0
+    """The tokens of the model's context."""
 
 
 def sizes_of(state: Path, model: str) -> UpSizes:
@@ -181,7 +183,8 @@ def sizes_of(state: Path, model: str) -> UpSizes:
         shown = subprocess.run(words, env=_variables(), capture_output=True, timeout=STATUS_LIMIT_S, check=True)
         found = next(each for each in json.loads(shown.stdout)["models"] if each["model"] == model)
         workers, block_size = len(found["instances"]), int(found["block_size"])
-        return UpSizes(workers, block_size, block_size * int(found["total_blocks"]) // max(1, workers))
+        kv_tokens = block_size * int(found["total_blocks"]) // max(1, workers)
+        return UpSizes(workers, block_size, kv_tokens, int(found["context_length"]))
     except (subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
         return UpSizes()
 

@@ -160,7 +160,7 @@ class TokenClient:
             async with asyncio.timeout(ANSWER_LIMIT_S):
                 async with self._http.post(f"{self._url}/completions", json=body) as response:
                     if response.status != 200:
-                        said = (await response.content.read(ERROR_LIMIT_BYTES)).decode(errors="replace")
+                        said = error_text(await response.content.read(ERROR_LIMIT_BYTES))
                         lasts = 400 <= response.status < 500 and response.status not in PASSING
                         wrong = f"{self._url}/completions: status {response.status}: {said[:300]}"
                         raise ConfigError(wrong) if lasts else Unavailable(wrong)

@@ -158,6 +158,7 @@ def translated(service: ServiceName, said: str, aside: str) -> str:
 def _translated_line(service: ServiceName, line: str, aside: str) -> str:
     line = re.sub(re.escape(aside) + r"/\S+\.toml: ", f"{service}: ", line)
     line = re.sub(r"^\w+Config: (?=[^\s:]+: )", f"{service}.", line)
+    line = re.sub(r"^\w+Config: ", f"{service}: ", line)
     if line.startswith("--"):
         line = re.sub(r"(?<!\S)--(?=\w)", f"{service}.", line)
     line = re.sub(r"^(?=(access|http|observe|peers)\.)", f"{service}.", line)

@@ -1,4 +1,5 @@
-"""What workers log of engines that they have lost: a standby that takes over, a rank that was killed. `up` shows it.
+"""What workers log of their engines: one that is lost, a standby that takes over, weights that are not shared. `up`
+shows it.
 
 The engine is the worker's child and not `up`'s, so that only the worker's log has it.
 """
@@ -11,23 +12,27 @@ from pathlib import Path
 
 READ_LIMIT_BYTES = 1 << 18
 """The most bytes of a log that are read at once; what a longer piece has before them is passed over."""
-_TEXT = re.compile(r' level=error .*? logger=services\.worker\.engine\.\S+ message=("(?:[^"\\]|\\.)*")')
-_LOGGER = "services.worker.engine."
-OF_STANDBY = "the standby "
-"""How an error begins that costs the worker nothing: its engine serves on."""
+_TEXT = re.compile(r' level=(error|warning) .*? logger=(services\.worker\.\S+) message=("(?:[^"\\]|\\.)*")')
+_ERRORS, _NATIVE = "services.worker.engine.", "services.worker.native."
+_UNSHARED = ("this engine reads its weights by itself: ", "this engine has weights of its own: ")
+SERVES_ON = ("the standby ", *_UNSHARED)
+"""How lines begin after which the worker's engine serves on."""
 
 
 def engine_error(line: str) -> str:
-    """Return what a line of a worker's log, in either format, says of an engine that was lost. Empty if it says
-    nothing of that. *Pure.*"""
+    """Return what a line of a worker's log, in either format, says of an engine that was lost or has no shared weights.
+    Empty if it says nothing of that. *Pure.*"""
     try:
         if found := _TEXT.search(line):
-            return str(json.loads(found[1]))
-        record = json.loads(line) if line.startswith("{") and _LOGGER in line else {}
+            level, logger, text = found[1], found[2], str(json.loads(found[3]))
+        else:
+            record = json.loads(line) if line.startswith("{") and "services.worker." in line else {}
+            level, logger, text = (str(record.get(name, "")) for name in ("level", "logger", "message"))
     except ValueError:
         return ""
-    ours = record.get("level") == "error" and str(record.get("logger", "")).startswith(_LOGGER)
-    return str(record.get("message", "")) if ours else ""
+    lost = level == "error" and logger.startswith(_ERRORS)
+    unshared = level == "warning" and logger.startswith(_NATIVE) and text.startswith(_UNSHARED)
+    return text if lost or unshared else ""
 
 
 class LogFollower:

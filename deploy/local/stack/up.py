@@ -20,7 +20,7 @@ from typing import Any, assert_never
 
 from deploy.local.stack import servers
 from deploy.local.stack.announce import PROBE_EVERY_S, Announcer, health
-from deploy.local.stack.engine_errors import OF_STANDBY, LogFollower, engine_error
+from deploy.local.stack.engine_errors import SERVES_ON, LogFollower, engine_error
 from deploy.local.stack.stack import Launch, Stack, UpOptions, plan, ports_needed
 from deploy.local.stack.supervise import (
     CONFIG_STATUS,
@@ -336,7 +336,7 @@ class Shell:
                 lines = follower.new_lines(self._log(name)) if launch.observe else []
                 for said in filter(None, map(engine_error, lines)):
                     self._terminal.notice(f"{name}: {said}")
-                    if not said.startswith(OF_STANDBY):
+                    if not said.startswith(SERVES_ON):
                         self._await_return(name, "is ready again")
             await asyncio.sleep(ENGINE_LOOK_S)
 

@@ -35,7 +35,10 @@ def test_a_model_or_all_are_freed_and_what_is_mapped_stays(tmp_path: Path, capsy
             assert free_weights(directory, "model-8") == (SIZE, ())
             assert free_weights(directory, identity_of(7).model) == (0, ("model-7",))
             assert cli.main(["weights", "free", "--memory", str(directory)]) == 0
-    assert capsys.readouterr().out == "0 B of weights are free\nengines use those of model-7; they stay\n"
+            assert cli.main(["weights", "free", "model-9", "--memory", str(directory)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("0 B of weights were freed\nengines use those of model-7; they stay\n")
+    assert "no weights of model-9 are there" in said
 
 
 def test_a_service_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

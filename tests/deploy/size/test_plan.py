@@ -225,8 +225,14 @@ def test_targets_that_nothing_meets_end_with_the_nearest(
     profile = str(write_profile(tmp_path))
     words = ["plan", "--profile", profile, "--rate", "4", "--requests", "40", "--itl-p99", "0.001", "--most", "2"]
     assert main(words) == 1
-    assert "no fleet of those that were tried meets the targets; the nearest is " in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "no fleet of those that were tried meets the targets; the nearest is " in said.out
+    assert "note: steps with parts of prompts, of up to 0.05 s, are longer than that target: --step-s\n" in said.out
+    assert "earlier plan" not in said.err
     assert not Path("plan.up").exists()
+    Path("plan.up").write_text("--workers\n1\n", encoding="utf-8")
+    assert main(words) == 1
+    assert "note: plan.up is of an earlier plan\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from deploy.local.size.plan_files import FleetOrder, chart_values, compose_overl
 from deploy.local.size.plan_page import Measured, front_of, page
 from deploy.local.size.plan_report import PlanReport, PlanRow
 from deploy.local.size.search import FleetCandidate, FleetSetting
-from deploy.local.usage import UpFlags, parse
+from deploy.local.usage import BenchFlags, UpFlags, parse
 from services.worker.config import WorkerConfig
 from shared.config import load
 from shared.messages.virtual import Percentiles, VirtualResult
@@ -152,7 +152,16 @@ def test_the_page_needs_nothing_else_and_each_point_leads_to_flags(
     words = ["plan", "--profile", str(write_profile(tmp_path)), "--rate", "4", "--requests", "40", "--ttft-p90", "0.5"]
     assert main([*words, "--most", "3", "--out", str(out), "--measured", str(bench)]) == 0
     written = "plan.html, plan.up, plan.compose.yaml, plan.values.yaml, plan.png: written"
-    assert f"{written}; ./headrace up @{out}\n" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"{written}; ./headrace up @{out}\n" in said.err
+    assert "planned and measured, rate 4:\nFIGURE " in said.out
+    compared = next(line.split() for line in said.out.splitlines() if line.startswith("first token p90 "))
+    assert compared[5:7] == ["300.0", "ms"]
+    (command,) = (line.split() for line in said.err.splitlines() if line.startswith("the same load"))
+    same = parse(command[command.index("bench") :])
+    assert isinstance(same, BenchFlags)
+    assert (same.tokens, same.rate, same.requests, same.words) == (True, "4", 40, 2048)
+    assert (same.output_tokens, same.spread, same.shared_words) == (256, 0.5, 0)
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     read = Reader(text)
     tags = [tag for tag, _ in read.found]

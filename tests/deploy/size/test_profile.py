@@ -6,18 +6,19 @@ import http.client
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from deploy.local.cli import main
-from deploy.local.size.profile import together_s
+from deploy.local.size.profile import ProfileOptions, fitted, together_s
 from deploy.local.size.profile_file import Profile, decode_profile
-from deploy.local.size.started_up import gpu_shares, gpus_in_turn, sizes_of
+from deploy.local.size.started_up import UpSizes, gpu_shares, gpus_in_turn, sizes_of
 from deploy.local.size.token_client import TimedAnswer
 from deploy.local.state import StateDirectory
 from services.worker.config import SimulatedConfig
@@ -30,18 +31,18 @@ from tests.tiny_model import write_tiny_model
 FIXED_S, TOKEN_S = 0.02, 0.0002
 REFUSED = (1, 20)
 """The completions that a busy endpoint refuses."""
+SIZES = ("--longest", "512", "--most", "4")
 
 
-def profiled(folder: Path, *words: str) -> int:
-    """Profile a simulated engine of known timing."""
+def profiled(folder: Path, *words: str, sizes: Sequence[str] = SIZES, more: Sequence[str] = ()) -> int:
+    """Profile a simulated engine of known timing. `more` are further flags of its `up`."""
     timing = {"fixed_s": FIXED_S, "weights_s": 0, "row_s": 0, "token_s": TOKEN_S, "context_length": 4096}
     settings = [word for name, value in timing.items() for word in ("--simulated", f"{name}={value}")]
     model = folder / "tiny"
     if not model.exists():
         write_tiny_model(model)
     up = ["--engine", "simulated", "--model", str(model), "--discovery", "file", *settings]
-    sizes = ["--longest", "512", "--most", "4", "--out", str(folder / "p.json")]
-    return main(["profile", *sizes, *words, "--", *up])
+    return main(["profile", *sizes, "--out", str(folder / "p.json"), *words, "--", *up, *more])
 
 
 def written(folder: Path) -> Profile:
@@ -91,6 +92,38 @@ def test_each_point_of_several_workers_is_also_measured_while_all_are_busy(tmp_p
     assert made.busy is not None
     assert all(point.busy_s > FIXED_S / 4 for point in made.points)
     assert [point[:2] for point in made.busy.decode] == [point[:2] for point in made.decode]
+
+
+def test_what_was_not_asked_for_fits_the_context_and_the_kv_of_the_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--simulated", "context_length=600", "--set", "worker.capacity_blocks=160"]
+    assert profiled(tmp_path, sizes=[], more=small) == 0
+    made = written(tmp_path)
+    assert (made.subject.longest, made.subject.most) == (128, 5)
+    assert "prompts of up to 128 tokens, up to 5 answers at once\n" in capsys.readouterr().err
+    assert profiled(tmp_path, sizes=[], more=small) == 0, "the same command goes on"
+    (tmp_path / "p.json").unlink()
+    assert profiled(tmp_path, sizes=["--longest", "300"], more=small) == 2
+    assert "and the model's context has 600: at most 299\n" in capsys.readouterr().err
+
+
+def test_numbers_that_were_not_given_follow_from_the_room() -> None:
+    asked = ProfileOptions(
+        longest=0, most=0, limit_s=1, out=Path("p"), url="", workers=1, model="", api_key="", state=None
+    )
+
+    def sizes(context_length: int, kv_tokens: int, **given: int) -> tuple[int, int]:
+        room = UpSizes(kv_tokens=kv_tokens, context_length=context_length)
+        made = fitted(replace(asked, **given), room, None)
+        return made.longest, made.most
+
+    assert sizes(0, 0) == sizes(131_072, 1_000_000) == (8192, 32)
+    assert sizes(8192, 11_648) == (1088, 8)
+    assert sizes(8192, 65_536) == (4032, 15)
+    assert sizes(131_072, 65_536, longest=16_384) == (16_384, 3)
+    assert sizes(131_072, 65_536, most=2) == (8192, 2)
+    assert sizes(100_000, 100) == (128, 1), "its first point says that there is no room"
 
 
 class _Busy(BaseHTTPRequestHandler):

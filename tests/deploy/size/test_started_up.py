@@ -17,6 +17,7 @@ from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 from shared.installation import TREE
 from tests.integration.stack import eventually
+from tests.processes import has_ended
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -68,3 +69,23 @@ def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path:
         with hub.accept()[0]:
             _stop(process)
     assert process.returncode == -signal.SIGTERM
+
+
+def test_a_measurement_that_is_killed_leaves_no_up_behind(tmp_path: Path) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    sizes = ("--longest", "128", "--most", "1", "--out", str(tmp_path / "p.json"))
+    measuring = subprocess.Popen(
+        command("profile", *sizes, "--", "--engine", "simulated", "--model", model, "--discovery", "file"),
+        env={**os.environ, "PYTHONPATH": str(TREE), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with measuring:
+        assert measuring.stderr is not None
+        assert any("started for this profile: " in line for line in measuring.stderr)
+        (record,) = tmp_path.glob("headrace-up-*/run/up.json")
+        made = json.loads(record.read_text(encoding="utf-8"))
+        programs = [each["pid"] for each in made["programs"].values()]
+        measuring.kill()
+    for pid in (made["pid"], *programs):
+        eventually(partial(has_ended, pid), limit_s=LIMIT_S, what=f"process {pid} ends")

@@ -23,6 +23,11 @@ def test_errors_of_the_engine_are_found_in_both_formats_and_nothing_else_is(form
     assert engine_error(line(formatter, ours, logging.ERROR, LOST)) == LOST
     assert engine_error(line(formatter, ours, logging.INFO, LOST)) == ""
     assert engine_error(line(formatter, "services.worker.service", logging.ERROR, LOST)) == ""
+    alone = "this engine reads its weights by itself: weights.memory, /run/w: no memory service answers"
+    native = "services.worker.native.shared_weights"
+    assert engine_error(line(formatter, native, logging.WARNING, alone)) == alone
+    assert engine_error(line(formatter, native, logging.WARNING, "something else")) == ""
+    assert engine_error(line(formatter, "services.worker.service", logging.WARNING, alone)) == ""
     quoted = line(formatter, ours, logging.ERROR, LOST)
     assert engine_error(line(formatter, "services.worker.service", logging.ERROR, quoted)) == "", "a line in a line"
 
