@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import uvloop
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.local.size.files import check_parent, read_given
 from deploy.local.size.flags import check_ranges
@@ -52,6 +53,10 @@ from shared.version import VERSION
 T = TypeVar("T")
 WORKERS = 16
 """The most workers of a machine that are measured at once."""
+LONGEST, MOST = 8192, 32
+"""The tokens of the longest prompt, and the most answers at once, if the worker has room for them."""
+LEAST_MOST = 8
+"""The answers at once that are to have room before the longest prompt is longer."""
 SHORTEST = 64
 """The tokens of the shortest prompt, and of the shortest context."""
 PIECE = 16
@@ -82,6 +87,7 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
     longest: int
     most: int
+    """Both are 0 until it is known what the worker has room for, if they were not given."""
     limit_s: float
     out: Path
     url: str
@@ -98,16 +104,17 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
 def check_flags(flags: ProfileFlags) -> None:
     """Raise ConfigError for numbers out of range."""
-    check_ranges(
-        flags, {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "workers": (1, WORKERS), "limit_s": (1, 86_400)}
-    )
+    ranges: dict[str, tuple[float, float]] = {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096)}
+    given = {name: limits for name, limits in ranges.items() if getattr(flags, name)}
+    check_ranges(flags, {**given, "workers": (1, WORKERS), "limit_s": (1, 86_400)})
     check_parent("--out", flags.out)
 
 
 def profile(options: ProfileOptions) -> int:
     """Measure and return the exit status. Raise ConfigError or Unavailable."""
     terminal = Terminal()
-    _earlier(options.out, _subject(options))  # before anything is started
+    if (found := _earlier(options.out, _subject(options))) is not None:  # before anything is started
+        options = replace(options, longest=found.subject.longest, most=found.subject.most)
     with _endpoints(options, terminal) as (urls, state), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         made = runner.run(_measure(options, urls, state, terminal))
     terminal.clear()
@@ -138,6 +145,7 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
         sizes = UpSizes() if state is None else await asyncio.to_thread(sizes_of, state, asked.model)
         workers = max(await asked.workers(), sizes.workers) if options.url else 1  # one in each `up` that was started
         _check_workers(workers, asked.model, url)
+        options = fitted(options, sizes)
         subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
         known = _earlier(options.out, subject)
         await asked.learn_ids()
@@ -151,6 +159,24 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
             terminal.notice(f"{options.out} has {len(sweep.points)} points; the same command goes on with it")
             raise
         return sweep.profile(complete=True) if sweep.finished else sweep.profile(complete=False)
+
+
+def fitted(options: ProfileOptions, sizes: UpSizes) -> ProfileOptions:
+    """Return the options with the sizes that were not given, for which the worker has room. Raise ConfigError if it has
+    none for those that were. *Pure.*"""
+    kv_tokens = sizes.kv_tokens or 1 << 40
+    room, each = min(kv_tokens, sizes.context_tokens or kv_tokens), ANSWER_TOKENS + sizes.block_size
+    longest = options.longest or min(LONGEST, (room - 1) // 2, kv_tokens // LEAST_MOST - each) // SHORTEST * SHORTEST
+    longest = max(longest, 2 * SHORTEST)
+    fits = max(1, kv_tokens // (longest + each))
+    most = options.most or min(MOST, fits)
+    if room <= 2 * longest or most > fits:
+        raise ConfigError(
+            f"prompts of {longest} tokens after as many, and {most} answers at once after {longest}, take"
+            f" {max(2 * longest + 1, most * (longest + each))} tokens; the worker has room for {kv_tokens}, and a"
+            f" context of {room} at most: give a shorter --longest, a smaller --most, or leave both out"
+        )
+    return replace(options, longest=longest, most=most)
 
 
 def _check_workers(workers: int, model: str, url: str) -> None:

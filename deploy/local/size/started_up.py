@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from random import SystemRandom
-from socket import socket
 from typing import IO
 
 from msgspec import Struct
 
 from deploy.local import install_vllm
-from deploy.local.stack import gpus
+from deploy.local.stack import gpus, servers
 from deploy.local.stack.announce import LAST_LINE
 from deploy.local.stack.stack import Gpus
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
@@ -36,7 +34,7 @@ START_LIMIT_S = 1800.0
 STOP_LIMIT_S = 120.0
 STATUS_LIMIT_S = 60.0
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
-PORTS = range(20_000, 32_000)
+TETHER = Path(servers.__file__).with_name("die_with_parent.py")
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
 LINES_KEPT = 200
 """The most lines of an `up` that are kept."""
@@ -98,11 +96,11 @@ def running_up(
     """Yield the URL of an `up` with these flags, and its state directory. `purpose` is what it is for, in messages;
     `variables` are added to its environment. Raise Unavailable if it does not start."""
     with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
-        state, port = StateDirectory(Path(home)), _free_port()
+        state, [port] = StateDirectory(Path(home)), servers.free_ports(1)
         flags, environ = ("--port", str(port), "--state", home, *words), {**_variables(), **(variables or {})}
-        pipe = subprocess.PIPE
+        pipe, tether = subprocess.PIPE, (sys.executable, "-I", "-S", str(TETHER), "--terminate", str(os.getpid()))
         process = subprocess.Popen(
-            command("up", *flags), env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
+            [*tether, *command("up", *flags)], env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
         )
         assert process.stderr is not None
         output, failed = UpOutput(process.stderr, terminal), False
@@ -172,6 +170,8 @@ class UpSizes(Struct, frozen=True):
     """The tokens of a block."""
     kv_tokens: int = 0
     """The tokens of KV for which one worker has room."""
+    context_tokens: int = 0
+    """The tokens of the longest context."""
 
 
 def sizes_of(state: Path, model: str) -> UpSizes:
@@ -181,7 +181,8 @@ def sizes_of(state: Path, model: str) -> UpSizes:
         shown = subprocess.run(words, env=_variables(), capture_output=True, timeout=STATUS_LIMIT_S, check=True)
         found = next(each for each in json.loads(shown.stdout)["models"] if each["model"] == model)
         workers, block_size = len(found["instances"]), int(found["block_size"])
-        return UpSizes(workers, block_size, block_size * int(found["total_blocks"]) // max(1, workers))
+        kv_tokens = block_size * int(found["total_blocks"]) // max(1, workers)
+        return UpSizes(workers, block_size, kv_tokens, int(found["context_length"]))
     except (subprocess.SubprocessError, ValueError, KeyError, TypeError, StopIteration):
         return UpSizes()
 
@@ -193,18 +194,6 @@ def _variables() -> dict[str, str]:
     if CACHE_VARIABLE in variables:
         kept[CACHE_VARIABLE] = variables[CACHE_VARIABLE]
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), variables.get("PYTHONPATH"))))}
-
-
-def _free_port() -> int:
-    draw = SystemRandom()
-    while True:
-        port = draw.choice(PORTS)
-        with socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 def _ready_url(process: subprocess.Popen[str], purpose: str) -> str:

@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import ClassVar
 import pytest
 
 from deploy.local.cli import main
-from deploy.local.size.profile import together_s
+from deploy.local.size.profile import ProfileOptions, fitted, together_s
 from deploy.local.size.profile_file import Profile, decode_profile
-from deploy.local.size.started_up import gpu_shares, gpus_in_turn, sizes_of
+from deploy.local.size.started_up import UpSizes, gpu_shares, gpus_in_turn, sizes_of
 from deploy.local.size.token_client import TimedAnswer
 from deploy.local.state import StateDirectory
 from services.worker.config import SimulatedConfig
@@ -32,14 +32,14 @@ REFUSED = (1, 20)
 """The completions that a busy endpoint refuses."""
 
 
-def profiled(folder: Path, *words: str) -> int:
+def profiled(folder: Path, *words: str, up: Sequence[str] = ()) -> int:
     """Profile a simulated engine of known timing."""
     timing = {"fixed_s": FIXED_S, "weights_s": 0, "row_s": 0, "token_s": TOKEN_S, "context_length": 4096}
     settings = [word for name, value in timing.items() for word in ("--simulated", f"{name}={value}")]
     model = folder / "tiny"
     if not model.exists():
         write_tiny_model(model)
-    up = ["--engine", "simulated", "--model", str(model), "--discovery", "file", *settings]
+    up = ["--engine", "simulated", "--model", str(model), "--discovery", "file", *settings, *up]
     sizes = ["--longest", "512", "--most", "4", "--out", str(folder / "p.json")]
     return main(["profile", *sizes, *words, "--", *up])
 
@@ -82,6 +82,45 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
     assert read_times(SimulatedConfig(table=str(tmp_path / "p.json"))) is not None
     assert profiled(tmp_path, "--most", "8") == 2
     assert "has a profile of another most: 4 there, 8 here" in capsys.readouterr().err
+
+
+def options(longest: int = 0, most: int = 0) -> ProfileOptions:
+    return ProfileOptions(
+        longest=longest, most=most, limit_s=1, out=Path("p"), url="", workers=1, model="", api_key="", state=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "context", "found"),
+    [
+        (0, 0, (8192, 32)),
+        (400_000, 131_072, (8192, 32)),
+        (65_536, 65_536, (8128, 8)),
+        (11_648, 8192, (1408, 8)),
+        (400_000, 4096, (1984, 32)),
+        (1024, 8192, (128, 5)),
+    ],
+)
+def test_a_sweep_is_as_wide_as_the_worker_has_room_for(kv_tokens: int, context: int, found: tuple[int, int]) -> None:
+    fit = fitted(options(), UpSizes(1, 16, kv_tokens, context))
+    assert (fit.longest, fit.most) == found
+    assert fitted(options(*found), UpSizes(1, 16, kv_tokens, context)) == fit
+
+
+@pytest.mark.parametrize(("longest", "most"), [(2048, 32), (6016, 1), (1024, 11)])
+def test_a_sweep_that_was_asked_for_and_has_no_room_is_refused_before_it_begins(longest: int, most: int) -> None:
+    said = "; the worker has room for 11648, and a context of 8192 at most: give a shorter --longest, a smaller --most"
+    with pytest.raises(ConfigError, match=said):
+        fitted(options(longest, most), UpSizes(1, 16, 11_648, 8192))
+
+
+def test_a_worker_without_room_for_the_sweep_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up = ("--set", "worker.capacity_blocks=64")
+    assert profiled(tmp_path, up=up) == 2
+    assert "take 2240 tokens; the worker has room for 1024" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
 
 
 def test_each_point_of_several_workers_is_also_measured_while_all_are_busy(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 from shared.installation import TREE
 from tests.integration.stack import eventually
+from tests.process_tree import below
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -68,3 +70,42 @@ def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path:
         with hub.accept()[0]:
             _stop(process)
     assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("number", "interrupts", "status"),
+    [
+        (signal.SIGTERM, signal.default_int_handler, 130),
+        (signal.SIGHUP, signal.SIG_IGN, 130),  # a shell's background job
+        (signal.SIGKILL, signal.default_int_handler, -signal.SIGKILL),
+    ],
+)
+def test_a_measurement_that_is_ended_leaves_none_of_the_processes_that_it_has_started(
+    number: signal.Signals, interrupts: Any, status: int, tmp_path: Path
+) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    words = ("--longest", "512", "--most", "1", "--out", str(tmp_path / "p.json"))
+    up = ("--engine", "simulated", "--simulated", "fixed_s=0.1", "--discovery", "file", "--model", model)
+    measuring = subprocess.Popen(
+        command("profile", *words, "--", *up),
+        env={**os.environ, "PYTHONPATH": str(TREE), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, interrupts),
+    )
+    assert measuring.stderr is not None
+    with measuring.stderr:
+        while "started for this profile" not in (line := measuring.stderr.readline()):
+            assert line, "it has ended"
+        eventually((tmp_path / "p.json").exists, limit_s=LIMIT_S, what="a point is measured")
+        started = below(measuring.pid)
+        assert len(started) > 3
+        measuring.send_signal(number)
+        said = measuring.stderr.read()  # until the last of them has closed it
+    assert measuring.wait() == status
+    eventually(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), limit_s=LIMIT_S, what="all have ended"
+    )
+    if number != signal.SIGKILL:
+        assert "the same command goes on with it" in said
+        assert not list(tmp_path.glob("headrace-up-*"))
