@@ -84,10 +84,11 @@ def up_words(order: FleetOrder) -> list[str]:
 def compose_overlay(order: FleetOrder) -> str:
     """Return an overlay of deploy/compose/compose.yaml."""
     fleet, names = order.fleet, {"worker": order.fleet.workers - order.fleet.prefill}
-    files = ["compose.yaml", "compose.roles.yaml"] if fleet.prefill else ["compose.yaml"]
+    engine = ["compose.vllm.yaml"] if order.engine == "vllm" else ["compose.gpu.yaml"] if order.on_gpu else []
+    files = ["compose.yaml", *engine, *(["compose.roles.yaml"] if fleet.prefill else [])]
     if fleet.prefill:
         names["prefill"] = fleet.prefill
-    variables = {PREFIX + path.replace(".", "_").upper(): str(value) for path, value in _plain(order)}
+    variables = {PREFIX + path.replace(".", "_").upper(): _spelled(value) for path, value in _plain(order)}
     lines = [
         f"# Written by `headrace plan`: {fleet.name}",
         f"#   docker compose {' '.join(f'-f {file}' for file in files)} -f THIS FILE up --build",
@@ -133,7 +134,7 @@ def _plain(order: FleetOrder) -> list[tuple[str, object]]:
     pairs."""
     settings: dict[str, object] = {**order.settings} if order.store_bytes else {**order.settings, "kvbm.pool": ""}
     if isinstance(vllm := settings.pop("vllm", None), dict):
-        settings["vllm"] = ",".join(f"{name}={each}" for name, each in vllm.items())
+        settings["vllm"] = ",".join(f"{name}={_spelled(each)}" for name, each in vllm.items())
     return _leaves(settings, "")
 
 
@@ -175,6 +176,11 @@ def _leaves(table: Mapping[str, object], path: str) -> list[tuple[str, object]]:
         place = f"{path}.{name}" if path else name
         found += _leaves(value, place) if isinstance(value, dict) else [(place, value)]
     return found
+
+
+def _spelled(value: object) -> str:
+    """Return a value as a variable of the environment has it."""
+    return value if isinstance(value, str) else _text(value)
 
 
 def _text(value: object) -> str:
