@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -38,6 +38,9 @@ TETHER = Path(servers.__file__).with_name("die_with_parent.py")
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
 LINES_KEPT = 200
 """The most lines of an `up` that are kept."""
+LOST_LIMIT = 3
+"""The engines and workers of an `up` that may be lost before it serves: then it is given up."""
+_LOST = re.compile(r"\S+(: the engine is lost| ended) \(")
 _PROGRESS = re.compile(r"(.*): (\d{1,3}) %")
 _OURS = (*ONE_WORKER[::2], "--port", "--state", "--prefill", "--decode", "--single")
 
@@ -103,7 +106,7 @@ def running_up(
             [*tether, *command("up", *flags)], env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
         )
         assert process.stderr is not None
-        output, failed = UpOutput(process.stderr, terminal), False
+        output, failed = UpOutput(process.stderr, terminal, process.terminate), False
         try:
             url = _ready_url(process, purpose)
             terminal.notice(f"started for {purpose}: {url}")
@@ -118,15 +121,15 @@ def running_up(
 
 
 class UpOutput:
-    """What an `up` says on stderr. Its progress is shown, and what happens while it serves. The rest of what it says at
-    its start is kept, and shown if it fails.
+    """What an `up` says on stderr. Its progress is shown, what it has lost, and what happens while it serves. The rest
+    of what it says at its start is kept, and shown if it fails. One that loses its engine again and again is given up.
 
     starting ──the last line of how to ask──▶ serving ──stop──▶ stopping
     """
 
-    def __init__(self, stream: IO[str], terminal: Terminal) -> None:
-        self._stream, self._terminal = stream, terminal
-        self._state = "starting"
+    def __init__(self, stream: IO[str], terminal: Terminal, give_up: Callable[[], None]) -> None:
+        self._stream, self._terminal, self._give_up = stream, terminal, give_up
+        self._state, self._lost = "starting", 0
         self._kept: deque[str] = deque(maxlen=LINES_KEPT)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -152,6 +155,11 @@ class UpOutput:
                     self._terminal.notice(text)
                 elif self._state == "starting" and (found := _PROGRESS.fullmatch(text)):
                     self._terminal.progress(found[1], int(found[2]) / 100)
+                elif self._state == "starting" and _LOST.match(text):
+                    self._terminal.notice(text)
+                    self._lost += 1
+                    if self._lost == LOST_LIMIT:
+                        self._give_up()
                 elif self._state == "starting":
                     self._kept.append(text)
                     self._state = "serving" if text == LAST_LINE else self._state

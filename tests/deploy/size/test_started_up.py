@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.local.size.started_up import ONE_WORKER, _stop, command, running_up
+from deploy.local.size.started_up import LOST_LIMIT, ONE_WORKER, UpOutput, _stop, command, running_up
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 from shared.installation import TREE
@@ -54,6 +55,26 @@ def test_an_up_that_does_not_start_shows_what_it_said(tmp_path: Path, capfd: pyt
     ):
         raise AssertionError("it has started")
     assert "error: worker.no_such: no such setting" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("lost", [2, 3, 4])
+def test_an_up_whose_engine_is_lost_again_and_again_is_given_up(lost: int, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "worker-0: the engine is lost (it was killed by signal 9); starting another in 0.25 s"
+    lines = ["worker-0: loading weights: 10 %", *[said] * lost, "ended"]
+    script = (
+        f"import sys, time\nfor line in {lines!r}: print(line, file=sys.stderr, flush=True)\ntime.sleep({lost} * 60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    output = UpOutput(process.stderr, Terminal(), process.terminate)
+    if lost < LOST_LIMIT:
+        shown = ""
+        while shown.count(said) < lost:
+            shown += capfd.readouterr().err
+        assert process.poll() is None, "it may still start"
+        process.kill()
+    assert process.wait(LIMIT_S) == (-signal.SIGTERM if lost >= LOST_LIMIT else -signal.SIGKILL)
+    output.close(failed=True)
 
 
 def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path: Path) -> None:
