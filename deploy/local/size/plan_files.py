@@ -53,7 +53,7 @@ class FleetOrder(Struct, frozen=True):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """These, and those with which the profile was measured."""
+        """The settings that were chosen, and those with which the profile was measured."""
         profiled, planned = _profiled(self.started), self.planned
         return {**profiled, **{name: _merged(profiled.get(name), value) for name, value in planned.items()}}
 
@@ -148,7 +148,7 @@ def _profiled(started: Sequence[str]) -> dict[str, object]:
         elif flag == "--set" and text.startswith("worker."):
             path, _, value = text.removeprefix("worker.").partition("=")
             *tables, name = path.split(".")
-            inner: object = {name: _number(value)}
+            inner: dict[str, object] = {name: _number(value)}
             for table in reversed(tables):
                 inner = {table: inner}
             found = {**found, **{key: _merged(found.get(key), each) for key, each in inner.items()}}

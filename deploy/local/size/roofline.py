@@ -198,8 +198,8 @@ class Roofline(Struct, frozen=True):
         return self.shape.kv_values / shared_by * self.kv_bits / 8
 
     def kv_tokens(self, memory_share: float, sequence_tokens: int) -> int:
-        """Return for how many tokens there is room, in sequences of so many each. Raise ConfigError if the weights
-        leave none."""
+        """Return for how many tokens there is room if each sequence has `sequence_tokens`. Raise ConfigError if the
+        weights leave none."""
         room = self._room_bytes(memory_share)
         if room < self.gpu_kv_token_bytes:
             raise ConfigError(

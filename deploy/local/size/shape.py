@@ -182,16 +182,16 @@ def _expert_layers(reader: _Reader, settings: Mapping[str, Any], layers: int, fi
 def _linear_layers(settings: Mapping[str, Any], layers: int, where: str) -> int:
     """Return how many layers are linear attention, as in Qwen3-Next. Raise ConfigError for layers of other kinds."""
     kinds, every = settings.get("layer_types"), settings.get("full_attention_interval")
-    listed = isinstance(kinds, list) and len(kinds) == layers
+    listed = kinds if isinstance(kinds, list) and len(kinds) == layers else []
     names = _OTHER_LAYERS if listed else (*_OTHER_LAYERS, *_UNLISTED_LAYERS)
     other = next((name for name in names if settings.get(name)), None)
     if other is not None:
         raise ConfigError(f"{where}: {other}: layers of this kind are not known here")
+    unknown = next((kind for kind in listed if kind not in (*_KEEP_TOKENS, "linear_attention")), None)
+    if unknown is not None:
+        raise ConfigError(f"{where}: layer_types has {unknown!r}: layers of this kind are not known here")
     if listed:
-        unknown = next((kind for kind in kinds if kind not in (*_KEEP_TOKENS, "linear_attention")), None)
-        if unknown is not None:
-            raise ConfigError(f"{where}: layer_types has {unknown!r}: layers of this kind are not known here")
-        return kinds.count("linear_attention")
+        return listed.count("linear_attention")
     return layers - layers // every if type(every) is int and every > 0 else 0
 
 
