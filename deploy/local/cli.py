@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -120,8 +121,8 @@ def _ended_as_interrupted() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    taken = [number for number, handler in before.items() if handler == signal.SIG_DFL]  # not those of nohup
+    ours = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in ours if signal.getsignal(number) == signal.SIG_DFL]  # not that of nohup
     for number in taken:
         signal.signal(number, interrupt)
     try:
