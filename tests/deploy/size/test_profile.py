@@ -224,7 +224,7 @@ def test_a_decode_is_timed_while_all_answers_are_under_way() -> None:
     ("words", "said"),
     [
         (["--longest", "64"], "--longest is 128 to"),
-        (["--most", "0"], "--most is 1 to 4096"),
+        (["--most", "4097"], "--most is 1 to 4096"),
         (["--limit-s", "0"], "--limit-s is 1 to 86400"),
         (["--out", "none/p.json"], "no such directory: none"),
         (["--url", "http://127.0.0.1:1/v1", "--", "--engine", "echo"], "give one of the two"),
