@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -72,11 +75,13 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
         case usage.ChatFlags() as flags:
             _chat(flags)
         case usage.BenchFlags() as flags:
-            return _bench(flags, words)
+            with _ended_as_interrupted():
+                return _bench(flags, words)
         case usage.EstimateFlags() as flags:
             return _estimate(flags)
         case usage.ProfileFlags() as flags:
-            return _profile(flags)
+            with _ended_as_interrupted():
+                return _profile(flags)
         case usage.PlanFlags() as flags:
             return _plan(flags)
         case usage.HeatFlags() as flags:
@@ -104,6 +109,27 @@ def _run(words: Sequence[str]) -> int:  # noqa: C901 - the table of commands
         case _:  # no command: the commands are shown
             pass
     return 0
+
+
+@contextmanager
+def _ended_as_interrupted() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end a measurement as Ctrl-C does: it keeps its figures, and ends the `up`s that it has
+    started."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    ours = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in ours if signal.getsignal(number) == signal.SIG_DFL]  # not that of nohup
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _status(flags: usage.StatusFlags) -> int:

@@ -485,10 +485,11 @@ class ProfileFlags(ClientFlags, frozen=True, kw_only=True):
     up: Words = []
     """The flags of an `up` with one worker to start and measure, after --: -- --engine vllm --model ORG/NAME
     (the API at --url)."""
-    longest: int | None = None
-    """The tokens of the longest prompt, and of the longest context before it (8192, or what a worker has room for)."""
-    most: int | None = None
-    """The most answers at once (32, or what a worker has room for)."""
+    longest: int = 0
+    """The tokens of the longest prompt, and of the longest context before it (8192, or what the worker has room
+    for)."""
+    most: int = 0
+    """The most answers at once (32, or as many as the worker has room for)."""
     workers: int = 1
     """The workers of a machine. If they are several, each point is also measured while all of them do the same."""
     limit_s: float = 600.0

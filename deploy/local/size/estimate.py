@@ -131,14 +131,13 @@ def estimate_of(flags: EstimateFlags) -> Estimate:
     _check(flags)
     roofline = _roofline(flags)
     shape, gpu, split = roofline.shape, roofline.gpu, roofline.split
-    kv_tokens, length = roofline.kv_tokens(flags.memory_share), flags.prompt + flags.output
+    length = flags.prompt + flags.output
+    kv_tokens = roofline.kv_tokens(flags.memory_share, length)
     if shape.context and length > shape.context:
         raise ConfigError(f"--prompt and --output are {length} tokens; the model's context has {shape.context}")
     largest = kv_tokens // length
     if not largest:
-        raise ConfigError(
-            f"there is room for {kv_tokens} tokens of KV, {length - kv_tokens} fewer than one sequence has"
-        )
+        raise ConfigError(f"there is room for {kv_tokens} tokens of KV, fewer than one sequence has: {length}")
     wanted = whole_numbers(flags.batch, "--batch") if flags.batch else [*BATCHES, largest]
     batches = sorted({each for each in wanted if each <= largest})
     if not batches:
@@ -175,7 +174,7 @@ def _roofline(flags: EstimateFlags) -> Roofline:
 def estimated_profile(flags: EstimateFlags) -> Profile:
     """Return a profile with the estimated times of a worker in place of measured ones. Raise ConfigError."""
     roofline, model = _roofline(flags), find_model(flags.model)
-    kv_tokens = roofline.kv_tokens(flags.memory_share)
+    kv_tokens = roofline.kv_tokens(flags.memory_share, flags.prompt + flags.output)
     words = [
         "--engine",
         flags.engine,
@@ -184,7 +183,8 @@ def estimated_profile(flags: EstimateFlags) -> Profile:
         *(["--device", "cuda"] if flags.engine == "native" else []),
     ]
     for name, size in (("tensor", roofline.split.tensor), ("pipeline", roofline.split.pipeline)):
-        words += ["--set", f"worker.vllm.{name}_parallel_size={size}"] if size > 1 else []
+        flag = [f"--{name}-parallel", str(size)] if flags.engine == "native" else []
+        words += (flag or ["--set", f"worker.vllm.{name}_parallel_size={size}"]) if size > 1 else []
     longest = 1 << (max(flags.prompt + flags.output, PROFILE_LONGEST) - 1).bit_length()
     most = max(1, min(PROFILE_MOST, kv_tokens // (flags.prompt + flags.output)))
     tokens = [1 << power for power in range(6, longest.bit_length())]

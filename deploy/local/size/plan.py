@@ -30,7 +30,9 @@ from deploy.local.size.plan_page import COMPARED, BenchFile, Measured, compared,
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile
 from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, FleetSetting, Targets, settings_of
+from deploy.local.size.started_up import TETHER
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic
+from deploy.local.stack.gpus import parallel_sizes
 from deploy.local.table import table
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags
@@ -38,6 +40,7 @@ from shared.errors import MALFORMED, ConfigError, Unavailable
 from shared.installation import COMMAND, TREE
 from shared.messages.virtual import OUTCOME, VirtualFailure, VirtualResult, VirtualRun
 from shared.percentiles import SHARES
+from shared.vllm_args import read_file
 
 RUN_LIMIT_S = 3600.0
 """The most seconds that one fleet may take to simulate."""
@@ -120,7 +123,8 @@ def plan_of(flags: PlanFlags, terminal: Terminal) -> PlanReport:
             prices = Prices(flags.price, each, flags.kv_token_bytes, flags.watts_per_gpu)
             rows += rows_of(search, profile, prices, targets)
             most = min([row.gpus for row in rows if row.meets], default=inf)
-    return report_of(rows, profiles[0].subject.model, traffic, targets)
+    notes = [note for each in zip(files, profiles, strict=True) for note in _notes(flags, *each, traffic)]
+    return report_of(rows, profiles[0].subject.model, traffic, targets, notes)
 
 
 def _settings(flags: PlanFlags, profile: Profile) -> list[FleetSetting]:
@@ -169,9 +173,36 @@ def _gpus(given: str, profiles: Sequence[Profile]) -> list[int]:
 
 
 def gpus_of(server: str) -> int:
-    """Return the GPUs of a worker that an `up` with these flags starts. 1 if they do not say it."""
-    native = r"|--tensor-parallel[ =]" if "cuda" in server else ""
-    return prod(map(int, re.findall(rf"(?:(?:tensor|pipeline)_parallel_size={native})(\d+)", server)))
+    """Return the GPUs of a worker that an `up` with these flags starts. 1 if they do not say it. Raise ConfigError if
+    their file of vLLM's arguments cannot be read."""
+    if "cuda" in server and (ranks := re.findall(r"--tensor-parallel[ =](\d+)", server)):
+        return int(ranks[-1])
+    settings = [(f"--vllm.{name}", size) for name, size in re.findall(r"worker\.vllm\.([\w-]+)=(\S+)", server)]
+    files = re.findall(r"--vllm-args[ =](\S+)", server)
+    try:
+        return prod(parallel_sizes(settings, read_file(files[-1] if files else "")).values())
+    except ConfigError as wrong:
+        raise ConfigError(f"{wrong}; --gpus-a-worker says how many GPUs a worker has") from None
+
+
+def _notes(flags: PlanFlags, file: Path, profile: Profile, traffic: Traffic) -> list[str]:
+    """Return what a reader should know of the answers that follow from a profile."""
+    subject, notes = profile.subject, list[str]()
+    prompt = max(row.input_length for row in traffic.rows)
+    running = max(setting.max_running for setting in _settings(flags, profile))
+    if "://" in subject.server and not flags.gpus_a_worker:
+        notes.append(f"{file}: {subject.server} does not say how many GPUs it has, 1 is assumed: give --gpus-a-worker")
+    if prompt > subject.longest:
+        notes.append(
+            f"{file}: prompts have up to {prompt} tokens, and times are known up to {subject.longest}; beyond that they"
+            f" are too low: profile with --longest {prompt}"
+        )
+    if running > subject.most:
+        notes.append(
+            f"{file}: times are known of up to {subject.most} answers at once, not of {running}: profile with --most"
+            f" {running}"
+        )
+    return notes
 
 
 def _search(search: FleetSearch, run: VirtualRun, jobs: int, terminal: Terminal) -> None:
@@ -216,7 +247,8 @@ def run_of(candidate: FleetCandidate, run: VirtualRun) -> VirtualRun:
 def _simulator() -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process that simulates fleets, one after the other."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), os.environ.get("PYTHONPATH"))))}
-    words = [sys.executable, "-P", "-m", "services.virtual"]
+    tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
+    words = [*tether, sys.executable, "-P", "-m", "services.virtual"]
     process = subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process

@@ -40,16 +40,22 @@ class FleetOrder(Struct, frozen=True):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a worker takes GPUs."""
-        return "cuda" in " ".join(self.started).replace("=", " ").split()
+        """Whether a worker takes GPUs. vLLM's flags do not say it: its image in the chart is one for GPUs."""
+        return self.engine == "vllm" or "cuda" in " ".join(self.started).replace("=", " ").split()
 
     @property
-    def settings(self) -> Mapping[str, object]:
-        """The settings of workers. vLLM has limits of its own."""
+    def planned(self) -> Mapping[str, object]:
+        """The settings of workers that the plan has chosen. vLLM has limits of its own."""
         mine = self.fleet.setting
         if self.engine == "vllm":
             return {"vllm": {"max_num_seqs": mine.max_running, "max_num_batched_tokens": self.step_tokens}}
         return {"max_running": mine.max_running, "step_s": mine.step_s}
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The settings that were chosen, and those with which the profile was measured."""
+        profiled, planned = _profiled(self.started), self.planned
+        return {**profiled, **{name: _merged(profiled.get(name), value) for name, value in planned.items()}}
 
 
 def step_tokens(prefill: Sequence[tuple[float, float, float]], step_s: float) -> int:
@@ -70,7 +76,7 @@ def up_words(order: FleetOrder) -> list[str]:
     else:
         words += ["--workers", str(fleet.workers)]
     words += ["--policy", fleet.setting.policy, "--kvbm-bytes", str(order.store_bytes)]
-    for path, value in _leaves(order.settings, "worker"):
+    for path, value in _leaves(order.planned, "worker"):
         words += ["--set", f"{path}={value}"]
     return words
 
@@ -78,10 +84,11 @@ def up_words(order: FleetOrder) -> list[str]:
 def compose_overlay(order: FleetOrder) -> str:
     """Return an overlay of deploy/compose/compose.yaml."""
     fleet, names = order.fleet, {"worker": order.fleet.workers - order.fleet.prefill}
-    files = ["compose.yaml", "compose.roles.yaml"] if fleet.prefill else ["compose.yaml"]
+    engine = ["compose.vllm.yaml"] if order.engine == "vllm" else ["compose.gpu.yaml"] if order.on_gpu else []
+    files = ["compose.yaml", *engine, *(["compose.roles.yaml"] if fleet.prefill else [])]
     if fleet.prefill:
         names["prefill"] = fleet.prefill
-    variables = {PREFIX + path.replace(".", "_").upper(): str(value) for path, value in _plain(order)}
+    variables = {PREFIX + path.replace(".", "_").upper(): _spelled(value) for path, value in _plain(order)}
     lines = [
         f"# Written by `headrace plan`: {fleet.name}",
         f"#   docker compose {' '.join(f'-f {file}' for file in files)} -f THIS FILE up --build",
@@ -123,19 +130,57 @@ def chart_values(order: FleetOrder) -> str:
 
 
 def _plain(order: FleetOrder) -> list[tuple[str, object]]:
-    """Return the settings of workers as paths and values for the environment, in which a table is NAME=VALUE pairs."""
+    """Return the settings of workers as paths and values for the environment, in which vLLM's arguments are NAME=VALUE
+    pairs."""
     settings: dict[str, object] = {**order.settings} if order.store_bytes else {**order.settings, "kvbm.pool": ""}
-    return [
-        (path, ",".join(f"{name}={each}" for name, each in value.items()) if isinstance(value, dict) else value)
-        for path, value in settings.items()
-    ]
+    if isinstance(vllm := settings.pop("vllm", None), dict):
+        settings["vllm"] = ",".join(f"{name}={_spelled(each)}" for name, each in vllm.items())
+    return _leaves(settings, "")
+
+
+def _profiled(started: Sequence[str]) -> dict[str, object]:
+    """Return the settings of workers among the flags of an `up`, as tables."""
+    words = [part for word in started for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    found: dict[str, object] = {}
+    for flag, text in pairwise(words):
+        if flag == "--tensor-parallel":
+            found["tensor_parallel"] = _number(text)
+        elif flag == "--set" and text.startswith("worker."):
+            path, _, value = text.removeprefix("worker.").partition("=")
+            *tables, name = path.split(".")
+            inner: dict[str, object] = {name: _number(value)}
+            for table in reversed(tables):
+                inner = {table: inner}
+            found = {**found, **{key: _merged(found.get(key), each) for key, each in inner.items()}}
+    return found
+
+
+def _number(text: str) -> object:
+    """Return what the text is in JSON, or the text itself."""
+    try:
+        return msgspec.json.decode(text.encode())
+    except msgspec.DecodeError:
+        return text
+
+
+def _merged(old: object, new: object) -> object:
+    """Return the newer of two values of a setting; of two tables the entries of both."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
+    return new
 
 
 def _leaves(table: Mapping[str, object], path: str) -> list[tuple[str, object]]:
     found = list[tuple[str, object]]()
     for name, value in table.items():
-        found += _leaves(value, f"{path}.{name}") if isinstance(value, dict) else [(f"{path}.{name}", value)]
+        place = f"{path}.{name}" if path else name
+        found += _leaves(value, place) if isinstance(value, dict) else [(place, value)]
     return found
+
+
+def _spelled(value: object) -> str:
+    """Return a value as a variable of the environment has it."""
+    return value if isinstance(value, str) else _text(value)
 
 
 def _text(value: object) -> str:

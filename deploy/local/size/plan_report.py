@@ -65,6 +65,8 @@ class PlanReport(Struct, frozen=True):
     """Which target leaves the least room."""
     rows: list[PlanRow]
     """All fleets, the best first."""
+    notes: list[str] = []
+    """Why figures may be wrong."""
 
 
 def rows_of(search: FleetSearch, profile: Profile, prices: Prices, targets: Targets) -> list[PlanRow]:
@@ -72,7 +74,7 @@ def rows_of(search: FleetSearch, profile: Profile, prices: Prices, targets: Targ
     return [row_of(candidate, result, prices, targets, profile) for candidate, result in search.results.items()]
 
 
-def report_of(rows: Sequence[PlanRow], model: str, traffic: Traffic, targets: Targets) -> PlanReport:
+def report_of(rows: Sequence[PlanRow], model: str, traffic: Traffic, targets: Targets, notes: list[str]) -> PlanReport:
     """Return the report of all fleets that were run."""
     ordered = sorted(rows, key=lambda row: (not row.meets, row.gpus if row.meets else 0, max(row.of_target.values())))
     first = ordered[0]
@@ -84,6 +86,7 @@ def report_of(rows: Sequence[PlanRow], model: str, traffic: Traffic, targets: Ta
         best=first if first.meets else None,
         binds=max(first.of_target, key=lambda name: first.of_target[name]),
         rows=ordered,
+        notes=notes,
     )
 
 
@@ -128,12 +131,13 @@ def render(made: PlanReport) -> str:
     columns += f"{'  PRICE/M TOKENS' if priced else ''}  GPU HOURS/M REQUESTS"
     columns += "  WH/M TOKENS" if first.watt_hours_a_million_tokens else ""
     lines = [head, answer, "", table(columns, [_cells(row, made) for row in made.rows[:ROWS]])]
+    notes = [*made.notes]
     if (left := len(made.rows) - ROWS) > 0:
-        lines.append(f"note: {left} fleets are not shown; --json has all")
+        notes.append(f"{left} fleets are not shown; --json has all")
     step_s = min(row.fleet.setting.step_s for row in made.rows)
     if made.best is None and made.binds.startswith("itl") and step_s > made.targets[made.binds]:
-        lines.append(f"note: steps with parts of prompts, of up to {step_s:g} s, are longer than that target: --step-s")
-    return "\n".join(lines)
+        notes.append(f"steps with parts of prompts, of up to {step_s:g} s, are longer than that target: --step-s")
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
 def _cells(row: PlanRow, made: PlanReport) -> list[object]:

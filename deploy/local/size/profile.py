@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypeVar
 
-import msgspec
 import uvloop
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.local.size.files import check_parent, read_given
 from deploy.local.size.flags import check_ranges
@@ -51,12 +51,12 @@ from shared.measured_times import Point
 from shared.version import VERSION
 
 T = TypeVar("T")
-LONGEST, MOST = 8192, 32
-"""The tokens of the longest prompt, and the most answers at once, unless flags or a worker's room say less."""
-BATCH = 8
-"""The answers at once for which prompts are made short enough if there is room for little KV."""
 WORKERS = 16
 """The most workers of a machine that are measured at once."""
+LONGEST, MOST = 8192, 32
+"""The tokens of the longest prompt, and the most answers at once, if the worker has room for them."""
+LEAST_MOST = 8
+"""The answers at once that are to have room before the longest prompt is longer."""
 SHORTEST = 64
 """The tokens of the shortest prompt, and of the shortest context."""
 PIECE = 16
@@ -87,7 +87,7 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
     longest: int
     most: int
-    """0 means what the worker has room for, as for `longest`."""
+    """Both are 0 until it is known what the worker has room for, if they were not given."""
     limit_s: float
     out: Path
     url: str
@@ -104,15 +104,17 @@ class ProfileOptions(Struct, frozen=True, kw_only=True):
 
 def check_flags(flags: ProfileFlags) -> None:
     """Raise ConfigError for numbers out of range."""
-    ranges = {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096), "workers": (1, WORKERS), "limit_s": (1, 86_400)}
-    check_ranges(flags, {name: each for name, each in ranges.items() if getattr(flags, name) is not None})
+    ranges: dict[str, tuple[float, float]] = {"longest": (2 * SHORTEST, 1 << 20), "most": (1, 4096)}
+    given = {name: limits for name, limits in ranges.items() if getattr(flags, name)}
+    check_ranges(flags, {**given, "workers": (1, WORKERS), "limit_s": (1, 86_400)})
     check_parent("--out", flags.out)
 
 
 def profile(options: ProfileOptions) -> int:
     """Measure and return the exit status. Raise ConfigError or Unavailable."""
     terminal = Terminal()
-    _earlier(options.out, _subject(options))  # before anything is started
+    if (found := _earlier(options.out, _subject(options))) is not None:  # before anything is started
+        options = replace(options, longest=found.subject.longest, most=found.subject.most)
     with _endpoints(options, terminal) as (urls, state), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         made = runner.run(_measure(options, urls, state, terminal))
     terminal.clear()
@@ -143,10 +145,9 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
         sizes = UpSizes() if state is None else await asyncio.to_thread(sizes_of, state, asked.model)
         workers = max(await asked.workers(), sizes.workers) if options.url else 1  # one in each `up` that was started
         _check_workers(workers, asked.model, url)
-        versions = {"headrace": VERSION, "server": await asked.version()}
-        options = fitted(options, sizes, _earlier(options.out, _subject(options, asked.model, versions)))
+        options = fitted(options, sizes)
         terminal.notice(f"prompts of up to {options.longest} tokens, up to {options.most} answers at once")
-        subject = _subject(options, asked.model, versions)
+        subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
         known = _earlier(options.out, subject)
         await asked.learn_ids()
         for client in clients[1:]:
@@ -161,25 +162,22 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
         return sweep.profile(complete=True) if sweep.finished else sweep.profile(complete=False)
 
 
-def fitted(options: ProfileOptions, sizes: UpSizes, known: Profile | None) -> ProfileOptions:
-    """Return the options with the numbers that were not given: those of the earlier sweep, else what there is room for.
-    Raise ConfigError for a prompt that is too long. *Pure.*"""
-    longest, most = options.longest, options.most
-    if known is not None:
-        longest, most = known.subject.longest, known.subject.most
-    fits = (sizes.context_length - 1) // 2 if sizes.context_length else max(LONGEST, longest)
-    if longest > fits:
+def fitted(options: ProfileOptions, sizes: UpSizes) -> ProfileOptions:
+    """Return the options with the sizes that were not given, for which the worker has room. Raise ConfigError if it has
+    none for those that were. *Pure.*"""
+    kv_tokens = sizes.kv_tokens or 1 << 40
+    room, each = min(kv_tokens, sizes.context_tokens or kv_tokens), ANSWER_TOKENS + sizes.block_size
+    longest = options.longest or min(LONGEST, (room - 1) // 2, kv_tokens // LEAST_MOST - each) // SHORTEST * SHORTEST
+    longest = max(longest, 2 * SHORTEST)
+    fits = max(1, kv_tokens // (longest + each))
+    most = options.most or min(MOST, fits)
+    if room <= 2 * longest or most > fits:
         raise ConfigError(
-            f"--longest {longest}: prompts of this length are also measured after as many cached tokens, and the "
-            f"model's context has {sizes.context_length}: at most {fits}"
+            f"prompts of {longest} tokens after as many, and {most} answers at once after {longest}, take"
+            f" {max(2 * longest + 1, most * (longest + each))} tokens; the worker has room for {kv_tokens}, and a"
+            f" context of {room} at most: give a shorter --longest, a smaller --most, or leave both out"
         )
-    answer = max(LEAST_GAPS) + SHORTEST
-    if not longest:
-        room = sizes.kv_tokens // (most or BATCH) - answer if sizes.kv_tokens else LONGEST
-        longest = max(2 * SHORTEST, min(LONGEST, fits, room) // SHORTEST * SHORTEST)
-    if not most:
-        most = max(1, min(MOST, sizes.kv_tokens // (longest + answer))) if sizes.kv_tokens else MOST
-    return msgspec.structs.replace(options, longest=longest, most=most)
+    return replace(options, longest=longest, most=most)
 
 
 def _check_workers(workers: int, model: str, url: str) -> None:

@@ -17,6 +17,7 @@ In a steady load each sequence of a batch also waits for the prompts of others: 
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from deploy.local.size.shape import ModelShape
 from shared.errors import ConfigError
@@ -24,6 +25,10 @@ from shared.errors import ConfigError
 GB = 1e9
 _TABLE_BITS = 16.0
 """Bits of the parameters of embedding and head, which quantised models leave as they are."""
+NATIVE_RANKS = 8
+"""The most GPUs of a worker with the native engine."""
+_STATE_BYTES = 4
+"""Bytes of a value that a layer of linear attention keeps of a sequence: they are added to at each token."""
 _LAYER_MATRICES = 4
 """The multiplications of a layer: queries with keys and values, output, gate with up, down."""
 
@@ -66,6 +71,8 @@ class Achieved(Struct, frozen=True):
     first_s: float
     """The fixed time of a prompt."""
     source: str
+    whole_embedding: bool = False
+    """True if each GPU of a tensor-parallel group has the whole embedding."""
 
 
 TABLES = "the measured tables of NVIDIA's aiconfigurator-core 0.12, vLLM 0.24 on H200 and H100"
@@ -93,6 +100,7 @@ ENGINES: dict[str, Achieved] = {
         sequence_s=0.35e-6,
         first_s=4e-3,
         source="the native engine on one H200, an 8B Llama shape in bfloat16: benchmarks/results/vllm_gpu_engines.json",
+        whole_embedding=True,
     ),
 }
 """The fractions by engine. Over the tables' multiplications of 1 to 8,192 rows by matrices of 16 M to 400 M parameters
@@ -167,30 +175,52 @@ class Roofline(Struct, frozen=True):
         """The weights on the GPU that has most of them."""
         layers = -(-self.shape.layers // self.split.pipeline) / self.shape.layers
         tables = 1 if self.shape.tied or self.split.pipeline > 1 else 2
-        decoder = self.shape.decoder_weights * layers * self.weight_bits
-        return (decoder + tables * self.shape.table_weights * _TABLE_BITS) / 8 / self.split.tensor
+        decoder_bytes = self.shape.decoder_weights * layers * self.weight_bits / 8
+        table_bytes = self.shape.table_weights * _TABLE_BITS / 8
+        if self.achieved.whole_embedding and self.split.tensor > 1:
+            return table_bytes + (decoder_bytes + table_bytes) / self.split.tensor
+        return (decoder_bytes + tables * table_bytes) / self.split.tensor
 
     @property
     def gpu_kv_token_bytes(self) -> float:
         """The KV of one token on the GPU that has most of it."""
-        layers = -(-self.shape.layers // self.split.pipeline)
+        layers = -(-self.shape.kv_layers // self.split.pipeline)
         return layers * self._layer_kv_bytes
+
+    @property
+    def _gpu_state_bytes(self) -> float:
+        """What layers of linear attention keep of one sequence on each GPU."""
+        return self.shape.state_values * _STATE_BYTES / self.split.gpus
 
     @property
     def _layer_kv_bytes(self) -> float:
         shared_by = 1 if self.shape.latent else min(self.split.tensor, self.shape.kv_heads)
         return self.shape.kv_values / shared_by * self.kv_bits / 8
 
-    def kv_tokens(self, memory_share: float) -> int:
-        """Return for how many tokens there is room. Raise ConfigError if the weights leave none."""
-        room = self.gpu.memory_gb * GB * memory_share - self.gpu_weights_bytes
+    def kv_tokens(self, memory_share: float, sequence_tokens: int) -> int:
+        """Return for how many tokens there is room if each sequence has `sequence_tokens`. Raise ConfigError if the
+        weights leave none."""
+        room = self._room_bytes(memory_share)
         if room < self.gpu_kv_token_bytes:
             raise ConfigError(
                 f"the weights take {self.gpu_weights_bytes / GB:.1f} GB of each {self.gpu.name}, "
                 f"{-room / GB:.1f} GB more than {memory_share:g} of its {self.gpu.memory_gb:g} GB: "
-                "use more GPUs, or fewer bits for a weight"
+                f"{self._more_gpus(memory_share)}, or fewer bits for a weight"
             )
-        return int(room / self.gpu_kv_token_bytes)
+        return int(room / (self.gpu_kv_token_bytes + self._gpu_state_bytes / sequence_tokens))
+
+    def _room_bytes(self, memory_share: float) -> float:
+        """Return what weights leave of the share of a GPU's memory."""
+        return self.gpu.memory_gb * GB * memory_share - self.gpu_weights_bytes
+
+    def _more_gpus(self, memory_share: float) -> str:
+        """Return which split among more GPUs leaves room for KV."""
+        for tensor in range(self.split.tensor + 1, NATIVE_RANKS + 1):
+            wider = replace(self, split=replace(self.split, tensor=tensor))
+            room = wider._room_bytes(memory_share)
+            if room > wider.gpu_kv_token_bytes and not self.shape.heads % tensor:
+                return f"--tensor-parallel {tensor} leaves {room / GB:.0f} GB on each"
+        return "use more GPUs"
 
     # --- time
 
@@ -202,14 +232,15 @@ class Roofline(Struct, frozen=True):
         decoder_s = shape.touched_weights(at_once) * self.weight_bits / 8 / split.tensor / rate / done.memory[few]
         head_s = shape.table_weights * _TABLE_BITS / 8 / split.tensor / rate / done.memory[0]
         each_s = _LAYER_MATRICES * shape.layers * done.each_s[few] + done.each_s[0]
-        kv = at_once * context * shape.layers * self._layer_kv_bytes
+        kv = at_once * context * shape.kv_layers * self._layer_kv_bytes
+        state_s = 2 * at_once * shape.state_values * _STATE_BYTES / split.tensor / rate  # it is read and written
         kv_rate = rate * done.kv
         if self.kv_bits < 16:
             kv_rate = min(kv_rate, self.gpu.tflops_16 * 1e12 * EIGHT_BIT_KV)
         return StepParts(
             weights_s=decoder_s + head_s + each_s,
             arithmetic_s=self._matmuls_s(at_once, at_once) + each_s,
-            kv_s=kv / kv_rate,
+            kv_s=kv / kv_rate + state_s,
             links_s=self._links_s(at_once),
             rest_s=(done.layer_s + done.sequence_s * at_once) * shape.layers + self._moved_s(at_once),
         )
@@ -255,8 +286,11 @@ class Roofline(Struct, frozen=True):
 
 def check_split(shape: ModelShape, split: GpuSplit, engine: str) -> None:
     """Raise ConfigError if the model cannot be shared out so."""
-    if engine == "native" and split.gpus > 1:
-        raise ConfigError("the native engine computes a model on one GPU: use --engine vllm for several")
+    if engine == "native" and (split.pipeline > 1 or split.tensor > NATIVE_RANKS):
+        raise ConfigError(
+            f"the native engine shares a model among up to {NATIVE_RANKS} GPUs by --tensor-parallel alone: use --engine"
+            " vllm"
+        )
     if engine == "native" and shape.experts:
         raise ConfigError("the native engine has no mixtures of experts: use --engine vllm")
     for name, size in (("heads", shape.heads), ("values between the MLP's matrices", shape.intermediate)):

@@ -10,17 +10,15 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from random import SystemRandom
-from socket import socket
 from typing import IO
 
 from msgspec import Struct
 
 from deploy.local import install_vllm
-from deploy.local.stack import die_with_parent, gpus
+from deploy.local.stack import gpus, servers
 from deploy.local.stack.announce import LAST_LINE
 from deploy.local.stack.stack import Gpus
 from deploy.local.state import CACHE_VARIABLE, StateDirectory
@@ -36,10 +34,13 @@ START_LIMIT_S = 1800.0
 STOP_LIMIT_S = 120.0
 STATUS_LIMIT_S = 60.0
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
-PORTS = range(20_000, 32_000)
+TETHER = Path(servers.__file__).with_name("die_with_parent.py")
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
 LINES_KEPT = 200
 """The most lines of an `up` that are kept."""
+LOST_LIMIT = 3
+"""The engines and workers of an `up` that may be lost before it serves: then it is given up."""
+_LOST = re.compile(r"\S+(: the engine is lost| ended) \(")
 _PROGRESS = re.compile(r"(.*): (\d{1,3}) %")
 _OURS = (*ONE_WORKER[::2], "--port", "--state", "--prefill", "--decode", "--single")
 
@@ -96,16 +97,16 @@ def running_up(
     words: Sequence[str], terminal: Terminal, purpose: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Path]]:
     """Yield the URL of an `up` with these flags, and its state directory. `purpose` is what it is for, in messages;
-    `variables` are added to its environment. It dies with this thread. Raise Unavailable if it does not start."""
+    `variables` are added to its environment. Raise Unavailable if it does not start."""
     with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
-        state, port = StateDirectory(Path(home)), _free_port()
+        state, [port] = StateDirectory(Path(home)), servers.free_ports(1)
         flags, environ = ("--port", str(port), "--state", home, *words), {**_variables(), **(variables or {})}
-        pipe, tether = subprocess.PIPE, (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
+        pipe, tether = subprocess.PIPE, (sys.executable, "-I", "-S", str(TETHER), "--terminate", str(os.getpid()))
         process = subprocess.Popen(
             [*tether, *command("up", *flags)], env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
         )
         assert process.stderr is not None
-        output, failed = UpOutput(process.stderr, terminal), False
+        output, failed = UpOutput(process.stderr, terminal, process.terminate), False
         try:
             url = _ready_url(process, purpose)
             terminal.notice(f"started for {purpose}: {url}")
@@ -120,15 +121,15 @@ def running_up(
 
 
 class UpOutput:
-    """What an `up` says on stderr. Its progress is shown, and what happens while it serves. The rest of what it says at
-    its start is kept, and shown if it fails.
+    """What an `up` says on stderr. Its progress is shown, what it has lost, and what happens while it serves. The rest
+    of what it says at its start is kept, and shown if it fails. One that loses its engine again and again is given up.
 
     starting ──the last line of how to ask──▶ serving ──stop──▶ stopping
     """
 
-    def __init__(self, stream: IO[str], terminal: Terminal) -> None:
-        self._stream, self._terminal = stream, terminal
-        self._state = "starting"
+    def __init__(self, stream: IO[str], terminal: Terminal, give_up: Callable[[], None]) -> None:
+        self._stream, self._terminal, self._give_up = stream, terminal, give_up
+        self._state, self._lost = "starting", 0
         self._kept: deque[str] = deque(maxlen=LINES_KEPT)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -154,6 +155,11 @@ class UpOutput:
                     self._terminal.notice(text)
                 elif self._state == "starting" and (found := _PROGRESS.fullmatch(text)):
                     self._terminal.progress(found[1], int(found[2]) / 100)
+                elif self._state == "starting" and _LOST.match(text):
+                    self._terminal.notice(text)
+                    self._lost += 1
+                    if self._lost == LOST_LIMIT:
+                        self._give_up()
                 elif self._state == "starting":
                     self._kept.append(text)
                     self._state = "serving" if text == LAST_LINE else self._state
@@ -172,8 +178,8 @@ class UpSizes(Struct, frozen=True):
     """The tokens of a block."""
     kv_tokens: int = 0
     """The tokens of KV for which one worker has room."""
-    context_length: int = 0
-    """The tokens of the model's context."""
+    context_tokens: int = 0
+    """The tokens of the longest context."""
 
 
 def sizes_of(state: Path, model: str) -> UpSizes:
@@ -196,18 +202,6 @@ def _variables() -> dict[str, str]:
     if CACHE_VARIABLE in variables:
         kept[CACHE_VARIABLE] = variables[CACHE_VARIABLE]
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), variables.get("PYTHONPATH"))))}
-
-
-def _free_port() -> int:
-    draw = SystemRandom()
-    while True:
-        port = draw.choice(PORTS)
-        with socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 def _ready_url(process: subprocess.Popen[str], purpose: str) -> str:

@@ -1,6 +1,7 @@
 """Runs a program that dies with its parent, even if the parent is killed with SIGKILL.
 
-    python -I -S die_with_parent.py PARENT_PID PROGRAM ARGUMENTS…
+    python -I -S die_with_parent.py PARENT_PID PROGRAM ARGUMENTS…               by SIGKILL
+    python -I -S die_with_parent.py --terminate PARENT_PID PROGRAM ARGUMENTS…   by SIGTERM: it ends what it has started
 
 The kernel's parent-death signal is set for this process and stays over execv, so it holds for any program (nats-server
 and etcd included) and leaves no process in between. Linux has it; elsewhere a killed `up` leaves its children behind.
@@ -20,11 +21,13 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Replace this process by the program. Return only if the parent has died already or the program cannot start."""
-    parent, program = int(sys.argv[1]), sys.argv[2:]
-    if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    terminate = sys.argv[1] == "--terminate"
+    parent, *program = sys.argv[2:] if terminate else sys.argv[1:]
+    number = signal.SIGTERM if terminate else signal.SIGKILL
+    if sys.platform == "linux" and ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         print("prctl(PR_SET_PDEATHSIG) failed", file=sys.stderr)
         return 1
-    if os.getppid() != parent:  # it died before the signal was set
+    if os.getppid() != int(parent):  # it died before the signal was set
         return 1
     try:
         os.execv(program[0], program)

@@ -165,6 +165,109 @@ def test_a_mixture_of_experts_reads_few_experts_for_one_sequence_and_all_for_man
     assert made.loads[1].itl_s > 3 * dense.loads[1].itl_s
 
 
+MIXED = {"model_type": "llama4_text", "head_dim": 128, "num_attention_heads": 40, "num_experts_per_tok": 1}
+MADE_OF = {"hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "vocab_size": 202048}
+NEXT = {
+    **{"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2},
+    **{"head_dim": 256, "intermediate_size": 5120, "vocab_size": 151936, "num_experts": 512},
+    **{"moe_intermediate_size": 512, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 512},
+    **{"linear_num_value_heads": 32, "linear_num_key_heads": 16, "full_attention_interval": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+"""Qwen3-Next-80B-A3B's: three of four layers are linear attention."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "billions", "active"),
+    [
+        (
+            {**MIXED, **MADE_OF, "num_hidden_layers": 48, "num_local_experts": 16, "interleave_moe_layer_step": 1},
+            109,
+            17,
+        ),
+        (
+            {**MIXED, **MADE_OF, "num_hidden_layers": 48, "num_local_experts": 128, "interleave_moe_layer_step": 2},
+            400,
+            17,
+        ),
+        (NEXT, 80, 3.8),
+        ({**NEXT, "decoder_sparse_step": 2}, 41.6, 3.75),
+        ({**NEXT, "mlp_only_layers": [0, 1]}, 77, 3.8),
+        ({**NEXT, "moe_layer_freq": [0, *[1] * 47]}, 78, 3.8),
+    ],
+)
+def test_the_parameters_of_mixtures_are_those_of_their_names(
+    changes: dict[str, Any], billions: float, active: float
+) -> None:
+    shape = shape_of({**ROWS.configs["Llama-3-8B"], **changes}, "made")
+    tables = 2 * shape.table_weights
+    assert shape.decoder_weights + tables == pytest.approx(billions * 1e9, rel=0.02)
+    assert shape.active_weights + tables == pytest.approx(active * 1e9, rel=0.03)
+
+
+def test_layers_of_linear_attention_keep_a_state_for_a_sequence_in_place_of_keys_for_a_token(tmp_path: Path) -> None:
+    flags = EstimateFlags(model=config(tmp_path, **NEXT), gpu="H200", tensor_parallel=2, batch="1")
+    made = estimate_of(flags)
+    assert made.kv_token_bytes == 12 * 2 * 2 * 256 * 2 / 2, "12 layers, keys and values, 2 heads, 16 bits, 2 GPUs"
+    config(tmp_path, **{**NEXT, "layer_types": ["linear_attention", "full_attention"] * 24})
+    assert estimate_of(flags).kv_token_bytes == 2 * made.kv_token_bytes
+    config(tmp_path, **NEXT)
+    longer = estimate_of(msgspec.structs.replace(flags, prompt=100_000))
+    assert longer.kv_tokens > 1.5 * made.kv_tokens, "fewer sequences, of which each has one state"
+    state = 36 * 32 * 128 * 128 * 4 / 2
+    room = made.largest_batch * ((flags.prompt + flags.output) * made.kv_token_bytes + state)
+    assert room == pytest.approx((0.9 * 150.8 - made.weights_gb) * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"moe_num_experts": 64, "moe_k": 6}, "moe_num_experts: mixtures of experts of this kind are not known here"),
+        ({"layer_types": ["conv"] * 32}, "layer_types has 'conv': layers of this kind are not known here"),
+        ({"mamba_d_conv": 4, "attn_layer_period": 8}, "mamba_d_conv: layers of this kind are not known here"),
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input: layers of this kind are not known"),
+        ({"full_attention_interval": 4}, "linear_num_key_heads is missing"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, which does not fit the other sizes"),
+    ],
+)
+def test_layers_of_other_kinds_are_refused_by_the_setting_that_has_them(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"config.json: {said}" in refused(capsys, config(tmp_path, **changes), "--gpu", "H200")
+
+
+def test_a_model_whose_settings_name_what_it_has_none_of_is_estimated(tmp_path: Path) -> None:
+    plain = estimate_of(EstimateFlags(model=config(tmp_path), gpu="H100"))
+    attention = {"layer_types": ["attention"] * 32, "mamba_d_conv": 4}
+    config(tmp_path, **attention, num_local_experts=0, num_experts_per_tok=0, n_shared_experts=1, moe_layer_freq=1)
+    assert estimate_of(EstimateFlags(model=str(tmp_path), gpu="H100")) == plain
+
+
+def test_modelopts_four_bits_are_not_taken_for_eight(tmp_path: Path) -> None:
+    flags = EstimateFlags(model=config(tmp_path, quantization_config={"quant_method": "modelopt"}), gpu="H100")
+    eight = estimate_of(flags).weights_gb
+    config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    assert estimate_of(flags).weights_gb < 0.7 * eight
+
+
+def test_the_native_engine_shares_a_model_among_gpus_and_the_plan_starts_it_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
+    words = ["estimate", model, "--gpu", "H200", "--engine", "native", "--tensor-parallel", "2", "--out", "p.json"]
+    assert main([*words, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    table = ROWS.configs["Llama-3-70B"]["vocab_size"] * 8192 * 2 / 1e9
+    assert made["weights_gb"] == pytest.approx(70.6 + table / 2, abs=0.1), "each GPU has the whole embedding"
+    load = ["--rate", "1", "--requests", "20", "--ttft-p90", "2", "--most", "1", "--step-s", "0.25", "--jobs", "1"]
+    assert main(["plan", "--profile", "p.json", *load, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["gpus"] == 2
+    flags = parse(["up", "@plan.up"])
+    assert isinstance(flags, UpFlags)
+    assert (flags.engine, flags.device, flags.tensor_parallel) == ("native", "cuda", 2)
+
+
 def test_json_has_the_same_figures_and_where_they_come_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", config(tmp_path), "--gpu", "H200", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
@@ -265,7 +368,8 @@ def test_sizes_that_contradict_each_other_are_refused(
         (["--tensor-parallel", "3"], "--tensor-parallel 3 does not divide the model's 32 heads"),
         (["--pipeline-parallel", "33"], "--pipeline-parallel 33 is more than the model's 32 layers"),
         (["--expert-parallel", "2"], "--expert-parallel 2: the model has no experts"),
-        (["--engine", "native", "--tensor-parallel", "2"], "the native engine computes a model on one GPU"),
+        (["--engine", "native", "--pipeline-parallel", "2"], "the native engine shares a model among up to 8 GPUs"),
+        (["--engine", "native", "--tensor-parallel", "16"], "the native engine shares a model among up to 8 GPUs"),
         (["--cached", "1"], "--cached is a share of the prompt"),
         (["--prompt", "0"], "--prompt is 1 to"),
         (["--batch", "8,x"], "--batch: 'x': must be whole numbers"),
@@ -283,7 +387,11 @@ def test_a_model_that_does_not_fit_is_refused_with_how_much_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = config(tmp_path, **ROWS.configs["Llama-3-70B"])
-    assert "141.1 GB of each H200, 5.4 GB more than 0.9 of its 150.8 GB" in refused(capsys, model, "--gpu", "H200")
+    said = refused(capsys, model, "--gpu", "H200")
+    assert "141.1 GB of each H200, 5.4 GB more than 0.9 of its 150.8 GB: --tensor-parallel 2 leaves 65 GB" in said
+    config(tmp_path, **ROWS.configs["Llama-3-70B"], num_local_experts=64, num_experts_per_tok=2)
+    assert "of its 150.8 GB: use more GPUs, or fewer bits for a weight" in refused(capsys, model, "--gpu", "H200")
+    config(tmp_path, **ROWS.configs["Llama-3-70B"])
     said = refused(capsys, model, "--gpu", "H200", "--tensor-parallel", "2", "--prompt", "400000")
     assert "fewer than one sequence has" in said
     limited = config(tmp_path, max_position_embeddings=4096)

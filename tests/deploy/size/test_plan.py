@@ -17,6 +17,7 @@ from deploy.local.size.traffic import Lengths, drawn_traffic
 from deploy.local.terminal import Terminal
 from deploy.local.usage import PlanFlags, UpFlags, parse
 from services.virtual.run import run
+from shared.errors import ConfigError
 from shared.messages.virtual import VirtualRun
 
 KV_TOKENS = 200_000
@@ -196,6 +197,32 @@ def test_gpus_of_a_worker_follow_from_the_flags_of_its_up() -> None:
     assert gpus_of("--tensor-parallel 4 --model made") == 1, "processes on a CPU"
     both = "--engine vllm --set worker.vllm.tensor_parallel_size=2 --set worker.vllm.pipeline_parallel_size=3"
     assert gpus_of(both) == 6
+    assert gpus_of(f"{both} --set worker.vllm.tensor-parallel-size=4") == 12, "the last of a flag counts"
+    assert gpus_of("--engine vllm --set worker.vllm.data_parallel_size=2 --set worker.vllm.max_num_seqs=8") == 2
+
+
+def test_gpus_of_a_worker_follow_from_vllms_own_file_that_flags_override(tmp_path: Path) -> None:
+    (tmp_path / "args.yaml").write_text("tensor-parallel-size: 4\npipeline-parallel-size: 2\n", encoding="utf-8")
+    file = f"--engine vllm --vllm-args {tmp_path}/args.yaml"
+    assert gpus_of(file) == 8
+    assert gpus_of(f"{file} --set worker.vllm.tensor_parallel_size=1") == 2
+    with pytest.raises(ConfigError, match="No such file or directory; --gpus-a-worker says how many GPUs"):
+        gpus_of("--engine vllm --vllm-args=none.yaml")
+
+
+def test_what_a_plan_cannot_know_is_said_with_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    subject = {"model": "made", "server": "http://host:8000/v1", "machine": "", "versions": {}}
+    file = str(write_profile(tmp_path, subject={**subject, "longest": 2048, "most": 32}))
+    words = ["plan", "--profile", file, "--rate", "1", "--requests", "10", "--ttft-p90", "9", "--spread", "0"]
+    words += ["--most", "1", "--step-s", "0.25", "--jobs", "1", "--out", str(tmp_path / "plan.up")]
+    assert main([*words, "--prompt-tokens", "8000", "--max-running", "64"]) == 0
+    said = capsys.readouterr().out
+    assert f"note: {file}: http://host:8000/v1 does not say how many GPUs it has, 1 is assumed: give --gpus" in said
+    assert f"note: {file}: prompts have up to 8000 tokens, and times are known up to 2048; beyond that they" in said
+    assert f"note: {file}: times are known of up to 32 answers at once, not of 64: profile with --most 64" in said
+    assert main([*words, "--prompt-tokens", "2048", "--gpus-a-worker", "4", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["notes"], made["best"]["gpus"]) == ([], 4)
 
 
 def shared_machine(folder: Path, slower: float) -> Path:

@@ -24,7 +24,9 @@ from tests.kubernetes.helm import named, render
 
 ROOT = Path(__file__).resolve().parents[3]
 NATIVE = ["--engine", "simulated", "--model", "made"]
-VLLM = ["--engine=vllm", "--model", "org/name", "--device", "cuda"]
+VLLM = ["--engine=vllm", "--model", "org/name", "--set=worker.vllm.tensor_parallel_size=2"]
+RANKS = ["--engine", "native", "--device", "cuda", "--tensor-parallel", "2", "--set", "worker.cuda.graphs=false"]
+MADE = [*NATIVE, "--set", "worker.simulated.speed=0.5", "--set", "worker.simulated.context_length=4096"]
 
 
 def order(*, started: list[str], prefill: int = 0, store_bytes: int = 0) -> FleetOrder:
@@ -37,6 +39,8 @@ ORDERS = [
     order(started=NATIVE, prefill=1, store_bytes=1 << 30),
     order(started=VLLM, store_bytes=3 << 30),
     order(started=[]),
+    order(started=RANKS),
+    order(started=MADE),
 ]
 
 
@@ -64,6 +68,7 @@ def test_flags_are_those_of_up(made: FleetOrder) -> None:
     assert made.fleet.prefill or flags.workers == 3
     wanted = "worker.vllm.max_num_batched_tokens=4096" if made.engine == "vllm" else "worker.step_s=0.25"
     assert wanted in flags.set
+    assert flags.set.count("worker.vllm.tensor_parallel_size=2") == (made.engine == "vllm")
 
 
 @pytest.mark.parametrize("made", ORDERS)
@@ -78,7 +83,11 @@ def test_composes_overlay_names_its_services_and_settings_that_workers_have(made
             service = overlay["services"][name]
             assert service["deploy"]["replicas"] == replicas
             config = load(WorkerConfig, flags=["--model", "m"], environ=service["environment"])
-            assert config.max_running == 16 or config.vllm == {"max_num_seqs": "16", "max_num_batched_tokens": "4096"}
+            limits = {"max_num_seqs": "16", "max_num_batched_tokens": "4096"}
+            assert config.max_running == 16 or config.vllm == {"tensor_parallel_size": "2", **limits}
+            assert (config.tensor_parallel, config.cuda.graphs) == ((2, False) if made.started == RANKS else (1, True))
+            simulated = (config.simulated.speed, config.simulated.context_length)
+            assert (simulated == (0.5, 4096)) == (made.started == MADE)
     if made.store_bytes:
         assert f"size={made.store_bytes // (1 << 20) + 64}m" in overlay["volumes"]["pool"]["driver_opts"]["o"]
     else:
@@ -96,7 +105,13 @@ def test_the_charts_values_fit_its_schema_and_render_the_planned_workers(made: F
         each["spec"]["template"]["spec"]["containers"][0]["resources"].get("limits", {}).get("nvidia.com/gpu")
         for each in workers
     ]
-    assert {str(each) for each in gpus} == ({"2"} if made.on_gpu else {"None"})
+    on_gpus = made.started in (VLLM, RANKS)
+    assert {str(each) for each in gpus} == ({"2"} if on_gpus else {"None"})
+    for each in yaml.safe_load(chart_values(made))["workers"].values():
+        ranks = {"tensor_parallel": 2, "cuda": {"graphs": False}} if made.started == RANKS else {}
+        assert ranks.items() <= each["settings"].items()
+        if made.started == VLLM:
+            assert each["settings"]["vllm"]["tensor_parallel_size"] == 2
 
 
 def test_the_tokens_of_a_step_follow_from_the_measured_times_of_prompts() -> None:

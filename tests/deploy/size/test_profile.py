@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from msgspec.structs import replace
 
 from deploy.local.cli import main
 from deploy.local.size.profile import ProfileOptions, fitted, together_s
@@ -31,18 +30,18 @@ from tests.tiny_model import write_tiny_model
 FIXED_S, TOKEN_S = 0.02, 0.0002
 REFUSED = (1, 20)
 """The completions that a busy endpoint refuses."""
-SIZES = ("--longest", "512", "--most", "4")
 
 
-def profiled(folder: Path, *words: str, sizes: Sequence[str] = SIZES, more: Sequence[str] = ()) -> int:
-    """Profile a simulated engine of known timing. `more` are further flags of its `up`."""
+def profiled(folder: Path, *words: str, up: Sequence[str] = ()) -> int:
+    """Profile a simulated engine of known timing."""
     timing = {"fixed_s": FIXED_S, "weights_s": 0, "row_s": 0, "token_s": TOKEN_S, "context_length": 4096}
     settings = [word for name, value in timing.items() for word in ("--simulated", f"{name}={value}")]
     model = folder / "tiny"
     if not model.exists():
         write_tiny_model(model)
-    up = ["--engine", "simulated", "--model", str(model), "--discovery", "file", *settings]
-    return main(["profile", *sizes, "--out", str(folder / "p.json"), *words, "--", *up, *more])
+    up = ["--engine", "simulated", "--model", str(model), "--discovery", "file", *settings, *up]
+    sizes = ["--longest", "512", "--most", "4", "--out", str(folder / "p.json")]
+    return main(["profile", *sizes, *words, "--", *up])
 
 
 def written(folder: Path) -> Profile:
@@ -85,6 +84,45 @@ def test_a_sweep_that_ran_out_of_time_goes_on_and_its_file_is_a_table_of_the_sim
     assert "has a profile of another most: 4 there, 8 here" in capsys.readouterr().err
 
 
+def options(longest: int = 0, most: int = 0) -> ProfileOptions:
+    return ProfileOptions(
+        longest=longest, most=most, limit_s=1, out=Path("p"), url="", workers=1, model="", api_key="", state=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "context", "found"),
+    [
+        (0, 0, (8192, 32)),
+        (400_000, 131_072, (8192, 32)),
+        (65_536, 65_536, (8128, 8)),
+        (11_648, 8192, (1408, 8)),
+        (400_000, 4096, (1984, 32)),
+        (1024, 8192, (128, 5)),
+    ],
+)
+def test_a_sweep_is_as_wide_as_the_worker_has_room_for(kv_tokens: int, context: int, found: tuple[int, int]) -> None:
+    fit = fitted(options(), UpSizes(1, 16, kv_tokens, context))
+    assert (fit.longest, fit.most) == found
+    assert fitted(options(*found), UpSizes(1, 16, kv_tokens, context)) == fit
+
+
+@pytest.mark.parametrize(("longest", "most"), [(2048, 32), (6016, 1), (1024, 11)])
+def test_a_sweep_that_was_asked_for_and_has_no_room_is_refused_before_it_begins(longest: int, most: int) -> None:
+    said = "; the worker has room for 11648, and a context of 8192 at most: give a shorter --longest, a smaller --most"
+    with pytest.raises(ConfigError, match=said):
+        fitted(options(longest, most), UpSizes(1, 16, 11_648, 8192))
+
+
+def test_a_worker_without_room_for_the_sweep_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up = ("--set", "worker.capacity_blocks=64")
+    assert profiled(tmp_path, up=up) == 2
+    assert "take 2240 tokens; the worker has room for 1024" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
+
+
 def test_each_point_of_several_workers_is_also_measured_while_all_are_busy(tmp_path: Path) -> None:
     assert profiled(tmp_path, "--longest", "128", "--most", "1", "--workers", "2") == 0
     made = written(tmp_path)
@@ -92,38 +130,6 @@ def test_each_point_of_several_workers_is_also_measured_while_all_are_busy(tmp_p
     assert made.busy is not None
     assert all(point.busy_s > FIXED_S / 4 for point in made.points)
     assert [point[:2] for point in made.busy.decode] == [point[:2] for point in made.decode]
-
-
-def test_what_was_not_asked_for_fits_the_context_and_the_kv_of_the_worker(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--simulated", "context_length=600", "--set", "worker.capacity_blocks=160"]
-    assert profiled(tmp_path, sizes=[], more=small) == 0
-    made = written(tmp_path)
-    assert (made.subject.longest, made.subject.most) == (128, 5)
-    assert "prompts of up to 128 tokens, up to 5 answers at once\n" in capsys.readouterr().err
-    assert profiled(tmp_path, sizes=[], more=small) == 0, "the same command goes on"
-    (tmp_path / "p.json").unlink()
-    assert profiled(tmp_path, sizes=["--longest", "300"], more=small) == 2
-    assert "and the model's context has 600: at most 299\n" in capsys.readouterr().err
-
-
-def test_numbers_that_were_not_given_follow_from_the_room() -> None:
-    asked = ProfileOptions(
-        longest=0, most=0, limit_s=1, out=Path("p"), url="", workers=1, model="", api_key="", state=None
-    )
-
-    def sizes(context_length: int, kv_tokens: int, **given: int) -> tuple[int, int]:
-        room = UpSizes(kv_tokens=kv_tokens, context_length=context_length)
-        made = fitted(replace(asked, **given), room, None)
-        return made.longest, made.most
-
-    assert sizes(0, 0) == sizes(131_072, 1_000_000) == (8192, 32)
-    assert sizes(8192, 11_648) == (1088, 8)
-    assert sizes(8192, 65_536) == (4032, 15)
-    assert sizes(131_072, 65_536, longest=16_384) == (16_384, 3)
-    assert sizes(131_072, 65_536, most=2) == (8192, 2)
-    assert sizes(100_000, 100) == (128, 1), "its first point says that there is no room"
 
 
 class _Busy(BaseHTTPRequestHandler):
@@ -218,7 +224,7 @@ def test_a_decode_is_timed_while_all_answers_are_under_way() -> None:
     ("words", "said"),
     [
         (["--longest", "64"], "--longest is 128 to"),
-        (["--most", "0"], "--most is 1 to 4096"),
+        (["--most", "4097"], "--most is 1 to 4096"),
         (["--limit-s", "0"], "--limit-s is 1 to 86400"),
         (["--out", "none/p.json"], "no such directory: none"),
         (["--url", "http://127.0.0.1:1/v1", "--", "--engine", "echo"], "give one of the two"),

@@ -7,17 +7,19 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.local.size.started_up import ONE_WORKER, _stop, command, running_up
+from deploy.local.size.started_up import LOST_LIMIT, ONE_WORKER, UpOutput, _stop, command, running_up
 from deploy.local.terminal import Terminal
 from shared.errors import Unavailable
 from shared.installation import TREE
 from tests.integration.stack import eventually
-from tests.processes import has_ended
+from tests.process_tree import below
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -55,6 +57,26 @@ def test_an_up_that_does_not_start_shows_what_it_said(tmp_path: Path, capfd: pyt
     assert "error: worker.no_such: no such setting" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("lost", [2, 3, 4])
+def test_an_up_whose_engine_is_lost_again_and_again_is_given_up(lost: int, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "worker-0: the engine is lost (it was killed by signal 9); starting another in 0.25 s"
+    lines = ["worker-0: loading weights: 10 %", *[said] * lost, "ended"]
+    script = (
+        f"import sys, time\nfor line in {lines!r}: print(line, file=sys.stderr, flush=True)\ntime.sleep({lost} * 60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    output = UpOutput(process.stderr, Terminal(), process.terminate)
+    if lost < LOST_LIMIT:
+        shown = ""
+        while shown.count(said) < lost:
+            shown += capfd.readouterr().err
+        assert process.poll() is None, "it may still start"
+        process.kill()
+    assert process.wait(LIMIT_S) == (-signal.SIGTERM if lost >= LOST_LIMIT else -signal.SIGKILL)
+    output.close(failed=True)
+
+
 def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as hub:
         hub.settimeout(LIMIT_S)
@@ -71,21 +93,40 @@ def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path:
     assert process.returncode == -signal.SIGTERM
 
 
-def test_a_measurement_that_is_killed_leaves_no_up_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "interrupts", "status"),
+    [
+        (signal.SIGTERM, signal.default_int_handler, 130),
+        (signal.SIGHUP, signal.SIG_IGN, 130),  # a shell's background job
+        (signal.SIGKILL, signal.default_int_handler, -signal.SIGKILL),
+    ],
+)
+def test_a_measurement_that_is_ended_leaves_none_of_the_processes_that_it_has_started(
+    number: signal.Signals, interrupts: Any, status: int, tmp_path: Path
+) -> None:
     model = str(write_tiny_model(tmp_path / "tiny"))
-    sizes = ("--longest", "128", "--most", "1", "--out", str(tmp_path / "p.json"))
+    words = ("--longest", "512", "--most", "1", "--out", str(tmp_path / "p.json"))
+    up = ("--engine", "simulated", "--simulated", "fixed_s=0.1", "--discovery", "file", "--model", model)
     measuring = subprocess.Popen(
-        command("profile", *sizes, "--", "--engine", "simulated", "--model", model, "--discovery", "file"),
+        command("profile", *words, "--", *up),
         env={**os.environ, "PYTHONPATH": str(TREE), "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, interrupts),
     )
-    with measuring:
-        assert measuring.stderr is not None
-        assert any("started for this profile: " in line for line in measuring.stderr)
-        (record,) = tmp_path.glob("headrace-up-*/run/up.json")
-        made = json.loads(record.read_text(encoding="utf-8"))
-        programs = [each["pid"] for each in made["programs"].values()]
-        measuring.kill()
-    for pid in (made["pid"], *programs):
-        eventually(partial(has_ended, pid), limit_s=LIMIT_S, what=f"process {pid} ends")
+    assert measuring.stderr is not None
+    with measuring.stderr:
+        while "started for this profile" not in (line := measuring.stderr.readline()):
+            assert line, "it has ended"
+        eventually((tmp_path / "p.json").exists, limit_s=LIMIT_S, what="a point is measured")
+        started = below(measuring.pid)
+        assert len(started) > 3
+        measuring.send_signal(number)
+        said = measuring.stderr.read()  # until the last of them has closed it
+    assert measuring.wait() == status
+    eventually(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), limit_s=LIMIT_S, what="all have ended"
+    )
+    if number != signal.SIGKILL:
+        assert "the same command goes on with it" in said
+        assert not list(tmp_path.glob("headrace-up-*"))
