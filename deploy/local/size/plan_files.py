@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from deploy.local.size.search import FleetCandidate
+from shared.errors import MALFORMED
 
 PREFIX = "HEADRACE_"
 """The beginning of the variables that set a service's settings."""
@@ -159,7 +160,7 @@ def _number(text: str) -> object:
     """Return what the text is in JSON, or the text itself."""
     try:
         return msgspec.json.decode(text.encode())
-    except msgspec.DecodeError:
+    except MALFORMED:
         return text
 
 
