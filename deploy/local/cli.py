@@ -533,8 +533,8 @@ def _profile(flags: usage.ProfileFlags) -> int:
         )
     connection_to(url := _url(flags))  # checks the address
     options = profile.ProfileOptions(
-        longest=flags.longest or 0,
-        most=flags.most or 0,
+        longest=flags.longest,
+        most=flags.most,
         workers=flags.workers,
         limit_s=flags.limit_s,
         out=Path(flags.out),

@@ -156,7 +156,7 @@ def _stand_by(config: EngineConfig, channel: EngineEnd, runner: Runner) -> Engin
             if isinstance(command, Shutdown):
                 return None
             if isinstance(command, TakeOver):  # what came with it is about attempts of the engine before
-                _wake(runner, config.worker.stall_s, lambda: channel.send(waiting))
+                _wake(runner, max(WAKE_LIMIT_S, config.worker.stall_s), lambda: channel.send(waiting))
                 serving = msgspec.structs.replace(config, instance=command.instance)
                 start_logs(serving)
                 return serving

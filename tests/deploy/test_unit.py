@@ -74,7 +74,9 @@ def test_what_is_started_is_the_service_and_sigterm_ends_it(tmp_path: Path) -> N
     service = subprocess.Popen(started, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
         until_s = time.monotonic() + LIMIT_S
-        while not url_file.exists() and service.poll() is None and time.monotonic() < until_s:
+        while (
+            not (url_file.exists() and url_file.read_text()) and service.poll() is None and time.monotonic() < until_s
+        ):
             time.sleep(0.02)
         with urllib.request.urlopen(f"{url_file.read_text().strip()}/live", timeout=LIMIT_S) as answer:
             assert answer.status == 200
@@ -139,7 +141,7 @@ def test_a_service_may_write_where_its_settings_say_and_has_what_its_memory_need
         ),
         (["frontend", "limits.requests=x"], "error: frontend.limits.requests: Expected `int`"),
         (["frontend", "nats.password=p"], "error: frontend.nats-password: set a secret in the file or the environment"),
-        (["worker"], "error: WorkerConfig: Object missing required field `model`"),
+        (["worker"], "error: worker: Object missing required field `model`"),
         (["kvbm", "config=/no/such.toml"], "error: /no/such.toml: No such file or directory"),
     ],
 )

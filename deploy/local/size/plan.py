@@ -30,7 +30,6 @@ from deploy.local.size.plan_page import COMPARED, BenchFile, Measured, compared,
 from deploy.local.size.plan_report import PlanReport, PlanRow, Prices, order_of, render, report_of, rows_of
 from deploy.local.size.profile_file import FILE_LIMIT_BYTES, Profile
 from deploy.local.size.search import GIVEN_UP, FleetCandidate, FleetSearch, FleetSetting, Targets, settings_of
-from deploy.local.size.started_up import TETHER
 from deploy.local.size.traffic import REQUESTS_LIMIT, Lengths, Traffic, drawn_traffic
 from deploy.local.stack.gpus import parallel_sizes
 from deploy.local.table import table
@@ -89,6 +88,7 @@ def bench_words(flags: PlanFlags) -> list[str]:
     """Return the flags of `bench` for the requests of a plan that drew them."""
     given = {"rate": flags.rate, "requests": flags.requests, "words": flags.prompt_tokens}
     given |= {"shared-words": flags.shared_tokens, "output-tokens": flags.output_tokens, "spread": flags.spread}
+    given |= {"seed": flags.seed}
     return ["--tokens", *(word for name, value in given.items() for word in (f"--{name}", f"{value:.15g}"))]
 
 
@@ -192,6 +192,8 @@ def _notes(flags: PlanFlags, file: Path, profile: Profile, traffic: Traffic) -> 
     running = max(setting.max_running for setting in _settings(flags, profile))
     if "://" in subject.server and not flags.gpus_a_worker:
         notes.append(f"{file}: {subject.server} does not say how many GPUs it has, 1 is assumed: give --gpus-a-worker")
+    if not profile.complete:
+        notes.append(f"{file} was cut short: some of its times follow from others; the same `profile` goes on with it")
     if prompt > subject.longest:
         notes.append(
             f"{file}: prompts have up to {prompt} tokens, and times are known up to {subject.longest}; beyond that they"
@@ -247,8 +249,7 @@ def run_of(candidate: FleetCandidate, run: VirtualRun) -> VirtualRun:
 def _simulator() -> Iterator[subprocess.Popen[bytes]]:
     """Yield a process that simulates fleets, one after the other."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(TREE), os.environ.get("PYTHONPATH"))))}
-    tether = (sys.executable, "-I", "-S", str(TETHER), str(os.getpid()))
-    words = [*tether, sys.executable, "-P", "-m", "services.virtual"]
+    words = [sys.executable, "-P", "-m", "services.virtual"]
     process = subprocess.Popen(words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield process

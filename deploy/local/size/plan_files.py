@@ -94,6 +94,7 @@ def compose_overlay(order: FleetOrder) -> str:
         f"# Written by `headrace plan`: {fleet.name}",
         f"#   docker compose {' '.join(f'-f {file}' for file in files)} -f THIS FILE up --build",
         f"# The model is that of the workers' settings; {order.model} was profiled.",
+        *(f"# Not in here, as no variable can hold it: vllm.{name}" for name in _left_out(order)),
         "services:",
         f"  router: {{environment: {{{PREFIX}POLICY: {_text(fleet.setting.policy)}}}}}",
     ]
@@ -105,6 +106,11 @@ def compose_overlay(order: FleetOrder) -> str:
     options = f"{size},mode=0700,uid=10001,gid=10001,huge=${{POOL_HUGE:-within_size}}"
     lines += [f"  kvbm: {{environment: {{{PREFIX}POOL_SIZE_BYTES: {_text(str(order.store_bytes))}}}}}"]
     return "\n".join([*lines, f"volumes: {{pool: {{driver_opts: {{o: {_text(options)}}}}}}}"]) + "\n"
+
+
+def _left_out(order: FleetOrder) -> list[str]:
+    vllm = order.settings.get("vllm")
+    return [name for name, each in vllm.items() if not _pairs(each)] if isinstance(vllm, dict) else []
 
 
 def chart_values(order: FleetOrder) -> str:
@@ -130,12 +136,17 @@ def chart_values(order: FleetOrder) -> str:
     return head + msgspec.json.format(msgspec.json.encode(values)).decode() + "\n"  # JSON is YAML
 
 
+def _pairs(value: object) -> bool:
+    """Return whether a value of vLLM's arguments fits a variable, where a comma ends it."""
+    return "," not in _spelled(value)
+
+
 def _plain(order: FleetOrder) -> list[tuple[str, object]]:
     """Return the settings of workers as paths and values for the environment, in which vLLM's arguments are NAME=VALUE
     pairs."""
     settings: dict[str, object] = {**order.settings} if order.store_bytes else {**order.settings, "kvbm.pool": ""}
     if isinstance(vllm := settings.pop("vllm", None), dict):
-        settings["vllm"] = ",".join(f"{name}={_spelled(each)}" for name, each in vllm.items())
+        settings["vllm"] = ",".join(f"{name}={_spelled(each)}" for name, each in vllm.items() if _pairs(each))
     return _leaves(settings, "")
 
 
@@ -148,7 +159,7 @@ def _profiled(started: Sequence[str]) -> dict[str, object]:
             found["tensor_parallel"] = _number(text)
         elif flag == "--set" and text.startswith("worker."):
             path, _, value = text.removeprefix("worker.").partition("=")
-            *tables, name = path.split(".")
+            *tables, name = path.replace("-", "_").split(".")
             inner: dict[str, object] = {name: _number(value)}
             for table in reversed(tables):
                 inner = {table: inner}

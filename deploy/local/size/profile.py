@@ -145,7 +145,8 @@ async def _measure(options: ProfileOptions, urls: Sequence[str], state: Path | N
         sizes = UpSizes() if state is None else await asyncio.to_thread(sizes_of, state, asked.model)
         workers = max(await asked.workers(), sizes.workers) if options.url else 1  # one in each `up` that was started
         _check_workers(workers, asked.model, url)
-        options = fitted(options, sizes)
+        if not options.out.exists():  # a sweep that goes on keeps its sizes
+            options = fitted(options, sizes)
         terminal.notice(f"prompts of up to {options.longest} tokens, up to {options.most} answers at once")
         subject = _subject(options, asked.model, {"headrace": VERSION, "server": await asked.version()})
         known = _earlier(options.out, subject)
@@ -166,12 +167,12 @@ def fitted(options: ProfileOptions, sizes: UpSizes) -> ProfileOptions:
     """Return the options with the sizes that were not given, for which the worker has room. Raise ConfigError if it has
     none for those that were. *Pure.*"""
     kv_tokens = sizes.kv_tokens or 1 << 40
-    room, each = min(kv_tokens, sizes.context_tokens or kv_tokens), ANSWER_TOKENS + sizes.block_size
-    longest = options.longest or min(LONGEST, (room - 1) // 2, kv_tokens // LEAST_MOST - each) // SHORTEST * SHORTEST
-    longest = max(longest, 2 * SHORTEST)
-    fits = max(1, kv_tokens // (longest + each))
-    most = options.most or min(MOST, fits)
-    if room <= 2 * longest or most > fits:
+    room, each = min(kv_tokens, sizes.context_tokens or kv_tokens), max(LEAST_GAPS) + sizes.block_size
+    fits = min(LONGEST, (room - 1) // 2, kv_tokens // (options.most or LEAST_MOST) - each)
+    longest = options.longest or max(2 * SHORTEST, fits // SHORTEST * SHORTEST)
+    most = options.most or max(1, min(MOST, kv_tokens // (longest + each)))
+    each = ANSWER_TOKENS + sizes.block_size  # what the shortest answers need
+    if room <= 2 * longest or most > max(1, kv_tokens // (longest + each)):
         raise ConfigError(
             f"prompts of {longest} tokens after as many, and {most} answers at once after {longest}, take"
             f" {max(2 * longest + 1, most * (longest + each))} tokens; the worker has room for {kv_tokens}, and a"

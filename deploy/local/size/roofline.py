@@ -218,7 +218,7 @@ class Roofline(Struct, frozen=True):
         for tensor in range(self.split.tensor + 1, NATIVE_RANKS + 1):
             wider = replace(self, split=replace(self.split, tensor=tensor))
             room = wider._room_bytes(memory_share)
-            if room > wider.gpu_kv_token_bytes and not self.shape.heads % tensor:
+            if room > wider.gpu_kv_token_bytes and _splits(self.shape, wider.split):
                 return f"--tensor-parallel {tensor} leaves {room / GB:.0f} GB on each"
         return "use more GPUs"
 
@@ -282,6 +282,14 @@ class Roofline(Struct, frozen=True):
         moved_s = tokens * self.shape.hidden * 2 / (self.gpu.link_gb_s * GB * LINK)
         within_s = 2 * self.shape.layers * (REDUCE_S + 2 * (tensor - 1) / tensor * moved_s) if tensor > 1 else 0.0
         return within_s + (pipeline - 1) * (REDUCE_S + moved_s)
+
+
+def _splits(shape: ModelShape, split: GpuSplit) -> bool:
+    try:
+        check_split(shape, split, "")
+    except ConfigError:
+        return False
+    return True
 
 
 def check_split(shape: ModelShape, split: GpuSplit, engine: str) -> None:

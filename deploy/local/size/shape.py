@@ -23,6 +23,8 @@ _OTHER_EXPERTS = re.compile(r"(moe_)?n(um)?_(?!shared)\w*experts")
 _BITS = {"fp8": 8.0, "modelopt": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "nvfp4": 4.5, "modelopt_fp4": 4.5}
 """Bits of a weight by `quant_method`, with those of its scales, where the method itself says them."""
 LAYERS_LIMIT = 10_000
+_ATTENDS = 1
+"""The entry of MiniMax's `attn_type_list` that is a layer with keys and values of each token."""
 _KEEP_TOKENS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """The entries of `layer_types` that are layers with keys and values of each token."""
 _OTHER_LAYERS = ("hidden_size_per_layer_input", "compress_ratios")
@@ -179,12 +181,16 @@ def _expert_layers(reader: _Reader, settings: Mapping[str, Any], layers: int, fi
     )
 
 
+def _all_attend(name: str, kinds: object) -> bool:
+    return name == "attn_type_list" and isinstance(kinds, list) and all(kind == _ATTENDS for kind in kinds)
+
+
 def _linear_layers(settings: Mapping[str, Any], layers: int, where: str) -> int:
     """Return how many layers are linear attention, as in Qwen3-Next. Raise ConfigError for layers of other kinds."""
     kinds, every = settings.get("layer_types"), settings.get("full_attention_interval")
     listed = kinds if isinstance(kinds, list) and len(kinds) == layers else []
     names = _OTHER_LAYERS if listed else (*_OTHER_LAYERS, *_UNLISTED_LAYERS)
-    other = next((name for name in names if settings.get(name)), None)
+    other = next((name for name in names if settings.get(name) and not _all_attend(name, settings[name])), None)
     if other is not None:
         raise ConfigError(f"{where}: {other}: layers of this kind are not known here")
     unknown = next((kind for kind in listed if kind not in (*_KEEP_TOKENS, "linear_attention")), None)

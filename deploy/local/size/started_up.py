@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,8 +39,8 @@ ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-by
 LINES_KEPT = 200
 """The most lines of an `up` that are kept."""
 LOST_LIMIT = 3
-"""The engines and workers of an `up` that may be lost before it serves: then it is given up."""
-_LOST = re.compile(r"\S+(: the engine is lost| ended) \(")
+"""How often a worker of an `up` may be lost, with its engine or alone, before it serves: then it is given up."""
+_LOST = re.compile(r"(\S+?)(: the engine is lost| ended) \(")
 _PROGRESS = re.compile(r"(.*): (\d{1,3}) %")
 _OURS = (*ONE_WORKER[::2], "--port", "--state", "--prefill", "--decode", "--single")
 
@@ -129,7 +129,7 @@ class UpOutput:
 
     def __init__(self, stream: IO[str], terminal: Terminal, give_up: Callable[[], None]) -> None:
         self._stream, self._terminal, self._give_up = stream, terminal, give_up
-        self._state, self._lost = "starting", 0
+        self._state, self._lost = "starting", Counter[str]()
         self._kept: deque[str] = deque(maxlen=LINES_KEPT)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -155,10 +155,10 @@ class UpOutput:
                     self._terminal.notice(text)
                 elif self._state == "starting" and (found := _PROGRESS.fullmatch(text)):
                     self._terminal.progress(found[1], int(found[2]) / 100)
-                elif self._state == "starting" and _LOST.match(text):
+                elif self._state == "starting" and (found := _LOST.match(text)):
                     self._terminal.notice(text)
-                    self._lost += 1
-                    if self._lost == LOST_LIMIT:
+                    self._lost[found[1]] += 1
+                    if self._lost[found[1]] == LOST_LIMIT:
                         self._give_up()
                 elif self._state == "starting":
                     self._kept.append(text)

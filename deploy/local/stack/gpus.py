@@ -5,7 +5,7 @@ process of its own, because a process that has asked the driver keeps the device
 
 CUDA_VISIBLE_DEVICES, or all GPUs      4,5,6,7
 2 workers, tensor_parallel_size 2      4,5 │ 6,7
-5 workers, kv_cache_memory_bytes       4 │ 5 │ 6 │ 7 │ 4
+5 workers that share (OWN_PART)        4 │ 5 │ 6 │ 7 │ 4
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ LIMIT_S = 60.0
 """Limit of the question. Without a persistence daemon the driver may take seconds for each GPU."""
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """The arguments of vLLM whose product is a worker's number of GPUs. Expert parallelism spreads over the same ones."""
-FIXED_KV = "kv_cache_memory_bytes"
-"""The argument of vLLM without which it measures how much memory is free, while no other worker may take any."""
+OWN_PART = frozenset({"kv_cache_memory_bytes", "gpu_memory_utilization"})
+"""The arguments of vLLM with which workers can share a GPU: its KV, which it otherwise measures while no other worker
+may take memory, and the share of the GPU that must be free when it starts, otherwise nearly all."""
 
 
 def count_visible() -> int:
@@ -143,7 +144,8 @@ def assign_gpus(
     if workers > groups and not (shared and groups):
         spelled = " * ".join(f"vllm.{name} {size}" for name, size in sizes.items())
         needs = f", {each} each ({spelled})" if sizes else ""
-        remedy = f"; with worker.vllm.{FIXED_KV} workers share GPUs" if groups else ""
+        both = " and worker.vllm.".join(sorted(OWN_PART))
+        remedy = f"; with worker.vllm.{both}, each for one worker, they share GPUs" if groups else ""
         raise ConfigError(f"--workers {workers} needs {workers * each} GPUs{needs}; CUDA shows {len(visible)}{remedy}")
     firsts = (number % groups * each for number in range(workers))
     return tuple(",".join(visible[first : first + each]) for first in firsts)

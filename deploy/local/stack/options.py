@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from deploy.local import install_diffusers, install_vllm
 from deploy.local.stack import gpus, servers
 from deploy.local.stack.block_store import parse_size, store_request
-from deploy.local.stack.gpus import FIXED_KV, assign_gpus, parallel_sizes, visible_gpus, vllm_arguments
+from deploy.local.stack.gpus import OWN_PART, assign_gpus, parallel_sizes, visible_gpus, vllm_arguments
 from deploy.local.stack.model import CHAT_TEMPLATE, SAMPLING
 from deploy.local.stack.stack import (
     LOOPBACK,
@@ -403,7 +403,7 @@ def _vllm_gpus(flags: UpFlags, settings: Sequence[Setting], workers: int) -> tup
         sizes = parallel_sizes(settings, file)
         return assign_gpus(workers, sizes, list(map(str, range(workers * prod(sizes.values())))))
     visible = visible_gpus(gpus.ask_driver("--engine vllm", 0), environment().get("CUDA_VISIBLE_DEVICES"))
-    shared = FIXED_KV in vllm_arguments(settings, file)
+    shared = OWN_PART.issubset(vllm_arguments(settings, file))
     return assign_gpus(flags.workers, parallel_sizes(settings, file), visible, shared=shared)
 
 

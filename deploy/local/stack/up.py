@@ -157,7 +157,8 @@ class Shell:
     async def run(self, beside: Beside | None = None) -> int:
         """Run until every child has ended; return the exit status of `up`."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # that of nohup
+        for number in (signal.SIGINT, signal.SIGTERM, *hang_up):
             loop.add_signal_handler(number, self.stop)
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -241,6 +241,8 @@ def test_a_model_whose_settings_name_what_it_has_none_of_is_estimated(tmp_path: 
     attention = {"layer_types": ["attention"] * 32, "mamba_d_conv": 4}
     config(tmp_path, **attention, num_local_experts=0, num_experts_per_tok=0, n_shared_experts=1, moe_layer_freq=1)
     assert estimate_of(EstimateFlags(model=str(tmp_path), gpu="H100")) == plain
+    config(tmp_path, attn_type_list=[1] * 32)  # MiniMax's
+    assert estimate_of(EstimateFlags(model=str(tmp_path), gpu="H100")) == plain
 
 
 def test_modelopts_four_bits_are_not_taken_for_eight(tmp_path: Path) -> None:

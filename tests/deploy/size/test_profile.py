@@ -95,16 +95,23 @@ def options(longest: int = 0, most: int = 0) -> ProfileOptions:
     [
         (0, 0, (8192, 32)),
         (400_000, 131_072, (8192, 32)),
-        (65_536, 65_536, (8128, 8)),
-        (11_648, 8192, (1408, 8)),
+        (65_536, 65_536, (7872, 8)),
+        (11_648, 8192, (1152, 8)),
         (400_000, 4096, (1984, 32)),
-        (1024, 8192, (128, 5)),
+        (1024, 8192, (128, 2)),
     ],
 )
 def test_a_sweep_is_as_wide_as_the_worker_has_room_for(kv_tokens: int, context: int, found: tuple[int, int]) -> None:
     fit = fitted(options(), UpSizes(1, 16, kv_tokens, context))
     assert (fit.longest, fit.most) == found
     assert fitted(options(*found), UpSizes(1, 16, kv_tokens, context)) == fit
+
+
+def test_what_was_not_asked_for_follows_from_what_was() -> None:
+    room = UpSizes(1, 16, 65_536, 65_536)
+    assert fitted(options(most=32), room).longest == 1728
+    assert fitted(options(most=2), room).longest == 8192
+    assert fitted(options(longest=16_384), room).most == 3
 
 
 @pytest.mark.parametrize(("longest", "most"), [(2048, 32), (6016, 1), (1024, 11)])

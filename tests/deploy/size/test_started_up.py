@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from shared.errors import Unavailable
 from shared.installation import TREE
 from tests.integration.stack import eventually
 from tests.process_tree import below
+from tests.processes import has_ended
 from tests.servers import free_port
 from tests.tiny_model import write_tiny_model
 
@@ -57,6 +59,19 @@ def test_an_up_that_does_not_start_shows_what_it_said(tmp_path: Path, capfd: pyt
     assert "error: worker.no_such: no such setting" in capfd.readouterr().err
 
 
+def test_an_up_of_many_workers_of_which_each_is_lost_once_is_not_given_up(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [f"worker-{number} ended (status 1); starting another in 0.25 s" for number in range(LOST_LIMIT)]
+    script = f"import sys\nfor line in {lines!r}: print(line, file=sys.stderr, flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    given_up: list[bool] = []
+    output = UpOutput(process.stderr, Terminal(), lambda: given_up.append(True))
+    assert process.wait(LIMIT_S) == 0
+    output.close(failed=True)
+    assert not given_up
+    assert capfd.readouterr().err.count("ended (") == LOST_LIMIT
+
+
 @pytest.mark.parametrize("lost", [2, 3, 4])
 def test_an_up_whose_engine_is_lost_again_and_again_is_given_up(lost: int, capfd: pytest.CaptureFixture[str]) -> None:
     said = "worker-0: the engine is lost (it was killed by signal 9); starting another in 0.25 s"
@@ -68,9 +83,12 @@ def test_an_up_whose_engine_is_lost_again_and_again_is_given_up(lost: int, capfd
     assert process.stderr is not None
     output = UpOutput(process.stderr, Terminal(), process.terminate)
     if lost < LOST_LIMIT:
-        shown = ""
-        while shown.count(said) < lost:
-            shown += capfd.readouterr().err
+        shown = io.StringIO()
+        eventually(
+            lambda: shown.write(capfd.readouterr().err) is not None and shown.getvalue().count(said) == lost,
+            limit_s=LIMIT_S,
+            what="it is shown",
+        )
         assert process.poll() is None, "it may still start"
         process.kill()
     assert process.wait(LIMIT_S) == (-signal.SIGTERM if lost >= LOST_LIMIT else -signal.SIGKILL)
@@ -122,11 +140,9 @@ def test_a_measurement_that_is_ended_leaves_none_of_the_processes_that_it_has_st
         started = below(measuring.pid)
         assert len(started) > 3
         measuring.send_signal(number)
-        said = measuring.stderr.read()  # until the last of them has closed it
-    assert measuring.wait() == status
-    eventually(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), limit_s=LIMIT_S, what="all have ended"
-    )
+        said = measuring.communicate(timeout=LIMIT_S)[1]  # until the last of them has closed it
+    assert measuring.returncode == status
+    eventually(lambda: all(map(has_ended, started)), limit_s=LIMIT_S, what="all have ended")
     if number != signal.SIGKILL:
         assert "the same command goes on with it" in said
         assert not list(tmp_path.glob("headrace-up-*"))

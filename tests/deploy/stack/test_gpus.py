@@ -134,9 +134,10 @@ def test_too_few_gpus_are_refused_with_what_needs_them() -> None:
         assign_gpus(2, {"tensor_parallel_size": 2, "data_parallel_size": 2}, ("0", "1", "2", "3"))
     assert str(refused.value) == (
         "--workers 2 needs 8 GPUs, 4 each (vllm.tensor_parallel_size 2 * vllm.data_parallel_size 2); CUDA shows 4"
-        "; with worker.vllm.kv_cache_memory_bytes workers share GPUs"
+        "; with worker.vllm.gpu_memory_utilization and worker.vllm.kv_cache_memory_bytes, each for one worker,"
+        " they share GPUs"
     )
-    with pytest.raises(ConfigError, match=r"^--workers 2 needs 2 GPUs; CUDA shows 1; with worker\.vllm\.kv_cache"):
+    with pytest.raises(ConfigError, match=r"^--workers 2 needs 2 GPUs; CUDA shows 1; with worker\.vllm\.gpu_memory"):
         assign_gpus(2, {}, ("0",))
     with pytest.raises(ConfigError, match=r"^--workers 1 needs 2 GPUs, 2 each .* CUDA shows 1$"):
         assign_gpus(1, {"tensor_parallel_size": 2}, ("0",), shared=True)
