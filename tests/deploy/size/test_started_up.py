@@ -111,6 +111,12 @@ def test_an_up_of_a_background_job_is_stopped_while_it_fetches_a_model(tmp_path:
     assert process.returncode == -signal.SIGTERM
 
 
+def _take(interrupts: Any) -> None:
+    """Take SIGINT so, and SIGHUP as usual, also if the tests themselves run under nohup."""
+    signal.signal(signal.SIGINT, interrupts)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "interrupts", "status"),
     [
@@ -130,7 +136,7 @@ def test_a_measurement_that_is_ended_leaves_none_of_the_processes_that_it_has_st
         env={**os.environ, "PYTHONPATH": str(TREE), "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, interrupts),
+        preexec_fn=partial(_take, interrupts),
     )
     assert measuring.stderr is not None
     with measuring.stderr:
