@@ -25,7 +25,6 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from benchmarks.report import ROOT
 from deploy.local.stack import servers, stack
 from deploy.local.stack.stack import UpOptions
 from deploy.local.state import StateDirectory
@@ -40,7 +39,6 @@ STOP_LIMIT_S = 60.0
 NONE: Mapping[str, object] = MappingProxyType({})
 _POLL_S = 0.05
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-_TETHER = ROOT / "deploy" / "local" / "stack" / "die_with_parent.py"
 
 _PEER = """
 import json, sys, stack
@@ -191,7 +189,7 @@ def child_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program that is ended by SIGTERM, and dies with this process."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")}
-    tethered = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), *command]
+    tethered = [*servers.tether(), *command]
     with (state_dir.logs / f"{name}.log").open("wb") as log:
         child = subprocess.Popen(
             tethered, cwd=state_dir.run, env=servers.ENVIRONMENT | clean | dict(settings), stdout=log, stderr=log

@@ -29,7 +29,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
@@ -200,6 +200,24 @@ def _stack(
 ) -> tuple[list[GpuServingRow], dict[str, float]]:
     """Run the stack with `loads`, streams and requests of each; return a row for each, and what all of it spent and
     stored."""
+    with stack_on_gpus(flags, model, Gpus(flags.gpus, MEMORY_SHARE), workers=workers) as running:
+        ask_streams(running, model, streams=STREAMS, requests=STREAMS, seed=1)
+        before = running.costs()
+        loaded = [
+            ask_streams(running, model, streams=streams, requests=requests, seed=seed)
+            for seed, (streams, requests) in enumerate(loads, 2)
+        ]
+        spent = {f"cpu_s of {kind}": cost.cpu_s - before[kind].cpu_s for kind, cost in running.costs().items()}
+        spent["cpu_s of the load generator"] = sum(load.client_cpu_s for load in loaded)
+        spent["blocks saved in kvbm"] = _saved_blocks(running)
+    return [stack_row(what, *load, found) for load, found in zip(loads, loaded, strict=True)], spent
+
+
+@contextmanager
+def stack_on_gpus(
+    flags: argparse.Namespace, model: Path, gpus: Gpus, *, workers: int, worker: Mapping[str, str] | None = None
+) -> Iterator[RunningStack]:
+    """Run the stack with kvbm. `worker` are the environment's variables of workers."""
     with (
         tempfile.TemporaryDirectory(prefix="gpu-serving-", dir=flags.memory) as pool,
         tempfile.TemporaryDirectory(prefix="gpu-serving-") as directory,
@@ -210,36 +228,26 @@ def _stack(
             port=servers.free_ports(1)[0],
             workers=workers,
             discovery="file",
-            gpus=Gpus(flags.gpus, MEMORY_SHARE) if flags.device == "cuda" else None,
+            gpus=gpus if flags.device == "cuda" else None,
             store=BlockStoreOptions(pool, flags.pool_bytes),
         )
-        settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}}  # all workers are new
+        settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}, "worker": dict(worker or {})}  # all workers are new
         with launched(options, Path(directory), settings, start_limit_s=START_LIMIT_S) as running:
-            ask_streams(running, model, streams=STREAMS, requests=STREAMS, seed=1)
-            before = running.costs()
-            loaded = [
-                ask_streams(running, model, streams=streams, requests=requests, seed=seed)
-                for seed, (streams, requests) in enumerate(loads, 2)
-            ]
-            spent = {f"cpu_s of {kind}": cost.cpu_s - before[kind].cpu_s for kind, cost in running.costs().items()}
-            spent["cpu_s of the load generator"] = sum(load.client_cpu_s for load in loaded)
-            spent["blocks saved in kvbm"] = _saved_blocks(running)
-    return [stack_row(what, *load, found) for load, found in zip(loads, loaded, strict=True)], spent
+            yield running
+
+
+def load_figures(requests: int, load: StreamLoad) -> dict[str, Any]:
+    """Return what rows have in common of a load whose answers have OUTPUT_TOKENS. *Pure.*"""
+    return {
+        "failed": requests - load.n + load.cut,
+        "out_tok_s": (load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
+        **{name: getattr(load, name) for name in ("ttft_p50_ms", "ttft_p99_ms", "gap_p50_ms", "gap_p99_ms")},
+    }
 
 
 def stack_row(what: str, streams: int, requests: int, load: StreamLoad) -> GpuServingRow:
     """Return the row of a load whose answers have OUTPUT_TOKENS. *Pure.*"""
-    return GpuServingRow(
-        what=what,
-        streams=streams,
-        requests=requests,
-        failed=requests - load.n + load.cut,
-        out_tok_s=(load.n - load.cut) * OUTPUT_TOKENS / load.elapsed_s,
-        ttft_p50_ms=load.ttft_p50_ms,
-        ttft_p99_ms=load.ttft_p99_ms,
-        gap_p50_ms=load.gap_p50_ms,
-        gap_p99_ms=load.gap_p99_ms,
-    )
+    return GpuServingRow(what, streams, requests, **load_figures(requests, load))
 
 
 def ask_streams(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,11 +29,10 @@ from typing import get_args
 
 from benchmarks.gpu import part, serving
 from benchmarks.gpu.model import add_model, model_in
-from benchmarks.gpu.serving import GREEDY, NAME, GpuServingRow
-from benchmarks.serving_stacks import RunningStack, launched
-from deploy.local.stack import servers
+from benchmarks.gpu.serving import GREEDY, GpuServingRow
+from benchmarks.serving_stacks import RunningStack
 from deploy.local.stack.model import SAMPLING
-from deploy.local.stack.stack import BlockStoreOptions, Gpus, UpOptions
+from deploy.local.stack.stack import Gpus
 from services.worker.config import Device
 
 LOADS = ((1, 16), (32, 160), (64, 320), (128, 512))
@@ -132,25 +130,11 @@ def _asked(
 
 @contextmanager
 def _stack(flags: argparse.Namespace, model: Path) -> Iterator[RunningStack]:
-    """Run the stack with one worker and kvbm."""
-    with (
-        tempfile.TemporaryDirectory(prefix="gpu-stack-", dir=flags.memory) as pool,
-        tempfile.TemporaryDirectory(prefix="gpu-stack-") as directory,
-    ):
-        options = UpOptions(
-            model=str(model),
-            model_name=NAME,
-            port=servers.free_ports(1)[0],
-            workers=1,
-            discovery="file",
-            gpus=Gpus(1, SHARE) if flags.device == "cuda" else None,
-            store=BlockStoreOptions(pool, flags.pool_bytes),
-        )
-        # An idle engine is not asked for a token while the other side is measured.
-        worker = {"HEADRACE_MAX_RUNNING": str(MOST_STREAMS), "HEADRACE_HEALTH_IDLE_S": "0"}
-        settings = {"router": {"HEADRACE_LOAD_RAMP_S": "0"}, "worker": worker}
-        with launched(options, Path(directory), settings, start_limit_s=serving.START_LIMIT_S) as running:
-            yield running
+    """Run the stack with one worker and kvbm. An idle engine is not asked for a token while the other side is
+    measured."""
+    worker = {"HEADRACE_MAX_RUNNING": str(MOST_STREAMS), "HEADRACE_HEALTH_IDLE_S": "0"}
+    with serving.stack_on_gpus(flags, model, Gpus(1, SHARE), workers=1, worker=worker) as running:
+        yield running
 
 
 if __name__ == "__main__":

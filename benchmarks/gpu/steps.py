@@ -24,13 +24,12 @@ from msgspec import Struct
 
 from benchmarks.gpu import part
 from benchmarks.gpu.model import add_model, model_in
-from benchmarks.gpu.serving import MEMORY_SHARE, NAME, START_LIMIT_S, ask_streams
+from benchmarks.gpu.serving import MEMORY_SHARE, NAME, START_LIMIT_S, ask_streams, load_figures
 from benchmarks.serving_stacks import RunningStack, launched
 from deploy.local.stack import servers
 from deploy.local.stack.stack import Gpus, UpOptions
 
 STEP_SECONDS = (0.25, 0.1, 0.05, 0.03)
-OUTPUT_TOKENS = 128
 MAX_RUNNING = 128
 LOADS = (
     (512, 1, 4),
@@ -119,7 +118,6 @@ def _row(
         streams=streams,
         requests=requests,
         input_tokens=input_tokens,
-        output_tokens=OUTPUT_TOKENS,
         seed=seed,
     )
     return GpuStepsRow(
@@ -127,12 +125,7 @@ def _row(
         round=turn,
         input_tokens=input_tokens,
         streams=streams,
-        failed=requests - spent.n + spent.cut,
-        out_tok_s=(spent.n - spent.cut) * OUTPUT_TOKENS / spent.elapsed_s,
-        ttft_p50_ms=spent.ttft_p50_ms,
-        ttft_p99_ms=spent.ttft_p99_ms,
-        gap_p50_ms=spent.gap_p50_ms,
-        gap_p99_ms=spent.gap_p99_ms,
+        **load_figures(requests, spent),
     )
 
 

@@ -107,8 +107,7 @@ class ProgramActor:
         self._ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
-        tether = Path(servers.__file__).with_name("die_with_parent.py")
-        words = (sys.executable, "-I", "-S", str(tether), str(os.getpid()), *command)
+        words = (*servers.tether(), *command)
         # The kernel sends the program its signal when the thread ends that has started it.
         threading.Thread(target=self._run, args=(words,), daemon=True).start()
 

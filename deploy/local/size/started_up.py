@@ -34,7 +34,6 @@ START_LIMIT_S = 1800.0
 STOP_LIMIT_S = 120.0
 STATUS_LIMIT_S = 60.0
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
-TETHER = Path(servers.__file__).with_name("die_with_parent.py")
 ONE_WORKER = ("--workers", "1", "--frontends", "1", "--routers", "1", "--kvbm-bytes", "0")
 LINES_KEPT = 200
 """The most lines of an `up` that are kept."""
@@ -101,10 +100,8 @@ def running_up(
     with tempfile.TemporaryDirectory(prefix="headrace-up-") as home:
         state, [port] = StateDirectory(Path(home)), servers.free_ports(1)
         flags, environ = ("--port", str(port), "--state", home, *words), {**_variables(), **(variables or {})}
-        pipe, tether = subprocess.PIPE, (sys.executable, "-I", "-S", str(TETHER), "--terminate", str(os.getpid()))
-        process = subprocess.Popen(
-            [*tether, *command("up", *flags)], env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace"
-        )
+        pipe, words_of_up = subprocess.PIPE, [*servers.tether("--terminate"), *command("up", *flags)]
+        process = subprocess.Popen(words_of_up, env=environ, stdout=pipe, stderr=pipe, text=True, errors="replace")
         assert process.stderr is not None
         output, failed = UpOutput(process.stderr, terminal, process.terminate), False
         try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import secrets
 import socket
+import sys
 import sysconfig
 import threading
 from pathlib import Path
@@ -45,6 +47,13 @@ def program_environment() -> dict[str, str]:
     """Return the environment of a program that `up` starts."""
     inherited = {name: value for name, value in environment().items() if name not in SECRETS}
     return ENVIRONMENT | inherited
+
+
+def tether(*flags: str) -> tuple[str, ...]:
+    """Return the words before those of a program that ends with the thread that starts it. `flags` are those of
+    `die_with_parent.py`."""
+    script = str(Path(__file__).with_name("die_with_parent.py"))
+    return (sys.executable, "-I", "-S", script, *flags, str(os.getpid()))
 
 
 def nats_server() -> Path:

@@ -276,8 +276,7 @@ class Shell:
     async def _start(self, name: str, tasks: asyncio.TaskGroup) -> None:
         """Start a program in a process group of its own, so that Ctrl-C reaches only `up` and the drain keeps its
         order."""
-        tether = str(Path(__file__).with_name("die_with_parent.py"))
-        arguments = (sys.executable, "-I", "-S", tether, str(os.getpid()), *self._launches[name].arguments)
+        arguments = (*servers.tether(), *self._launches[name].arguments)
         with self._log(name).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *arguments,
